@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Literal, get_args
 
 from aio_ckpt.checks import check_flag, check_seconds, is_among, is_path, shown
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.reports import SaveReport
 
 __all__ = [
     "GATHER_BYTES",
@@ -150,7 +152,17 @@ class EngineConfig:
     """Check the sums of every byte that a load reads, or never."""
 
     on_failure: FailurePolicy = "raise"
-    """A save that failed unawaited: raised once by the next ``save()`` or ``close()``, or only logged."""
+    """A save that failed unawaited: raised once by the next ``save()``, which saves all the same, or by ``close()``; or
+    only logged."""
+
+    on_commit: Callable[[SaveReport], object] | None = None
+    """Function that is called with the report of each save of this engine that is committed, on every rank. It runs on
+    the engine's loop thread, after the ticket is settled, and must not block: all saves stand still meanwhile. Waits
+    for this engine raise WrongThreadError there. If the function raises, the error is logged."""
+
+    on_error: Callable[[Exception], object] | None = None
+    """Function that is called with the error of each save that failed after its capture began, on every rank. A
+    cancelled save counts as no failure. It runs like ``on_commit``."""
 
     step_dir: str = "step_{step:09d}"
     """Name of a committed directory; must contain ``{step}`` once."""
@@ -225,6 +237,12 @@ def _check_keep_best(name: str, value: object) -> None:
         raise ConfigError(f"{name}={shown(value)}: give a KeepBest")
 
 
+def _check_callback(name: str, value: object) -> None:
+    is_async = inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None))  # noqa: B004
+    if value is not None and (not callable(value) or isinstance(value, type) or is_async):
+        raise ConfigError(f"{name}={shown(value)}: give a plain function (no coroutine function) of one argument")
+
+
 def _check_device_copy_bytes(name: str, value: object) -> None:
     if not is_among(value, ("auto",)) and (type(value) is not int or value < 0):
         raise ConfigError(f"{name}={shown(value)}: give a whole number of bytes, 0 for none, or 'auto'")
@@ -266,6 +284,8 @@ _CHECKS: dict[str, _Check] = {
     "when_busy": _one_of(get_args(BusyPolicy)),
     "verify": _one_of(get_args(VerifyPolicy)),
     "on_failure": _one_of(get_args(FailurePolicy)),
+    "on_commit": _check_callback,
+    "on_error": _check_callback,
     "shm_path": _check_shm_path,
     "keep_best": _check_keep_best,
     "trusted_objects": check_flag,

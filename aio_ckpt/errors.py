@@ -7,6 +7,11 @@ Every error of this package is an :class:`AioCkptError` and also the builtin tha
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aio_ckpt.ticket import SaveTicket
+
 __all__ = [
     "AioCkptError",
     "BudgetExceededError",
@@ -51,6 +56,10 @@ class AioCkptError(Exception):
     ``agree`` or ``commit``; empty for other errors."""
     in_doubt: bool = False
     """Whether a save failed during its last rename: its step may still become visible, whole."""
+    ticket: SaveTicket | None = None
+    """Ticket of the save that a call of ``save()`` made all the same before it raised the failure of an earlier save.
+    None for an error that is raised in another way. An error of another type has the attribute only if ``save()``
+    raised it so: ``getattr(error, "ticket", None)``."""
 
 
 class ConfigError(AioCkptError, ValueError):
@@ -189,7 +198,8 @@ class RootError(AioCkptError, OSError):
 
 
 class WriteError(AioCkptError, OSError):
-    """Writing failed. Keeps ``errno``, ``strerror`` and ``filename`` of the cause."""
+    """Writing failed. Keeps ``errno`` and ``filename`` of the cause, and ``strerror``, to which a save that found the
+    disk full adds what it needs and what is free."""
 
 
 class ReadError(AioCkptError, OSError):

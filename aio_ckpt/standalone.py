@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from aio_ckpt.checks import check_flag, check_kind, check_path
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.load import load_report, read_report, selection
+from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.match.rename import Rename
@@ -62,6 +64,7 @@ def load(
         CheckpointNotFoundError: ``path`` holds no checkpoint.
         CorruptCheckpointError and others: as :meth:`CheckpointEngine.load`.
     """
+    began = time.perf_counter()
     options = LoadOptions(
         strict=strict, allow_missing=allow_missing, skip_untrusted=skip_untrusted, cast=cast, rename=rename
     )
@@ -69,7 +72,9 @@ def load(
     async def use(ctx: ReadContext, found: CommittedCheckpoint, again: bool) -> LoadReport:
         outcome = await load_checkpoint(ctx, found.path, state, step=None, options=options, past_page_cache=again)
         await run_blocking(ctx.executor, outcome.apply)
-        return load_report(found, (), outcome)
+        report = load_report(found, (), outcome)
+        log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
+        return report
 
     return _run(path, config, use)
 
@@ -97,13 +102,15 @@ def read(
     """
     check_flag("skip_untrusted", skip_untrusted)
     check_flag("with_report", with_report)
-    names = selection(only)
+    names, began = selection(only), time.perf_counter()
 
     async def use(ctx: ReadContext, found: CommittedCheckpoint, again: bool) -> Any:
         outcome = await read_state(
             ctx, found.path, step=None, only=names, skip_untrusted=skip_untrusted, past_page_cache=again
         )
-        return (outcome.state, read_report(found, (), outcome)) if with_report else outcome.state
+        report = read_report(found, (), outcome)
+        log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
+        return (outcome.state, report) if with_report else outcome.state
 
     return _run(path, config, use)
 

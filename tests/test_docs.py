@@ -11,6 +11,7 @@ import ast
 import asyncio
 import importlib.util
 import inspect
+import logging
 import os
 import re
 import shlex
@@ -116,6 +117,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text += "    for step in (100, 101):\n        engine.save(state_at(step), step=step).result()\n"
     exec(SET_UP + text, {"root": root})
     return root
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """A page may set up the log; the tests after it find it as it was."""
+    logger = logging.getLogger("aio_ckpt")
+    level, handlers = logger.level, logger.handlers[:]
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture

@@ -186,7 +186,8 @@ class BaseEngine:
             StallError: ``deadline_secs`` passed before everything was captured, or the disk stalled meanwhile.
             WriteError: the disk failed before everything was captured.
             PeerFailedError: another rank failed, and all ranks had to agree before the capture.
-            Exception: an earlier save failed and nobody awaited it; raised once.
+            Exception: an earlier save failed and nobody awaited it; raised once. The save of this call was made all
+                the same: ``error.ticket`` is its ticket.
         """
         step = step_numbers.whole_number(step)
         call = SaveCall.of(

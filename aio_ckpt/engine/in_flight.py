@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,6 +17,7 @@ from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.outcomes import call_back, log_commit, log_failure, named
 from aio_ckpt.engine.pipeline import SavePipeline, keep_trace
 from aio_ckpt.engine.stages import CALL_STAGE, CapturedSave, PendingSave, SaveCall, SaveTimer
 from aio_ckpt.errors import (
@@ -33,7 +33,7 @@ from aio_ckpt.plan.planner import Plan, PlannedSave
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.deadline import Deadline
-from aio_ckpt.runtime.error_notes import note_stage
+from aio_ckpt.runtime.error_notes import note_stage, note_ticket
 from aio_ckpt.runtime.portal import Condition, Lock, Portal
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.device_copy import DeviceCopier
@@ -42,9 +42,8 @@ from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
 from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["MAX_CALLS", "InFlight", "KnownSteps"]
+__all__ = ["MAX_CALLS", "InFlight", "KnownSteps", "note_failure", "raise_failure"]
 
-_log = logging.getLogger("aio_ckpt")
 MAX_CALLS = sys.maxsize
 """Larger than the number of any call."""
 
@@ -369,6 +368,7 @@ class InFlight:
                 stall_timeout_secs=self._pipeline.slot_timeout_secs(image.slots * image.chunk_bytes),
                 trace=save.call.trace,
             )
+            save.debug("save() returns")
             self._finish(save, work, is_staged=is_staged)
         except BaseException as error:
             if work is not None:
@@ -383,6 +383,7 @@ class InFlight:
         def finish() -> None:
             work.finish()
             save.timer.reached("staged")
+            save.debug("everything is staged")
             save.ticket.staged.resolve(None)
 
         lease, staged = save.captured.image.lease, save.ticket.staged
@@ -430,9 +431,12 @@ class InFlight:
         is_cancelled = isinstance(error, SaveCancelledError)
         if save.round.is_committing and isinstance(error, (EngineClosedError, SaveCancelledError)):
             save.round.lose(error)
-        if error is not None and not is_cancelled:
-            # Logged as text: a handler that keeps records would keep the traceback and so the caller's state.
-            _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
+        rank, world_size = self._ctx.rank, self._ctx.world_size
+        if error is None:
+            log_commit(done.result(), rank=rank, world_size=world_size)
+        elif not is_cancelled:
+            newest = self.steps.newest(())
+            log_failure(error, step=save.step, stage=save.failing_stage, rank=rank, newest=newest)
         if error is not None:
             save.captured.image.fail_slots(error)  # a pipeline that never began has not done it
         self._on_settled(save.step, error)
@@ -448,6 +452,12 @@ class InFlight:
         else:
             save.ticket.staged.fail(error)
             save.ticket.committed.fail(error)
+        # Last: a slow callback then delays neither the waiters of this save nor a save() that waits for room.
+        config = self._ctx.config
+        if error is None:
+            call_back("on_commit", config.on_commit, done.result(), step=save.step, rank=rank)
+        elif isinstance(error, Exception) and not is_cancelled:
+            call_back("on_error", config.on_error, error, step=save.step, rank=rank)
 
     # -- steps ----------------------------------------------------------------------------------------
 
@@ -471,21 +481,36 @@ class InFlight:
 
     # -- failures -------------------------------------------------------------------------------------
 
-    def raise_unreported(self, through: int) -> None:
-        """Raise the oldest failure that nobody has awaited, once. With ``on_failure="log"``, raise none.
+    def take_unreported(self, through: int) -> SaveTicket | None:
+        """Return the ticket of the oldest failure that nobody has awaited, which counts as reported from now on.
 
-        Only calls up to number ``through`` count: a later call raises the others, as on the other ranks.
+        Only calls up to number ``through`` count: a later call takes the others, as on the other ranks. None if there
+        is no such failure, or with ``on_failure="log"``.
         """
         raises = self._on_failure == "raise"
         with self._lock:
             unseen = [entry for entry in self._unreported if not entry[1].committed.observed]
             failed = [entry for entry in unseen if entry[0] <= through][:1] if raises else []
             self._unreported = [entry for entry in unseen if entry not in failed] if raises else []
-        for _, ticket in failed:
-            error = ticket.exception()
-            if error is not None:
-                error.add_note(f"this is the background save of step {ticket.step}, which nobody awaited")
-                raise error
+        return failed[0][1] if failed else None
+
+
+def raise_failure(failed: SaveTicket, *, made: SaveTicket | None = None) -> None:
+    """Raise the failure of a background save. ``made``: the save that the same call made all the same."""
+    error = failed.exception()
+    if error is not None:
+        error.add_note(f"this is the background save of step {failed.step}, which nobody awaited")
+        if made is not None:
+            note_ticket(error, made)
+        raise error
+
+
+def note_failure(error: BaseException, failed: SaveTicket) -> None:
+    """Note on ``error``, with which a call of ``save()`` ends, that an earlier background save had failed, too."""
+    earlier = failed.exception()
+    if earlier is not None:
+        text = "before this call, the background save of step %d had failed, which nobody awaited: %s"
+        error.add_note(text % (failed.step, named(earlier)))
 
 
 def _was_raised_elsewhere(error: BaseException) -> bool:

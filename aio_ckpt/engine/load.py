@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted, newest_good
 from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
+from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.match.match import OnMatched, at_once
 from aio_ckpt.reports import LoadReport, ReadReport, SkippedCheckpoint
@@ -80,7 +82,10 @@ class Loader:
             StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
             SaveCancelledError: the load was given up.
         """
-        return await run_cancellable(given_up, lambda: self._load(state, step, options))
+        began = time.perf_counter()
+        report = await run_cancellable(given_up, lambda: self._load(state, step, options))
+        self._log(report, began)
+        return report
 
     async def _load(self, state: object, step: object, options: Mapping[str, Any]) -> LoadReport:
         """Accept the call, search a checkpoint, read it, apply it."""
@@ -101,7 +106,7 @@ class Loader:
         self, wanted: Wanted, only: Collection[str] | None, skip_untrusted: bool = False, with_report: bool = False
     ) -> Any:
         """Return the state of the checkpoint ``wanted``; with ``with_report``, (state, ReadReport)."""
-        ctx = self.ctx
+        ctx, began = self.ctx, time.perf_counter()
 
         async def read(candidate: CommittedCheckpoint, again: bool) -> ReadOutcome:
             return await read_state(
@@ -114,7 +119,13 @@ class Loader:
             )
 
         chosen, skipped, outcome = await newest_good(ctx, self.quarantine, wanted, read, fallback=True)
-        return (outcome.state, read_report(chosen, skipped, outcome)) if with_report else outcome.state
+        report = read_report(chosen, skipped, outcome)
+        self._log(report, began)
+        return (outcome.state, report) if with_report else outcome.state
+
+    def _log(self, report: LoadReport | ReadReport, began: float) -> None:
+        ctx = self.ctx
+        log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
 
     # -- accept ---------------------------------------------------------------------------------------
 

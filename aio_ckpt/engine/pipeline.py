@@ -28,6 +28,8 @@ from aio_ckpt.commit.manifests import (
 )
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.full_disk import explain_full_disk
+from aio_ckpt.engine.outcomes import named
 from aio_ckpt.engine.stages import PendingSave, WrittenRank
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
@@ -40,6 +42,7 @@ from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause, follow
+from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import run_blocking, watch_submissions
 from aio_ckpt.write.result import WriteResult, check_complete
 from aio_ckpt.write.throttle import WriteThrottle
@@ -47,7 +50,6 @@ from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
 __all__ = ["SavePipeline", "keep_trace"]
 
-_log = logging.getLogger("aio_ckpt")
 _TELL_SECS = 1.0
 """Time after its deadline within which a save ends: a living leader answers in milliseconds."""
 
@@ -89,6 +91,7 @@ class SavePipeline:
             stage = save.failing_stage
             note_stage(cause, stage)
             with anyio.CancelScope(shield=True):
+                await explain_full_disk(cause, self.ctx, save.captured.image.chunks[-1].stop)
                 cause = await self._clean_up(save, cause, stage)
                 await keep_trace(self.ctx, save, cause)
             if cause is error:
@@ -343,7 +346,8 @@ class SavePipeline:
                 if report is None:
                     raise
                 # The deadline may pass in the same turn of the loop as the leader's reply. The step is committed then.
-                _log.warning("step %d was committed before this came: %s", save.step, first_cause(error))
+                late, rank = "step %d was committed before this came: %s", ctx.rank
+                log_step(logging.WARNING, save.step, rank, late, save.step, named(first_cause(error)))
         if report is None:
             raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
         return report

@@ -22,7 +22,7 @@ from aio_ckpt.commit import step_numbers
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.group_call import GroupCall, await_counted, await_met, told_of
-from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
+from aio_ckpt.engine.in_flight import InFlight, note_failure, raise_failure
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, StepsChange
 from aio_ckpt.engine.stages import CALL_STAGE, SaveCall
@@ -36,6 +36,7 @@ from aio_ckpt.ranks.save_ledger import ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
+from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
@@ -117,11 +118,15 @@ class SaveFrontend:
                 members.opened = self._portal.submit(meet)
 
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
-        """See ``CheckpointEngine.save``."""
+        """See ``CheckpointEngine.save``.
+
+        Invariant: the failure of an earlier save that this call reports stops no save. It is raised once the save of
+        this call goes on, or noted on the error with which this call ends.
+        """
         self._portal.check_thread("save()")
         self._check_not_inside("save()")
         with call.trace.span("save()", CALLER), self._lock:
-            number = self.in_flight.next_number()
+            number, failed = self.in_flight.next_number(), None
             claim = functools.partial(self.in_flight.claim_step, number, step)
             joint = GroupCall(
                 self._ctx, self._portal, number=number, claim=claim, pending_cleanup=self._pipeline.pending_cleanup
@@ -136,19 +141,26 @@ class SaveFrontend:
                 if self._refused is not None:
                     await_counted(self._refused, self._ctx.members, call.deadline)
                     self._refused = None
-                return self._save(state, step, call, number, when_busy, joint)
+                # Under the lock no other call leases: a lease that no pending save owns was lost by Ctrl-C.
+                self.lifetime.close_lost([save.captured.image.lease for save in self.in_flight.pending])
+                with call.trace.span("wait for room", CALLER):
+                    waited_secs, through = self._make_room(step, number, when_busy, joint, call.deadline)
+                failed = self.in_flight.take_unreported(through)
+                ticket = self._save(state, step, call, number, waited_secs, joint)
             except BaseException as error:
                 self._refused = joint.refuse(error)
+                if failed is not None:
+                    note_failure(error, failed)
                 raise
+        if failed is not None:
+            raise_failure(failed, made=ticket)
+        return ticket
 
     def _save(
-        self, state: object, step: int | None, call: SaveCall, number: int, when_busy: BusyPolicy, joint: GroupCall
+        self, state: object, step: int | None, call: SaveCall, number: int, waited_secs: float | None, joint: GroupCall
     ) -> SaveTicket:
+        """Plan, lease and capture. ``waited_secs``: how long the call waited for room; None if it is to be skipped."""
         in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
-        # Under the lock no other call leases: a lease that no pending save owns was lost by Ctrl-C.
-        self.lifetime.close_lost([save.captured.image.lease for save in in_flight.pending])
-        with trace.span("wait for room", CALLER):
-            waited_secs = self._make_room(step, number, when_busy, joint, deadline)
         with trace.span("read the steps", CALLER):
             if not in_flight.steps.are_known:
                 in_flight.steps.learn(functools.partial(self._known_steps, deadline))
@@ -204,28 +216,26 @@ class SaveFrontend:
 
     def _make_room(
         self, step: int | None, number: int, when_busy: BusyPolicy, joint: GroupCall, deadline: Deadline
-    ) -> float | None:
-        """Wait for room. Returns the seconds waited; None if the save is to be skipped.
+    ) -> tuple[float | None, int]:
+        """Wait for room. Returns the seconds waited (None: skip), and the last call whose failure this call reports.
 
-        Raises the failure of an earlier save that nobody awaited, once. All ranks decide alike at the same call,
-        because the decision uses only information that every rank has at that call.
+        All ranks decide alike at the same call, because the decision uses only information that every rank has at that
+        call: all calls up to the last one have settled on every rank.
         """
         in_flight = self.in_flight
         if not self._ctx.members.are_several:
-            in_flight.raise_unreported(MAX_CALLS)
-            return in_flight.wait_for_room(step, when_busy, deadline)
+            return in_flight.wait_for_room(step, when_busy, deadline), number - 1
         began, has_room, through = time.perf_counter(), True, number - self._ctx.config.max_in_flight
         if when_busy != "wait":  # if the leader has room, every rank has, or will have once a message has arrived
             in_flight.check_open()
             has_room, through = joint.room(in_flight.room(), deadline)
         in_flight.wait_settled(through, deadline)
-        in_flight.raise_unreported(through)
         if not has_room and when_busy == "skip":
-            return None
+            return None, through
         if not has_room:
             raise BusyError("saves are pending on some rank: await engine.ready() first, or raise max_in_flight")
         in_flight.wait_for_room(step, "wait", deadline)
-        return time.perf_counter() - began
+        return time.perf_counter() - began, through
 
     def _known_steps(self, deadline: Deadline) -> list[int]:
         """Return the committed steps on the disk, as the leader sees them."""
@@ -377,7 +387,10 @@ class SaveFrontend:
             return
         self._has_told_waves = True
         image_bytes, budget_bytes = image.chunks[-1].stop, self.lifetime.budget_bytes
-        _log.warning(
+        log_step(
+            logging.WARNING,
+            step,
+            self._ctx.rank,
             "step %d: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
             "is captured, which takes as long as the disk needs for the others%s; raise budget_bytes where there is "
             "memory. Told once",

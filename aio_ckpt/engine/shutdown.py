@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
+from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight, raise_failure
 from aio_ckpt.errors import StallError
 from aio_ckpt.runtime.futures import follow
 
@@ -53,8 +53,7 @@ class Shutdown:
             await asyncio.wrap_future(follow(work))
         for work in self._background():
             await asyncio.wrap_future(follow(work))
-        self._release()
-        self._in_flight.raise_unreported(MAX_CALLS)
+        self._end()
 
     async def leave(self, error: BaseException | None) -> None:
         """Do :meth:`finish` at the end of an ``async with``, even if the task is cancelled. ``error`` ended the block.
@@ -76,8 +75,7 @@ class Shutdown:
         """Do :meth:`finish` for a caller without a loop."""
         wait(self._begin())
         wait(self._background())
-        self._release()
-        self._in_flight.raise_unreported(MAX_CALLS)
+        self._end()
 
     def abandon(self, timeout_secs: float) -> None:
         """Cancel pending saves and release.
@@ -105,6 +103,12 @@ class Shutdown:
             if late:
                 _log.error("interpreter exit: steps %s were not committed in drain_timeout_secs", late)
             self._release()
+
+    def _end(self) -> None:
+        self._release()
+        failed = self._in_flight.take_unreported(MAX_CALLS)
+        if failed is not None:
+            raise_failure(failed)
 
     def _begin(self) -> list[Future[None]]:
         self._in_flight.close()

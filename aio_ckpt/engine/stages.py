@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import StageTimings
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker
+from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.ticket import SaveTicket
@@ -219,6 +221,13 @@ class PendingSave:
         self.activity = activity
         self.stage = stage or self.stage
         self.call.trace.stage(activity)
+        self.debug(activity)
+
+    def debug(self, text: str) -> None:
+        """Log one DEBUG line of this save, with the time since its call."""
+        if is_logged(logging.DEBUG):
+            secs, told = self.timer.elapsed(), "step %d, %.3f s after save(): %s"
+            log_step(logging.DEBUG, self.step, self.round.rank, told, self.step, secs, text)
 
     async def cancel(self) -> bool:
         """Cancel the save, on the loop; False if it is too late."""

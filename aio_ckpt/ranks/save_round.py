@@ -112,6 +112,11 @@ class SaveRound:
         self.state = SaveState.CALLED
 
     @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        return self._members.coordinator.rank
+
+    @property
     def is_leader(self) -> bool:
         """Whether this rank commits."""
         return self._members.is_leader

@@ -150,6 +150,9 @@ class Storage(Protocol):
     async def status(self, path: Path) -> FileStatus | None:
         """Return the status of ``path``; None if it does not exist."""
 
+    async def free_bytes(self, path: Path) -> int:
+        """Return the bytes that this user may still write to the file system of ``path``. Quotas may allow less."""
+
     async def touch(self, path: Path) -> None:
         """Set the modification time of an existing file to the file system's present time. Not durable."""
 
@@ -252,6 +255,12 @@ class LocalStorage:
         """Return the status of the path; None if it does not exist. Symbolic links are followed."""
         with translate_errors(ReadError, path):
             return await run_blocking(self._executor, _status, path)
+
+    async def free_bytes(self, path: Path) -> int:
+        """Call statvfs."""
+        with translate_errors(ReadError, path):
+            found = await run_blocking(self._executor, os.statvfs, path)
+        return found.f_bavail * found.f_frsize
 
     async def touch(self, path: Path) -> None:
         """Call utimensat without a time, so that a file server sets the time of its own clock."""

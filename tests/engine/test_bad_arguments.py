@@ -210,6 +210,7 @@ SETTINGS: dict[str, Collection[str]] = {
     "thread_ioprio": {"None", "0", "1"},
     "keep_best": {"None"},
     "shm_path": {"None", "text"},
+    **{name: {"None", "a function"} for name in ("on_commit", "on_error")},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -193,6 +194,7 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     *(("direct_io", value) for value in ("yes", True)),
     *(("verify", value) for value in ("always", False)),
     *(("on_failure", value) for value in ("ignore", None)),
+    *((name, value) for name in ("on_commit", "on_error") for value in (asyncio.sleep, "print", Path)),
     *(("step_dir", value) for value in ("step", "{step}/x", ".{step}", "{step}-{step}", "{stop}", "{}")),
     *(("step_dir", value) for value in ("x" * 251 + "{step}", "x" * 217 + "{step}", "\u00e9" * 109 + "{step:d}")),
 ]

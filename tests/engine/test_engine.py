@@ -1,11 +1,9 @@
-"""The engine: busy policies, failures, cancelling, waiting from anywhere, deadlines, closing."""
+"""The engine: busy policies, cancelling, waiting from anywhere, deadlines, closing."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import gc
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -23,7 +21,6 @@ from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, Syn
 from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.errors import (
     BusyError,
-    EngineClosedError,
     SaveCancelledError,
     StallError,
     WriteError,
@@ -116,84 +113,6 @@ async def test_ready_returns_once_there_is_room_and_does_not_block_the_loop(root
         async with asyncio.timeout(TIMEOUT):
             await ready
             await engine.save(weights(2))
-
-
-# -- failures nobody saw --------------------------------------------------------------------------
-
-
-def fail_unseen(engine: CheckpointEngine, storage: GatedStorage) -> SaveTicket:
-    storage.fail("sync", "*", broken())
-    ticket = engine.save(weights(1))
-    settled = threading.Event()
-    ticket.committed.add_done_callback(lambda _: settled.set())
-    assert settled.wait(TIMEOUT)
-    return ticket
-
-
-def test_a_failure_that_nobody_awaited_is_raised_once_by_the_next_save(root: Path) -> None:
-    with gated_engine(root) as (engine, storage):
-        fail_unseen(engine, storage)
-        with pytest.raises(WriteError, match="the disk is gone") as caught:
-            engine.save(weights(2))
-        assert "background save of step 1, which nobody awaited" in "".join(caught.value.__notes__)
-        assert engine.save(weights(2)).result(TIMEOUT).step == 1
-        assert listing(root) == ["step_000000001"]
-
-
-def test_a_failure_that_nobody_awaited_is_raised_by_close_and_the_engine_is_closed(root: Path) -> None:
-    with gated_engine(root) as (engine, storage):
-        fail_unseen(engine, storage)
-        with pytest.raises(WriteError, match="the disk is gone"):
-            engine.close_blocking()
-        engine.close_blocking()
-        with pytest.raises(EngineClosedError):
-            engine.save(weights(2))
-
-
-def test_a_failure_is_not_raised_again_once_a_waiter_was_given_it(root: Path) -> None:
-    with gated_engine(root) as (engine, storage):
-        ticket = fail_unseen(engine, storage)
-        with pytest.raises(WriteError):
-            ticket.result(TIMEOUT)
-        engine.save(weights(2)).result(TIMEOUT)
-
-
-def test_a_failure_whose_ticket_was_dropped_is_raised_too(root: Path) -> None:
-    with gated_engine(root) as (engine, storage):
-        del (ticket := [fail_unseen(engine, storage)])[:]
-        assert not ticket
-        gc.collect()
-        with pytest.raises(WriteError, match="the disk is gone"):
-            engine.save(weights(2))
-
-
-def test_every_failure_that_nobody_awaited_is_raised_one_after_the_other(root: Path) -> None:
-    with gated_engine(root, max_in_flight=2) as (engine, storage):
-        gate = storage.hold("sync", "*.distcp")
-        storage.fail("sync", "*", broken())
-        storage.fail("sync", "*", broken())
-        first, second = engine.save(weights(1)), engine.save(weights(2))
-        gate.open()
-        for ticket in (first, second):
-            settled = threading.Event()
-            ticket.committed.add_done_callback(lambda _, settled=settled: settled.set())
-            assert settled.wait(TIMEOUT)
-        notes = []
-        for _ in range(2):
-            with pytest.raises(WriteError) as caught:
-                engine.save(weights(3))
-            notes += caught.value.__notes__
-        assert sorted(note.split()[-4] for note in notes) == ["1,", "2,"]
-        engine.save(weights(3)).result(TIMEOUT)
-
-
-def test_with_log_a_failure_is_only_logged(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with gated_engine(root, on_failure="log") as (engine, storage), caplog.at_level(logging.ERROR, "aio_ckpt"):
-        ticket = fail_unseen(engine, storage)
-        assert "save of step 1 failed: WriteError" in caplog.text
-        engine.save(weights(2)).result(TIMEOUT)
-        with pytest.raises(WriteError):
-            ticket.result(TIMEOUT)
 
 
 def test_after_a_failed_save_the_next_one_plans_anew(root: Path) -> None:

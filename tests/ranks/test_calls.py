@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -17,7 +20,7 @@ from rank_engines import acting_engine, held_engine, no_space
 from rank_processes import Ranks, engine_on
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
-from aio_ckpt.errors import AioCkptError, BusyError, PeerFailedError, UnsafeObjectError
+from aio_ckpt.errors import AioCkptError, BusyError, PeerFailedError, UnsafeObjectError, WriteError
 
 SECS = 30.0
 SAVES = 100
@@ -131,7 +134,8 @@ def raise_what_nobody_awaited(rank: int, count: int, root: Path, in_flight: int)
             try:
                 engine.save(counted_state(rank, step), step=step)
             except (AioCkptError, OSError) as error:
-                found.append("raised" if "No space" in str(error) else f"raised {error}")
+                is_right = "No space" in str(error) and error.ticket.step == step
+                found.append("raised" if is_right else f"raised {error}, with {error.ticket}")
             else:
                 found.append("saved")
             if rank == 0:
@@ -148,6 +152,87 @@ def test_a_failure_that_nobody_awaited_is_raised_by_the_same_call_on_all(
     assert one == other
     assert sorted(set(one)) == ["raised", "saved"]
     assert one.count("raised") == 1
+    committed = sorted(int(path.name.removeprefix("step_")) for path in tmp_path.glob("step_*"))
+    assert committed == [1, 2, 4, 5, 6, 7, 8], "a failed save takes no other one with it"
+
+
+def refuse_where_a_failure_is_raised(rank: int, count: int, root: Path) -> list[str]:
+    """Rank 1 gives a bad leaf to the call that reports the failure of step 1."""
+    found = []
+    with acting_engine(root, SECS) as (engine, storage):
+        if rank == 1:
+            storage.at, storage.act = ("write_file", "aio_ckpt.1.bin"), no_space
+        for step in range(1, 5):
+            state = counted_state(rank, step)
+            if rank == 1 and step == 2:
+                state["bad"] = lambda: None
+            try:
+                engine.save(state, step=step)
+            except (AioCkptError, OSError) as error:
+                told = "".join([str(error), *error.__notes__])
+                found.append(f"step {step}: {type(error).__name__}, {'of step 1' in told and 'No space' in told}")
+            dist.barrier()
+        engine.close_blocking()
+    return found
+
+
+def test_a_rank_that_refuses_the_call_which_raises_a_failure_raises_it_no_later_than_the_others(
+    two: Ranks, tmp_path: Path
+) -> None:
+    one, other = two.run(refuse_where_a_failure_is_raised, tmp_path)
+    assert one == ["step 2: PeerFailedError, True"]
+    assert other == ["step 2: UnsafeObjectError, True"]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000000003", "step_000000004"]
+
+
+# -- the log -----------------------------------------------------------------------------------------
+
+
+class Records(logging.Handler):
+    """Keeps what the engine logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record)
+
+
+def save_fail_and_load(rank: int, count: int, root: Path) -> tuple[list[str], list[int]]:
+    """The lines at INFO and above, and the steps that ``on_commit`` was told of."""
+    logger, records, told = logging.getLogger("aio_ckpt"), Records(), list[int]()
+    logger.addHandler(records)
+    logger.setLevel(logging.DEBUG)
+    try:
+        settings: dict[str, Any] = {"on_failure": "log", "on_commit": lambda report: told.append(report.step)}
+        with acting_engine(root, SECS, **settings) as (engine, storage):
+            engine.save(counted_state(rank, 1), step=1).result(SECS)
+            if rank == 1:
+                storage.fail("write_file", "aio_ckpt.1.bin", WriteError(errno.ENOSPC, "No space", "disk of one rank"))
+            engine.save(counted_state(rank, 2), step=2).exception(SECS)
+            asyncio.run(engine.load(counted_state(rank, 0)))
+            engine.close_blocking()
+    finally:
+        logger.removeHandler(records)
+        logger.setLevel(logging.NOTSET)
+    of_steps = [record for record in records.found if hasattr(record, "step")]
+    assert {record.rank for record in of_steps} == {rank}
+    assert [record.getMessage() for record in of_steps if "committed:" in record.getMessage()]
+    return [f"{record.levelname} {record.getMessage()}" for record in of_steps if record.levelno > logging.DEBUG], told
+
+
+def test_rank_0_alone_logs_a_commit_and_a_load_and_every_rank_logs_a_failure(two: Ranks, tmp_path: Path) -> None:
+    (one, told_one), (other, told_other) = two.run(save_fail_and_load, tmp_path)
+    commit, failure, load = one
+    assert re.match(r"INFO step 1 committed: [\d.]+ kB by rank 0 of 2 durable after .*B/s\); save", commit)
+    assert failure.startswith("ERROR the save of step 2 failed: PeerFailedError: rank 1 failed")
+    assert "No space: this save of rank 1 of 2 needs " in failure
+    assert failure.endswith("; the newest committed step is 1")
+    assert re.match(r"INFO step 1 loaded: [\d.]+ kB by rank 0 of 2 in .*B/s\), verified", load)
+    (failure,) = other
+    assert re.match(r"ERROR the save of step 2 failed: .*No space.* \(rank 1, stage write\); the newest ", failure)
+    assert told_one == told_other == [1]
 
 
 # -- (d) ---------------------------------------------------------------------------------------------
@@ -327,13 +412,13 @@ def await_on_one_rank(rank: int, count: int, root: Path) -> list[str]:
                 raised.append(step)
             engine.wait_ready()
             dist.barrier()
-        assert engine.steps() == [1, 4, 5, 6], "the save whose call told rank 1 of the failure is lost, no other"
+        assert engine.steps() == [1, 3, 4, 5, 6], "the save whose call told rank 1 of the failure is made, too"
         dist.barrier()
     return raised
 
 
-def test_a_failure_that_only_one_rank_awaited_costs_one_more_save(two: Ranks, tmp_path: Path) -> None:
-    assert two.run(await_on_one_rank, tmp_path) == [[3], [3]]
+def test_a_failure_that_only_one_rank_awaited_costs_no_other_save(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(await_on_one_rank, tmp_path) == [[], [3]]
 
 
 # -- steps that nobody gave --------------------------------------------------------------------------

@@ -325,6 +325,10 @@ class SimStorage:
 
         return await self.run("status", path, ReadError, act)
 
+    async def free_bytes(self, path: Path) -> int:
+        """Room for all that is saved here."""
+        return await self.run("free_bytes", path, ReadError, lambda: 1 << 40)
+
     async def touch(self, path: Path) -> None:
         """There are no times."""
         await self.run("touch", path, WriteError, lambda: self.at(path))

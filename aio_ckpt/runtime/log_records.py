@@ -1,0 +1,25 @@
+"""Log records of one step: each carries the step and the rank, so that a handler can filter by them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+__all__ = ["is_logged", "log_step"]
+
+_log = logging.getLogger("aio_ckpt")
+
+
+def is_logged(level: int) -> bool:
+    """Return whether the logger ``aio_ckpt`` takes records of ``level``."""
+    return _log.isEnabledFor(level)
+
+
+def log_step(level: int, step: int, rank: int, message: str, *args: object) -> None:
+    """Log ``message % args`` with ``level``. The attributes ``step`` and ``rank`` of the record hold the two numbers.
+
+    Pass errors as text: a handler that keeps records would keep a traceback, and so the caller's state. A handler that
+    raises breaks nothing.
+    """
+    with contextlib.suppress(Exception):
+        _log.log(level, message, *args, extra={"step": step, "rank": rank}, stacklevel=2)
