@@ -34,6 +34,7 @@ from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import Condition, Lock, Portal
+from aio_ckpt.runtime.waiting import WaitLines, call_text
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.image import Image
@@ -194,9 +195,13 @@ class InFlight:
             StallError: there was no room by the deadline of this save, which names ``step`` if it is given.
             EngineClosedError: the engine is closed, or was closed meanwhile.
         """
-        began = time.perf_counter()
-        with self._lock:
-            while not self._is_closing and len(self._pending) >= self._max:
+        began, lines = time.perf_counter(), self.lines("save", step)
+        while True:
+            pause_secs = lines.pause_secs(deadline.left_secs(MAX_SECS))  # logs, so it is not under the lock
+            with self._lock:
+                if self._is_closing or len(self._pending) < self._max:
+                    self.check_open()
+                    return time.perf_counter() - began
                 if when_busy == "skip":
                     return None
                 if when_busy == "raise":
@@ -205,9 +210,21 @@ class InFlight:
                         "or raise max_in_flight"
                     )
                 deadline.check(step, f"waiting for the save of step {self._pending[0].step} to end")
-                self._changed.wait(deadline.left_secs(MAX_SECS))
-            self.check_open()
-        return time.perf_counter() - began
+                self._changed.wait(pause_secs)
+
+    def lines(self, call: str, step: object = None) -> WaitLines:
+        """Return the lines about a wait of ``call``, of ``step`` if it is given, for the oldest pending save."""
+
+        def describe(waited: str) -> str:
+            what = call_text(call, step)
+            for oldest in self.pending[:1]:
+                return (
+                    f"{what} has waited {waited} for the save of step {oldest.step}, which is {oldest.activity} "
+                    f"(max_in_flight={self._max})"
+                )
+            return f"{what} has waited {waited} for deletions in the background"
+
+        return WaitLines(describe, step=step if isinstance(step, int) else None, rank=self._ctx.rank)
 
     def check_open(self) -> None:
         """Raise EngineClosedError if no save may enter any more."""
@@ -245,12 +262,16 @@ class InFlight:
             through = self._pending[0].number - 1 if self._pending else self._calls
             return len(self._pending) < self._max, through
 
-    def wait_settled(self, through: int, deadline: Deadline) -> None:
-        """Wait until no save of a call up to number ``through`` is pending."""
-        with self._lock:
-            while self._pending and self._pending[0].number <= through:
-                deadline.check(None, f"waiting for the save of step {self._pending[0].step} to end")
-                self._changed.wait(deadline.left_secs(MAX_SECS))
+    def wait_settled(self, step: object, through: int, deadline: Deadline) -> None:
+        """Wait until no save of a call up to number ``through`` is pending. Errors name ``step`` if it is given."""
+        lines = self.lines("save", step)
+        while True:
+            pause_secs = lines.pause_secs(deadline.left_secs(MAX_SECS))
+            with self._lock:
+                if not self._pending or self._pending[0].number > through:
+                    return
+                deadline.check(step, f"waiting for the save of step {self._pending[0].step} to end")
+                self._changed.wait(pause_secs)
 
     @property
     def settled_before_room(self) -> Future[None] | None:

@@ -41,6 +41,7 @@ from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause, follow
 from aio_ckpt.runtime.portal import run_blocking, watch_submissions
+from aio_ckpt.runtime.waiting import WaitLines
 from aio_ckpt.write.result import WriteResult, check_complete
 from aio_ckpt.write.throttle import WriteThrottle
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
@@ -82,7 +83,7 @@ class SavePipeline:
         if save.settled.done():
             raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
         try:
-            with watch_submissions(save.threads.add):
+            with watch_submissions(save.threads.add), _stall_lines(self.ctx, save).on_loop():
                 report = await self._watched(save)
         except BaseException as error:
             cause = first_cause(error)
@@ -381,6 +382,16 @@ async def _await_earlier(save: PendingSave) -> None:
     with save.progress.paused():
         for settled in save.earlier:
             await asyncio.wrap_future(follow(settled))
+
+
+def _stall_lines(ctx: EngineContext, save: PendingSave) -> WaitLines:
+    """Return the lines about a save that makes no progress. A save that waits for another has none: the other tells."""
+    whose = f"the save of step {save.step}" + (f" on rank {ctx.rank}" if ctx.world_size > 1 else "")
+
+    def describe(idle: str) -> str:
+        return f"{whose} has made no progress for {idle}: it is {save.activity} under {ctx.root}"
+
+    return WaitLines(describe, waited_secs=lambda: save.progress.idle_secs, step=save.step, rank=ctx.rank)
 
 
 async def _watch(ctx: EngineContext, save: PendingSave) -> None:

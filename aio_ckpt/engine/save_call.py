@@ -77,6 +77,7 @@ class SaveFrontend:
         self.lifetime = LifetimeManager(
             budget_bytes=config.budget_bytes,
             ranks_on_host=ctx.members.on_host,
+            rank=ctx.rank,
             executor=ctx.executor,
             debug=config.debug,
             segments=rescue.shared_memory,
@@ -177,7 +178,7 @@ class SaveFrontend:
             with trace.span("agree before the capture", CALLER):
                 planned, objects = self._assign(planned, objects, step, joint.agreement, deadline)
         with trace.span("lease memory", CALLER):
-            image = self._lease(planned, objects, deadline)
+            image = self._lease(planned, objects, step, deadline)
         self._tell_waves(image, step)
         try:
             save = in_flight.enter(
@@ -218,7 +219,7 @@ class SaveFrontend:
         if when_busy != "wait":  # if the leader has room, every rank has, or will have once a message has arrived
             in_flight.check_open()
             has_room, through = joint.room(in_flight.room(), deadline)
-        in_flight.wait_settled(through, deadline)
+        in_flight.wait_settled(step, through, deadline)
         in_flight.raise_unreported(through)
         if not has_room and when_busy == "skip":
             return None
@@ -360,7 +361,7 @@ class SaveFrontend:
         mine = [leaf for leaf in planned.objects if leaf[0] in kept]
         return replace(planned, plan=plan, objects=mine), _own_objects(objects, whole.object_names, kept)
 
-    def _lease(self, planned: PlannedSave, objects: ObjectBytes, deadline: Deadline) -> Image:
+    def _lease(self, planned: PlannedSave, objects: ObjectBytes, step: int, deadline: Deadline) -> Image:
         lease = functools.partial(
             lease_image,
             planned,
@@ -368,6 +369,7 @@ class SaveFrontend:
             self.lifetime,
             timeout_secs=self._pipeline.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
+            step=step,
         )
         return self._staging.take(planned.plan.source, lease)
 
