@@ -224,7 +224,7 @@ class InFlight:
                 )
             return f"{what} has waited {waited} for deletions in the background"
 
-        return WaitLines(describe, step=step if isinstance(step, int) else None, rank=self._ctx.rank)
+        return WaitLines(describe, step=step if type(step) is int else None, rank=self._ctx.rank)
 
     def check_open(self) -> None:
         """Raise EngineClosedError if no save may enter any more."""
@@ -337,10 +337,13 @@ class InFlight:
         agreement.advance(SaveState.CAPTURING)
         return save
 
-    def next_number(self) -> int:
-        """Return the number of a new call of ``save()``, the same on every rank for the same call."""
+    def next_number(self, kind: str = "save", step: object = None) -> int:
+        """Return the number of a new call of ``save()``, or of the method ``kind`` that is numbered with it.
+
+        The number is the same on every rank for the same call.
+        """
         self._calls += 1
-        self._ctx.members.coordinator.begin_call(f"save {self._calls}")
+        self._ctx.members.coordinator.begin_call(f"{kind} {self._calls}", step=step if type(step) is int else None)
         return self._calls
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
@@ -484,7 +487,10 @@ class InFlight:
 
     def claim_step(self, number: int, step: object) -> int:
         """Take the step of call ``number``; see :meth:`KnownSteps.claim`."""
-        return self.steps.claim(number, step, self.pending_steps, agreed=self._ctx.members.newest)
+        claimed = self.steps.claim(number, step, self.pending_steps, agreed=self._ctx.members.newest)
+        if claimed != step:
+            self._ctx.members.coordinator.begin_call(f"save {number}", step=claimed)
+        return claimed
 
     def check_step(self, step: int, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
         """Return ``step`` if a save of it may enter now, else raise StepOrderError."""

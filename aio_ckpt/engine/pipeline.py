@@ -32,7 +32,7 @@ from aio_ckpt.engine.stages import PendingSave, WrittenRank
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.plan.global_plan import places
-from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL
+from aio_ckpt.ranks.liveness import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
@@ -411,9 +411,9 @@ async def _watch(ctx: EngineContext, save: PendingSave) -> None:
 
 async def _send_heartbeats(ctx: EngineContext, save: PendingSave) -> None:
     """Send heartbeats while the save moves, so that the other ranks wait for a slow rank."""
-    last = save.progress.last
-    while True:
-        await anyio.sleep(ctx.config.stall_timeout_secs / HEARTBEATS_A_STALL)
+    last: float | None = None  # the first heartbeat tells that the save has begun here
+    for pause_secs in heartbeat_pauses(ctx.config.stall_timeout_secs):
+        await anyio.sleep(pause_secs)
         if save.progress.last != last or save.progress.is_paused:
             last = save.progress.last
             try:

@@ -122,7 +122,7 @@ class SaveFrontend:
         self._portal.check_thread("save()")
         self._check_not_inside("save()")
         with call.trace.span("save()", CALLER), self._lock:
-            number = self.in_flight.next_number()
+            number = self.in_flight.next_number("save", step)
             claim = functools.partial(self.in_flight.claim_step, number, step)
             joint = GroupCall(
                 self._ctx, self._portal, number=number, claim=claim, pending_cleanup=self._pipeline.pending_cleanup
@@ -289,7 +289,7 @@ class SaveFrontend:
 
         ``kind`` names the call; ``change`` gets its step and ``flags``. Returns the steps that are gone.
         """
-        members, topic = self._ctx.members, f"{kind} {self.in_flight.next_number()}"
+        members, topic = self._ctx.members, f"{kind} {self.in_flight.next_number(kind)}"
         coordinator, timeout_secs, what = members.coordinator, 2 * members.stall_secs, f"{kind}()"
         try:
             await_met(members, NO_DEADLINE)

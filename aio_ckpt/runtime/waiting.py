@@ -79,10 +79,12 @@ class WaitLines:
         return waited >= self._due
 
     def tell(self, describe: Callable[[str], str]) -> None:
-        """Log a line now; the next is due when the wait has doubled."""
+        """Log a line now, unless it is empty; the next is due when the wait has doubled."""
         waited = self._waited_secs()
         self._due = next_line_secs(waited)
-        _log.warning("%s", describe(duration_text(waited)), extra=self._extra)
+        line = describe(duration_text(waited))
+        if line:
+            _log.warning("%s", line, extra=self._extra)
 
     def pause_secs(self, at_most: float = MAX_SECS) -> float:
         """Log the line if it is due. Return the seconds until the next is due, ``at_most`` at most."""
