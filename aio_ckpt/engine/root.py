@@ -25,7 +25,7 @@ from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import Portal
-from aio_ckpt.runtime.waiting import WaitLines
+from aio_ckpt.runtime.waiting import WaitLines, disk_lines
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import checked_path, make_dirs
 
@@ -266,10 +266,7 @@ class RootSession:
             _log.warning("%s: deleting expired steps did not end within %s s", self._ctx.root, limit)
 
     def _lines(self, what: str) -> WaitLines:
-        def describe(taken: str) -> str:
-            return f"{what} has taken {taken}: the file system of {self._ctx.root} is slow, or does not answer"
-
-        return WaitLines(describe, rank=self._ctx.rank)
+        return disk_lines(what, self._ctx.root, rank=self._ctx.rank)
 
     def _call(
         self,

@@ -37,6 +37,7 @@ from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
+from aio_ckpt.runtime.waiting import disk_lines
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.replica_sums import content_sums
 from aio_ckpt.state.flatten import FlatState, flatten
@@ -103,7 +104,8 @@ class SaveFrontend:
         ctx, members = self._ctx, self._ctx.members
 
         async def read_steps() -> list[int]:
-            found = await self._pipeline.quarantine.committed(ctx.storage, ctx.root, ctx.names)
+            with disk_lines("reading the steps", ctx.root, rank=ctx.rank).on_loop():
+                found = await self._pipeline.quarantine.committed(ctx.storage, ctx.root, ctx.names)
             return [checkpoint.step for checkpoint in found]
 
         async def meet() -> None:

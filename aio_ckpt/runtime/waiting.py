@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.runtime.portal import Portal
 
-__all__ = ["FIRST_LINE_SECS", "WaitLines", "call_text", "duration_text", "next_line_secs"]
+__all__ = ["FIRST_LINE_SECS", "WaitLines", "call_text", "disk_lines", "duration_text", "next_line_secs"]
 
 _log = logging.getLogger("aio_ckpt")
 FIRST_LINE_SECS = 30.0
@@ -129,3 +130,18 @@ class WaitLines:
             if time.monotonic() >= deadline:
                 return False
         return True
+
+
+def disk_lines(
+    doing: str, path: Path, *, idle_secs: Callable[[], float] | None = None, rank: int | None = None
+) -> WaitLines:
+    """Return the lines about work under ``path`` that waits for the disk.
+
+    ``idle_secs`` returns the seconds since its last progress; None: the work is one step.
+    """
+    verb = "has taken" if idle_secs is None else "has made no progress for"
+
+    def describe(waited: str) -> str:
+        return f"{doing} {verb} {waited}: the file system of {path} is slow, or does not answer"
+
+    return WaitLines(describe, waited_secs=idle_secs, rank=rank)
