@@ -88,7 +88,8 @@ def line_about(
         groups.setdefault(_state(call, beat or Heartbeat(0), heard, silence), []).append(rank)
     lines = [_line(state, ranks, topic, call, waited, name) for state, ranks in groups.items()]
     more = len(awaited.ranks) - len(awaited.beats)
-    return ". ".join([*lines, *([f"{more} more ranks are missing"] if more else [])])
+    told = [*lines, *([f"{more} more ranks are missing"] if more else [])]
+    return ". ".join([told[0], *(f"{line[0].upper()}{line[1:]}" for line in told[1:])])
 
 
 def names_of(ranks: Sequence[int]) -> str:
@@ -106,7 +107,7 @@ def _state(call: Call | None, beat: Heartbeat, heard: Heard, silence: str) -> _S
     if beat.has_left:
         where = "closed its engine"
     elif seen is None:
-        where = "has called nothing yet" if beat.count else ""
+        where = "was last seen opening its engine" if beat.count else ""
     elif seen is beat.call and any(seen.has(topic) for topic in beat.waits):
         where = f"waits in {seen.text}"
     else:

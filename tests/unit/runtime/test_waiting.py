@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from log_lines import LogLines, early_lines
 
-from aio_ckpt.runtime import waiting
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import WaitLines, call_text, disk_lines, duration_text, next_line_secs
 
 TIMEOUT = 20.0
 SECS = 0.02
-
-
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "FIRST_LINE_SECS", SECS)
 
 
 class Waited:
@@ -34,28 +28,10 @@ class Waited:
         return self.secs
 
 
-class Heard(logging.Handler):
-    """A handler that lets a test wait for the n-th record."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-        self.has_all = threading.Event()
-        self._count = count
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-        if len(self.records) >= self._count:
-            self.has_all.set()
-
-
 @pytest.fixture
-def heard() -> Heard:
-    handler = Heard(3)
-    logger = logging.getLogger("aio_ckpt")
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
+def heard() -> Iterator[LogLines]:
+    with early_lines(SECS) as lines:
+        yield lines
 
 
 def test_the_lines_of_a_day_come_at_intervals_that_double() -> None:
@@ -103,24 +79,21 @@ def test_an_empty_line_is_not_logged_and_comes_no_sooner_than_the_next(caplog: p
     assert not caplog.messages
 
 
-@pytest.mark.usefixtures("soon")
-async def test_a_wait_on_a_loop_is_told_of_until_it_ends(heard: Heard) -> None:
+async def test_a_wait_on_a_loop_is_told_of_until_it_ends(heard: LogLines) -> None:
     with WaitLines(lambda text: "it waits").on_loop():
-        while not heard.has_all.is_set():
-            await asyncio.sleep(SECS / 4)
+        await asyncio.to_thread(heard.wait_for, "it waits", 3)
     told = len(heard.records)
     await asyncio.sleep(20 * SECS)  # the time in which the next line would come
     assert len(heard.records) == told
 
 
-@pytest.mark.usefixtures("soon")
-def test_futures_are_told_of_until_they_are_done(heard: Heard) -> None:
+def test_futures_are_told_of_until_they_are_done(heard: LogLines) -> None:
     first, second = Future[None](), Future[None]()
     lines = WaitLines(lambda text: "it waits")
 
     def resolve() -> None:
         first.set_result(None)
-        assert heard.has_all.wait(TIMEOUT)
+        heard.wait_for("it waits", 3)
         second.set_result(None)
 
     thread = threading.Thread(target=resolve)
@@ -134,14 +107,10 @@ def test_futures_are_told_of_until_they_are_done(heard: Heard) -> None:
     assert lines.wait_for([])
 
 
-@pytest.mark.usefixtures("soon")
-def test_a_system_call_that_hangs_is_told_of_from_the_loop(heard: Heard) -> None:
+def test_a_system_call_that_hangs_is_told_of_from_the_loop(heard: LogLines) -> None:
     portal = Portal("waiting", 1)
     with portal.opening():
-        with disk_lines("taking the lock", Path("/ckpt/100% {a}")).beside(portal):
-            assert heard.has_all.wait(TIMEOUT)
+        with disk_lines("taking the lock", Path("/ckpt/100% {a}"), rank=1).beside(portal):
+            text = r"taking the lock has taken \d+ s: the file system of /ckpt/100% \{a\} is slow, or does not answer"
+            assert heard.wait_for(text, 2).rank == 1
         portal.close(TIMEOUT)
-    assert re.fullmatch(
-        r"taking the lock has taken \d+ s: the file system of /ckpt/100% \{a\} is slow, or does not answer",
-        heard.records[0].getMessage(),
-    )
