@@ -70,6 +70,7 @@ class WaitLines:
         known = {"step": step, "rank": rank}
         self._extra = {name: value for name, value in known.items() if value is not None}
         self._due = next_line_secs(0)
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_due(self) -> bool:
@@ -96,18 +97,15 @@ class WaitLines:
     @contextlib.contextmanager
     def on_loop(self) -> Iterator[None]:
         """Log the lines while the block waits on the running loop."""
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle
-
-        def look() -> None:
-            nonlocal timer
-            timer = loop.call_later(self.pause_secs(), look)
-
-        look()
+        self._look(asyncio.get_running_loop())
         try:
             yield
         finally:
-            timer.cancel()
+            assert self._timer is not None
+            self._timer.cancel()  # drops the callback too, so that no cycle keeps what ``describe`` refers to
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(self.pause_secs(), self._look, loop)
 
     @contextlib.contextmanager
     def beside(self, portal: Portal) -> Iterator[None]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -85,6 +87,19 @@ async def test_a_wait_on_a_loop_is_told_of_until_it_ends(heard: LogLines) -> Non
     told = len(heard.records)
     await asyncio.sleep(20 * SECS)  # the time in which the next line would come
     assert len(heard.records) == told
+
+
+async def test_a_wait_that_has_ended_keeps_nothing_alive() -> None:
+    waits_for = Waited()
+    kept = weakref.ref(waits_for)
+    with WaitLines(lambda text: text, waited_secs=waits_for).on_loop():
+        await asyncio.sleep(0)
+    gc.disable()
+    try:
+        del waits_for
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_futures_are_told_of_until_they_are_done(heard: LogLines) -> None:
