@@ -11,6 +11,7 @@ import anyio
 import anyio.lowlevel
 
 from aio_ckpt.errors import MismatchError
+from aio_ckpt.runtime.waiting import disk_lines
 from aio_ckpt.storage.local import PageCache, ReadFile, Storage
 
 __all__ = ["Files"]
@@ -24,7 +25,8 @@ class Files:
 
     def __init__(self, storage: Storage, directory: Path, *, readers: int, page_cache: PageCache) -> None:
         self._storage = storage
-        self._directory = directory
+        self.directory = directory
+        """Directory of the checkpoint."""
         self._readers = readers
         self._kept: dict[str, ReadFile] = {}
         self.sizes: dict[str, int] = {}
@@ -60,8 +62,9 @@ class Files:
         """
         for name in sorted(set(names)):
             if name not in self.sizes:
-                async with self.use(name) as file:
-                    self.sizes[name] = file.nbytes
+                with disk_lines(f"opening {name}", self.directory).on_loop():
+                    async with self.use(name) as file:
+                        self.sizes[name] = file.nbytes
             wanted = expected.get(name)
             if wanted is not None and wanted != self.sizes[name]:
                 raise MismatchError(f"{name}: {self.sizes[name]} bytes long, its manifest says {wanted}")
@@ -74,7 +77,7 @@ class Files:
             yield kept
             return
         try:
-            path = self._directory / name
+            path = self.directory / name
             file = await self._storage.open_data_file(path, readers=self._readers, page_cache=self._page_cache)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from aio_ckpt.memory.cuda import begin_uploads, on_device, prefers_page_locked
 from aio_ckpt.memory.read_buffers import bounce_buffers, page_locked
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.runtime.waiting import disk_lines
 
 __all__ = ["Fetched", "fetch", "synchronize"]
 
@@ -105,6 +107,8 @@ class _Run:
         self._on_read = on_read
         self.bytes_read = 0
         self.sums_checked = 0
+        self._last = time.monotonic()
+        """Time of the last progress."""
 
     async def all(self, requests: Sequence[ReadRequest], buffers: Sequence[memoryview]) -> None:
         """Run the requests, as many at once as there are buffers."""
@@ -117,9 +121,11 @@ class _Run:
                 with anyio.CancelScope(shield=True):
                     await self._report(request, buffer[: request.nbytes])
 
-        async with anyio.create_task_group() as group:
-            for buffer in buffers[: len(requests)]:
-                group.start_soon(work, buffer)
+        lines = disk_lines("reading", self._files.directory, idle_secs=lambda: time.monotonic() - self._last)
+        with lines.on_loop():
+            async with anyio.create_task_group() as group:
+                for buffer in buffers[: len(requests)]:
+                    group.start_soon(work, buffer)
 
     async def _report(self, request: ReadRequest, view: memoryview) -> None:
         failure = None
@@ -143,6 +149,7 @@ class _Run:
             async with self._files.use(request.file) as file:
                 got = await file.read_into(request.start, view)
             self.bytes_read += got
+            self._last = time.monotonic()
             _check_length(request, request.start + got)
         finally:
             self._reading.release()

@@ -31,6 +31,7 @@ from aio_ckpt.format.manifests import (
 )
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.runtime.waiting import disk_lines
 from aio_ckpt.storage.local import Storage, read_small_file
 
 __all__ = [
@@ -147,7 +148,9 @@ async def open_checkpoint(
         CorruptCheckpointError: a small file is missing, differs from the written one, or is of another step; names it.
         FormatVersionError: a newer major version wrote the checkpoint.
     """
-    root_data = await read_small_file(storage, path / root_name)
+    lines = disk_lines("opening a checkpoint", path)
+    with lines.on_loop():
+        root_data = await read_small_file(storage, path / root_name)
     if root_data is None:
         data = await read_small_file(storage, path / metadata_name)
         if data is None:
@@ -173,7 +176,8 @@ async def open_checkpoint(
             ranks = error  # a fault of .metadata is raised first
 
     # Both run at once, because reading and summing .metadata takes as long as reading and decoding the manifests.
-    await _run_all(prove_manifests, prove_metadata)
+    with lines.on_loop():
+        await _run_all(prove_manifests, prove_metadata)
     opened = _opened(path, data, root, ranks, fault)
     if step is not None and opened.step not in (None, step):
         raise CorruptCheckpointError(

@@ -320,8 +320,10 @@ class BaseEngine:
     def _wait_ready(self) -> None:
         """Block until ``save()`` would not have to wait for an earlier save."""
         self._portal.check_thread("ready()")
-        while (settled := self._frontend.in_flight.settled_before_room) is not None:
-            settled.result()
+        in_flight = self._frontend.in_flight
+        lines = in_flight.lines("ready")
+        while (settled := in_flight.settled_before_room) is not None:
+            lines.wait_for([settled])
 
     def _submit_load(
         self, state: object, step: int | None, given_up: Future[None] | None = None, **options: Any
@@ -398,8 +400,10 @@ class CheckpointEngine(BaseEngine):
 
     async def ready(self) -> None:
         """Wait until ``save()`` would not have to wait for an earlier save."""
-        while (settled := self._frontend.in_flight.settled_before_room) is not None:
-            await asyncio.wrap_future(follow(settled))
+        in_flight = self._frontend.in_flight
+        with in_flight.lines("ready").on_loop():
+            while (settled := in_flight.settled_before_room) is not None:
+                await asyncio.wrap_future(follow(settled))
 
     async def load(
         self,

@@ -25,7 +25,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.match.match import OnMatched
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange
-from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL
+from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, heartbeat_pauses
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.futures import first_cause
 
@@ -400,8 +400,8 @@ async def _while_beating(coordinator: Coordinator, stall_secs: float, work: Call
     """Return the result of ``work``; meanwhile send heartbeats to the other ranks."""
 
     async def beat() -> None:
-        while True:
-            await anyio.sleep(stall_secs / HEARTBEATS_A_STALL)
+        for pause_secs in heartbeat_pauses(stall_secs):
+            await anyio.sleep(pause_secs)
             await coordinator.beat()
 
     result: list[T] = []

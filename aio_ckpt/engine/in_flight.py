@@ -35,6 +35,7 @@ from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage, note_ticket
 from aio_ckpt.runtime.portal import Condition, Lock, Portal
+from aio_ckpt.runtime.waiting import WaitLines, call_text
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.image import Image
@@ -193,9 +194,13 @@ class InFlight:
             StallError: there was no room by the deadline of this save, which names ``step`` if it is given.
             EngineClosedError: the engine is closed, or was closed meanwhile.
         """
-        began = time.perf_counter()
-        with self._lock:
-            while not self._is_closing and len(self._pending) >= self._max:
+        began, lines = time.perf_counter(), self.lines("save", step)
+        while True:
+            pause_secs = lines.pause_secs(deadline.left_secs(MAX_SECS))  # logs, so it is not under the lock
+            with self._lock:
+                if self._is_closing or len(self._pending) < self._max:
+                    self.check_open()
+                    return time.perf_counter() - began
                 if when_busy == "skip":
                     return None
                 if when_busy == "raise":
@@ -204,9 +209,21 @@ class InFlight:
                         "or raise max_in_flight"
                     )
                 deadline.check(step, f"waiting for the save of step {self._pending[0].step} to end")
-                self._changed.wait(deadline.left_secs(MAX_SECS))
-            self.check_open()
-        return time.perf_counter() - began
+                self._changed.wait(pause_secs)
+
+    def lines(self, call: str, step: object = None) -> WaitLines:
+        """Return the lines about a wait of ``call``, of ``step`` if it is given, for the oldest pending save."""
+
+        def describe(waited: str) -> str:
+            what = call_text(call, step)
+            for oldest in self.pending[:1]:
+                return (
+                    f"{what} has waited {waited} for the save of step {oldest.step}, which is {oldest.activity} "
+                    f"(max_in_flight={self._max})"
+                )
+            return f"{what} has waited {waited} for deletions in the background"
+
+        return WaitLines(describe, step=step if type(step) is int else None, rank=self._ctx.rank)
 
     def check_open(self) -> None:
         """Raise EngineClosedError if no save may enter any more."""
@@ -244,12 +261,16 @@ class InFlight:
             through = self._pending[0].number - 1 if self._pending else self._calls
             return len(self._pending) < self._max, through
 
-    def wait_settled(self, through: int, deadline: Deadline) -> None:
-        """Wait until no save of a call up to number ``through`` is pending."""
-        with self._lock:
-            while self._pending and self._pending[0].number <= through:
-                deadline.check(None, f"waiting for the save of step {self._pending[0].step} to end")
-                self._changed.wait(deadline.left_secs(MAX_SECS))
+    def wait_settled(self, step: object, through: int, deadline: Deadline) -> None:
+        """Wait until no save of a call up to number ``through`` is pending. Errors name ``step`` if it is given."""
+        lines = self.lines("save", step)
+        while True:
+            pause_secs = lines.pause_secs(deadline.left_secs(MAX_SECS))
+            with self._lock:
+                if not self._pending or self._pending[0].number > through:
+                    return
+                deadline.check(step, f"waiting for the save of step {self._pending[0].step} to end")
+                self._changed.wait(pause_secs)
 
     @property
     def settled_before_room(self) -> Future[None] | None:
@@ -315,10 +336,13 @@ class InFlight:
         agreement.advance(SaveState.CAPTURING)
         return save
 
-    def next_number(self) -> int:
-        """Return the number of a new call of ``save()``, the same on every rank for the same call."""
+    def next_number(self, kind: str = "save", step: object = None) -> int:
+        """Return the number of a new call of ``save()``, or of the method ``kind`` that is numbered with it.
+
+        The number is the same on every rank for the same call.
+        """
         self._calls += 1
-        self._ctx.members.coordinator.begin_call(f"save {self._calls}")
+        self._ctx.members.coordinator.begin_call(f"{kind} {self._calls}", step=step if type(step) is int else None)
         return self._calls
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
@@ -473,7 +497,10 @@ class InFlight:
 
     def claim_step(self, number: int, step: object) -> int:
         """Take the step of call ``number``; see :meth:`KnownSteps.claim`."""
-        return self.steps.claim(number, step, self.pending_steps, agreed=self._ctx.members.newest)
+        claimed = self.steps.claim(number, step, self.pending_steps, agreed=self._ctx.members.newest)
+        if claimed != step:
+            self._ctx.members.coordinator.begin_call(f"save {number}", step=claimed)
+        return claimed
 
     def check_step(self, step: int, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
         """Return ``step`` if a save of it may enter now, else raise StepOrderError."""

@@ -34,7 +34,7 @@ from aio_ckpt.engine.stages import PendingSave, WrittenRank
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.plan.global_plan import places
-from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL
+from aio_ckpt.ranks.liveness import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
@@ -44,6 +44,7 @@ from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause, follow
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import run_blocking, watch_submissions
+from aio_ckpt.runtime.waiting import WaitLines
 from aio_ckpt.write.result import WriteResult, check_complete
 from aio_ckpt.write.throttle import WriteThrottle
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
@@ -84,7 +85,7 @@ class SavePipeline:
         if save.settled.done():
             raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
         try:
-            with watch_submissions(save.threads.add):
+            with watch_submissions(save.threads.add), _stall_lines(self.ctx, save).on_loop():
                 report = await self._watched(save)
         except BaseException as error:
             cause = first_cause(error)
@@ -387,6 +388,16 @@ async def _await_earlier(save: PendingSave) -> None:
             await asyncio.wrap_future(follow(settled))
 
 
+def _stall_lines(ctx: EngineContext, save: PendingSave) -> WaitLines:
+    """Return the lines about a save that makes no progress. A save that waits for another has none: the other tells."""
+    whose = f"the save of step {save.step}" + (f" on rank {ctx.rank}" if ctx.world_size > 1 else "")
+
+    def describe(idle: str) -> str:
+        return f"{whose} has made no progress for {idle}: it is {save.activity} under {ctx.root}"
+
+    return WaitLines(describe, waited_secs=lambda: save.progress.idle_secs, step=save.step, rank=ctx.rank)
+
+
 async def _watch(ctx: EngineContext, save: PendingSave) -> None:
     """Raise the failure of the capture; StallError if nothing moves for too long or the deadline passes."""
     limit = ctx.config.stall_timeout_secs
@@ -404,9 +415,9 @@ async def _watch(ctx: EngineContext, save: PendingSave) -> None:
 
 async def _send_heartbeats(ctx: EngineContext, save: PendingSave) -> None:
     """Send heartbeats while the save moves, so that the other ranks wait for a slow rank."""
-    last = save.progress.last
-    while True:
-        await anyio.sleep(ctx.config.stall_timeout_secs / HEARTBEATS_A_STALL)
+    last: float | None = None  # the first heartbeat tells that the save has begun here
+    for pause_secs in heartbeat_pauses(ctx.config.stall_timeout_secs):
+        await anyio.sleep(pause_secs)
         if save.progress.last != last or save.progress.is_paused:
             last = save.progress.last
             try:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
@@ -25,6 +25,7 @@ from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.runtime.waiting import WaitLines, disk_lines
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import checked_path, make_dirs
 
@@ -112,7 +113,8 @@ class RootSession:
         self._check_open()
         ctx, lock = self._ctx, None
         try:
-            lock = ctx.storage.lock(ctx.root / LOCK_FILE)
+            with self._lines("taking the lock").beside(self._portal):
+                lock = ctx.storage.lock(ctx.root / LOCK_FILE)
             self._quarantine.is_writer = True
             what = "making the directories of its own"
             self._call(make_engine_dirs, ctx.storage, ctx.root, what=what, deadline=deadline)
@@ -180,7 +182,8 @@ class RootSession:
 
     def _await_passes(self, what: str) -> None:
         """Wait for deletions in progress: they may have listed the step of ``what``, so that no step might be left."""
-        if wait(self._passes, self._ctx.config.stall_timeout_secs).not_done:
+        lines = self._lines(f"{what}: the deletion of expired steps")
+        if not lines.wait_for(self._passes, self._ctx.config.stall_timeout_secs):
             raise StallError(f"{what}: the deletion of expired steps under {self._ctx.root} does not end")
 
     async def _abandon_after(self, step: int) -> StepsChange:
@@ -262,6 +265,9 @@ class RootSession:
         if scope.cancelled_caught:
             _log.warning("%s: deleting expired steps did not end within %s s", self._ctx.root, limit)
 
+    def _lines(self, what: str) -> WaitLines:
+        return disk_lines(what, self._ctx.root, rank=self._ctx.rank)
+
     def _call(
         self,
         async_fn: Callable[[*Ts], Coroutine[Any, Any, T]],
@@ -269,9 +275,13 @@ class RootSession:
         what: str,
         deadline: Deadline = NO_DEADLINE,
     ) -> T:
+        async def watched() -> T:
+            with self._lines(what).on_loop():
+                return await async_fn(*args)
+
         timeout_secs = deadline.left_secs(self._ctx.config.stall_timeout_secs)
         try:
-            return self._portal.call(async_fn, *args, timeout=timeout_secs, what=what)
+            return self._portal.call(watched, timeout=timeout_secs, what=what)
         except StallError:
             deadline.check(None, what)
             raise

@@ -39,6 +39,7 @@ from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
+from aio_ckpt.runtime.waiting import disk_lines
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.replica_sums import content_sums
 from aio_ckpt.state.flatten import FlatState, flatten
@@ -78,6 +79,7 @@ class SaveFrontend:
         self.lifetime = LifetimeManager(
             budget_bytes=config.budget_bytes,
             ranks_on_host=ctx.members.on_host,
+            rank=ctx.rank,
             executor=ctx.executor,
             debug=config.debug,
             segments=rescue.shared_memory,
@@ -103,7 +105,8 @@ class SaveFrontend:
         ctx, members = self._ctx, self._ctx.members
 
         async def read_steps() -> list[int]:
-            found = await self._pipeline.quarantine.committed(ctx.storage, ctx.root, ctx.names)
+            with disk_lines("reading the steps", ctx.root, rank=ctx.rank).on_loop():
+                found = await self._pipeline.quarantine.committed(ctx.storage, ctx.root, ctx.names)
             return [checkpoint.step for checkpoint in found]
 
         async def meet() -> None:
@@ -126,7 +129,7 @@ class SaveFrontend:
         self._portal.check_thread("save()")
         self._check_not_inside("save()")
         with call.trace.span("save()", CALLER), self._lock:
-            number, failed = self.in_flight.next_number(), None
+            number, failed = self.in_flight.next_number("save", step), None
             claim = functools.partial(self.in_flight.claim_step, number, step)
             joint = GroupCall(
                 self._ctx, self._portal, number=number, claim=claim, pending_cleanup=self._pipeline.pending_cleanup
@@ -189,7 +192,7 @@ class SaveFrontend:
             with trace.span("agree before the capture", CALLER):
                 planned, objects = self._assign(planned, objects, step, joint.agreement, deadline)
         with trace.span("lease memory", CALLER):
-            image = self._lease(planned, objects, deadline)
+            image = self._lease(planned, objects, step, deadline)
         self._tell_waves(image, step)
         try:
             save = in_flight.enter(
@@ -229,7 +232,7 @@ class SaveFrontend:
         if when_busy != "wait":  # if the leader has room, every rank has, or will have once a message has arrived
             in_flight.check_open()
             has_room, through = joint.room(in_flight.room(), deadline)
-        in_flight.wait_settled(through, deadline)
+        in_flight.wait_settled(step, through, deadline)
         if not has_room and when_busy == "skip":
             return None, through
         if not has_room:
@@ -298,7 +301,7 @@ class SaveFrontend:
 
         ``kind`` names the call; ``change`` gets its step and ``flags``. Returns the steps that are gone.
         """
-        members, topic = self._ctx.members, f"{kind} {self.in_flight.next_number()}"
+        members, topic = self._ctx.members, f"{kind} {self.in_flight.next_number(kind)}"
         coordinator, timeout_secs, what = members.coordinator, 2 * members.stall_secs, f"{kind}()"
         try:
             await_met(members, NO_DEADLINE)
@@ -370,7 +373,7 @@ class SaveFrontend:
         mine = [leaf for leaf in planned.objects if leaf[0] in kept]
         return replace(planned, plan=plan, objects=mine), _own_objects(objects, whole.object_names, kept)
 
-    def _lease(self, planned: PlannedSave, objects: ObjectBytes, deadline: Deadline) -> Image:
+    def _lease(self, planned: PlannedSave, objects: ObjectBytes, step: int, deadline: Deadline) -> Image:
         lease = functools.partial(
             lease_image,
             planned,
@@ -378,6 +381,7 @@ class SaveFrontend:
             self.lifetime,
             timeout_secs=self._pipeline.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
+            step=step,
         )
         return self._staging.take(planned.plan.source, lease)
 

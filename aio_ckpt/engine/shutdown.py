@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import anyio
@@ -49,10 +49,11 @@ class Shutdown:
 
     async def finish(self) -> None:
         """Wait for pending saves and release. Raises the failure of a save that nobody awaited, once."""
-        for work in self._begin():
-            await asyncio.wrap_future(follow(work))
-        for work in self._background():
-            await asyncio.wrap_future(follow(work))
+        with self._in_flight.lines("close").on_loop():
+            for work in self._begin():
+                await asyncio.wrap_future(follow(work))
+            for work in self._background():
+                await asyncio.wrap_future(follow(work))
         self._end()
 
     async def leave(self, error: BaseException | None) -> None:
@@ -73,8 +74,9 @@ class Shutdown:
 
     def finish_blocking(self) -> None:
         """Do :meth:`finish` for a caller without a loop."""
-        wait(self._begin())
-        wait(self._background())
+        lines = self._in_flight.lines("close")
+        lines.wait_for(self._begin())
+        lines.wait_for(self._background())
         self._end()
 
     def abandon(self, timeout_secs: float) -> None:
@@ -93,11 +95,11 @@ class Shutdown:
 
     def drain(self, timeout_secs: float) -> None:
         """Wait at most ``timeout_secs``, log the steps that are lost, and release. Called at interpreter exit."""
-        deadline = time.monotonic() + timeout_secs
+        deadline, lines = time.monotonic() + timeout_secs, self._in_flight.lines("sys.exit")
         pending = self._in_flight.pending
         try:
-            wait(self._begin(), timeout_secs)
-            wait(self._background(), max(0.0, deadline - time.monotonic()))
+            lines.wait_for(self._begin(), timeout_secs)
+            lines.wait_for(self._background(), deadline - time.monotonic())
         finally:  # also after Ctrl-C: the lost steps are logged in any case
             late = [save.step for save in pending if not save.settled.done()]
             if late:

@@ -22,6 +22,7 @@ import torch
 from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, SharedMemoryFactory, arena_capacity, map_arena
 from aio_ckpt.runtime.portal import Condition, Executor, Lock
+from aio_ckpt.runtime.waiting import WaitLines, call_text
 
 __all__ = ["ArenaSpec", "Lease", "LifetimeManager", "LifetimeStats", "default_budget_bytes", "ranks_on_host"]
 
@@ -152,6 +153,7 @@ class LifetimeManager:
         executor: Executor,
         debug: bool,
         ranks_on_host: int = 1,
+        rank: int | None = None,
         segments: SharedMemoryFactory | None = None,
     ) -> None:
         """Set up a manager without arenas.
@@ -161,9 +163,11 @@ class LifetimeManager:
             executor: threads that map arenas ahead.
             debug: whether a released arena is poisoned.
             ranks_on_host: number of ranks that share the memory of this host, for the default budget.
+            rank: this rank, for log records; None if it is unknown.
             segments: factory of shared memory that outlives the process; the manager closes it.
         """
         self._ranks_on_host = ranks_on_host
+        self._rank = rank
         self._is_measured = budget_bytes is None
         self.budget_bytes = default_budget_bytes(ranks_on_host=ranks_on_host) if budget_bytes is None else budget_bytes
         """Limit on staging memory in bytes: as given, or as last measured."""
@@ -198,8 +202,12 @@ class LifetimeManager:
             self.budget_bytes = default_budget_bytes(ranks_on_host=self._ranks_on_host, held_bytes=held_bytes)
         return self.budget_bytes
 
-    def acquire(self, spec: ArenaSpec, *, timeout_secs: float, limit_secs: float = math.inf) -> Lease:
+    def acquire(
+        self, spec: ArenaSpec, *, timeout_secs: float, limit_secs: float = math.inf, step: int | None = None
+    ) -> Lease:
         """Lease an arena that meets ``spec``. Block while other leases hold the budget, or one is being mapped ahead.
+
+        If that lasts, lines are logged, which name ``step``.
 
         Raises:
             BudgetExceededError: the image alone exceeds the budget, or the system lacks the memory.
@@ -211,9 +219,16 @@ class LifetimeManager:
                 f"an image of {spec.nbytes} bytes exceeds budget_bytes={self.budget_bytes}: raise it, or save less "
                 "at once"
             )
-        began = time.monotonic()
-        with self._lock:
-            while (lease := self._try_take(spec, began)) is None and not self._may_map(spec):
+        began, lines = time.monotonic(), self._lines(spec, step)
+        while True:
+            pause_secs = lines.pause_secs()  # logs, so it is not under the lock
+            with self._lock:
+                lease = self._try_take(spec, began)
+                if lease is not None or self._may_map(spec):
+                    waited_secs = time.monotonic() - began
+                    if lease is None:
+                        self._reserved_bytes += spec.nbytes
+                    break
                 last_used = max([began, *(lent.arena.last_used for lent in self._leases)])
                 left = last_used + timeout_secs - time.monotonic()
                 if left <= 0:
@@ -221,10 +236,7 @@ class LifetimeManager:
                 limit_left = began + limit_secs - time.monotonic()
                 if limit_left <= 0:
                     raise StallError(f"an earlier save kept its arena, this one had {limit_secs:.1f} s left")
-                self._changed.wait(min(left, limit_left))
-            waited_secs = time.monotonic() - began
-            if lease is None:
-                self._reserved_bytes += spec.nbytes
+                self._changed.wait(min(left, limit_left, pause_secs))
         if lease is None:
             lease = self._map(spec, waited_secs)
         try:
@@ -294,6 +306,16 @@ class LifetimeManager:
     def _held_bytes(self) -> int:
         being_mapped = sum(arena_capacity(spec.nbytes) for spec in self._being_mapped)
         return sum(arena.capacity for arena in self._arenas) + self._reserved_bytes + being_mapped
+
+    def _lines(self, spec: ArenaSpec, step: int | None) -> WaitLines:
+        def describe(waited: str) -> str:
+            stats = self.stats
+            return (
+                f"{call_text('save', step)} has waited {waited} for {spec.nbytes} bytes of staging memory: "
+                f"earlier saves ({stats.leases}) hold {stats.arena_bytes} of budget_bytes={self.budget_bytes}"
+            )
+
+        return WaitLines(describe, step=step, rank=self._rank)
 
     def _try_take(self, spec: ArenaSpec, began: float) -> Lease | None:
         if self._is_closed:

@@ -86,8 +86,11 @@ class Coordinator(Protocol):
         """
         ...
 
-    def begin_call(self, topic: str) -> None:
-        """Note that the numbered call of ``topic`` begins on this rank. Any thread may call this."""
+    def begin_call(self, topic: str, *, step: int | None = None) -> None:
+        """Note that the numbered call of ``topic`` begins on this rank, and again once its ``step`` is known.
+
+        Any thread may call this. The step is for messages only.
+        """
         ...
 
     def end_call(self, topic: str) -> None:
@@ -150,7 +153,7 @@ class SoloCoordinator:
         """See :class:`Coordinator`."""
         return None
 
-    def begin_call(self, topic: str) -> None:
+    def begin_call(self, topic: str, *, step: int | None = None) -> None:
         """See :class:`Coordinator`."""
 
     def end_call(self, topic: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
@@ -13,10 +14,13 @@ from typing import TypeVar
 import anyio
 
 from aio_ckpt.errors import EngineClosedError, PeerFailedError
-from aio_ckpt.ranks.messages import HEARTBEATS, Heartbeat, call_of, numbering
+from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, call_of, numbering
+from aio_ckpt.ranks.missing import SHOWN, Awaited, Heard, line_about, names_of
 from aio_ckpt.ranks.store import StoreClient, StoreKeys
+from aio_ckpt.runtime import waiting
+from aio_ckpt.runtime.waiting import WaitLines
 
-__all__ = ["HEARTBEATS_A_STALL", "Liveness", "LivenessTimer", "LostPeer", "lost_peer"]
+__all__ = ["HEARTBEATS_A_STALL", "Liveness", "LivenessTimer", "LostPeer", "heartbeat_pauses", "lost_peer"]
 
 T = TypeVar("T")
 
@@ -34,8 +38,15 @@ _CALLS_TOLD = 16
 
 _STALL_SECS = 600.0
 
-_SHOWN = 5
-"""Most ranks that an error names."""
+
+def heartbeat_pauses(stall_secs: float) -> Iterator[float]:
+    """Yield the pauses before the heartbeats of a call.
+
+    The first is short, so that the heartbeat has come when other ranks log what this rank does.
+    """
+    pause_secs = stall_secs / HEARTBEATS_A_STALL
+    yield min(pause_secs, waiting.FIRST_LINE_SECS / 2)
+    yield from itertools.repeat(pause_secs)
 
 
 class LivenessTimer:
@@ -59,6 +70,10 @@ class LivenessTimer:
             elif known[0] != beat:
                 self._seen[rank] = (beat, now)
         return [rank for rank in ranks if now - self._seen[rank][1] >= self.stall_secs]
+
+    def silent_secs(self, rank: int) -> float:
+        """Return the seconds since this wait saw a new heartbeat of ``rank``, or began."""
+        return time.monotonic() - self._seen[rank][1]
 
     def has_moved(self, rank: int) -> bool:
         """Return whether the heartbeat of ``rank`` has changed during this wait.
@@ -113,13 +128,12 @@ def lost_peer(
 
 
 def _silent(ranks: Sequence[int], timer: LivenessTimer, unmet: str) -> PeerFailedError:
-    names = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     hint = (
         f": each rank must open an engine on {unmet} (a rank that saves alone needs coordinator=SoloCoordinator())"
         if unmet
         else ": it died, hangs, or never came to this call"
     )
-    text = f"rank {names} gave no sign of life in {timer.topic} for {timer.stall_secs} s{hint}"
+    text = f"{names_of(ranks)} gave no sign of life in {timer.topic} for {timer.stall_secs} s{hint}"
     return PeerFailedError(text, rank=ranks[0], stage=timer.stage)
 
 
@@ -184,6 +198,10 @@ class Liveness:
         """By rank that has closed its engine, its last heartbeat."""
         self._beats = 0
         self._begun: dict[str, int] = {}
+        self._calls: deque[Call] = deque(maxlen=_CALLS_TOLD)
+        """The newest calls that began here, with their steps."""
+        self._heard: dict[str, int] = {}
+        self._last_heard: Call | None = None
         self._waits: list[str] = []
         self._over: defaultdict[str, deque[tuple[str, int]]] = defaultdict(lambda: deque(maxlen=_CALLS_TOLD))
         self._is_leaving = False
@@ -196,13 +214,16 @@ class Liveness:
 
     def _own_beat(self, *, has_left: bool = False) -> Heartbeat:
         over = tuple(chain.from_iterable(self._over.values()))
-        return Heartbeat(self._beats, over, has_left, dict(self._begun), tuple(self._waits))
+        newest = self._calls[-1] if self._calls else None
+        return Heartbeat(self._beats, over, has_left, dict(self._begun), tuple(self._waits), newest)
 
-    def begin_call(self, topic: str) -> None:
+    def begin_call(self, topic: str, *, step: int | None = None) -> None:
         """See :class:`Coordinator`."""
-        call = numbering(topic)
+        call = Call.of_topic(topic, step=step)
         if call is not None:
-            self._begun[call[0]] = call[1]
+            kind, number = call.numbering
+            self._begun[kind] = max(number, self._begun.get(kind, 0))
+            self._calls.append(call)
 
     def end_call(self, topic: str) -> None:
         """See :class:`Coordinator`."""
@@ -212,27 +233,38 @@ class Liveness:
 
     # -- waiting --------------------------------------------------------------------------------------
 
-    async def _wait_for(self, find: Callable[[], T | None], check: Callable[[], Awaitable[None]], topic: str) -> T:
-        """Poll ``find`` until it returns a value. Meanwhile send heartbeats and call ``check()``, which may raise."""
+    async def _wait_for(self, find: Callable[[], T | None], check: Callable[[], Awaitable[Awaited]], topic: str) -> T:
+        """Poll ``find`` until it returns a value.
+
+        Meanwhile send heartbeats and call ``check()``, which may raise. If the wait lasts, log the ranks that
+        ``check`` returns.
+        """
         longest = max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
         begun = time.monotonic()
-        due = begun + self.stall_secs / HEARTBEATS_A_STALL
+        pauses = heartbeat_pauses(self.stall_secs)
+        due = begun + next(pauses)
+        call = self._call_in(topic)
+        lines = WaitLines(step=None if call is None else call.step, rank=self.rank)
         self._waits.append(topic)
         try:
             while (found := await self._ask(find)) is None:
                 if self._is_leaving:
                     raise EngineClosedError(f"{self._name}: the engine was closed while it waited in {topic}")
-                if time.monotonic() >= due:
-                    due = time.monotonic() + self.stall_secs / HEARTBEATS_A_STALL
+                is_beat_due, is_line_due = time.monotonic() >= due, lines.is_due
+                if is_beat_due:
+                    due = time.monotonic() + next(pauses)
                     await self.beat()
+                if is_beat_due or is_line_due:
                     try:
-                        await check()
+                        awaited = await check()
                     except PeerFailedError:
                         if (
                             found := await self._ask(find)
                         ) is not None:  # a rank may send its message and leave between poll and check
                             return found
                         raise
+                    if is_line_due:
+                        lines.tell(functools.partial(self._line_about, topic, call, awaited))
                 now = time.monotonic()
                 pause = min(max(now - begun, longest) * _POLL_SHARE, longest)
                 await anyio.sleep(min(pause, max(due - now, 0)))
@@ -248,8 +280,32 @@ class Liveness:
             return found
         return None
 
-    async def _check_alive(self, ranks: Sequence[int], timer: LivenessTimer) -> None:
-        """Raise PeerFailedError if any of ``ranks`` will not come, judged by its last heartbeat."""
+    def _call_in(self, topic: str) -> Call | None:
+        """Return the call that ``topic`` is part of, as it began here; None if the topic has no number."""
+        return next((call for call in reversed(tuple(self._calls)) if call.has(topic)), Call.of_topic(topic))
+
+    def _hear(self, topic: str) -> None:
+        """Note that the ranks that this rank waits for have sent a message in ``topic``."""
+        call = self._call_in(topic)
+        if call is not None:
+            kind, number = call.numbering
+            self._heard[kind] = max(number, self._heard.get(kind, 0))
+            self._last_heard = call
+
+    def _line_about(self, topic: str, call: Call | None, awaited: Awaited, waited: str) -> str:
+        return line_about(
+            topic,
+            call,
+            awaited,
+            Heard(numbers=self._heard, last=self._last_heard),
+            waited=waited,
+            name=self._name,
+            leader=self.leader,
+            heartbeat_secs=self.stall_secs / HEARTBEATS_A_STALL,
+        )
+
+    async def _check_alive(self, ranks: Sequence[int], timer: LivenessTimer) -> Awaited:
+        """Return what is known of ``ranks``; raise PeerFailedError if one will not come, judged by its heartbeat."""
         beats = await self._ask(functools.partial(self._the_keys().beats, ranks)) if ranks else []
         absent = lost_peer(ranks, beats, timer, own=self._own_beat(), unmet="" if self._is_met else self._name)
         if absent is not None:
@@ -261,6 +317,11 @@ class Liveness:
             if absent.left_behind is not None:
                 self._left_behind[absent.error.rank] = absent.left_behind
             raise absent.error
+        return Awaited(
+            ranks=ranks,
+            beats=[HEARTBEATS.decode(beat) if beat else None for beat in beats[:SHOWN]],
+            silent_secs=[timer.silent_secs(rank) for rank in ranks[:SHOWN]],
+        )
 
     def _is_undecidable(self, topic: str) -> bool:
         """Return whether the leader closed its engine before it began the call that ``topic`` is part of."""

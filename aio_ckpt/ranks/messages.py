@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import msgspec
 
 from aio_ckpt.errors import PeerFailedError
+from aio_ckpt.runtime.waiting import call_text
 
 __all__ = [
     "HEARTBEATS",
     "REPLIES",
+    "Call",
     "Decision",
     "Failure",
     "Frame",
@@ -88,6 +90,37 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     """See :class:`Decision`."""
 
 
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One numbered call of a rank."""
+
+    kind: str
+    """Name of the method: ``save``, ``load``, ``rollback`` or ``delete``."""
+    number: int
+    """Number of the call, the same on every rank."""
+    step: int | None = None
+    """Step that the call names; None if it names none, or if that is not known yet."""
+
+    @classmethod
+    def of_topic(cls, topic: str, *, step: int | None = None) -> Call | None:
+        """Return the call that ``topic`` is part of; None if the topic has no number."""
+        kind, number = _parts(topic)
+        return None if number is None else cls("save" if kind == "room" else kind, number, step)
+
+    @property
+    def numbering(self) -> tuple[str, int]:
+        """Kind and number by which a rank counts the calls that it begins."""
+        return _BEGUN_TOGETHER.get(self.kind, self.kind), self.number
+
+    @property
+    def text(self) -> str:
+        """The call in the user's words."""
+        return call_text(self.kind, self.step)
+
+    def has(self, topic: str) -> bool:
+        """Return whether ``topic`` is part of this call."""
+        return numbering(topic) == self.numbering
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     """Sign of life of a rank."""
 
@@ -101,6 +134,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     """Number of the newest call that began on the rank, by the kind that :func:`numbering` returns."""
     waits: tuple[str, ...] = ()
     """Topics in which the rank waits for other ranks now."""
+    call: Call | None = None
+    """The newest call that began on the rank; None if there was none."""
 
 
 _FRAMES = msgspec.msgpack.Decoder(Frame)

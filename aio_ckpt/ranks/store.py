@@ -16,6 +16,7 @@ import msgspec
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError
 from aio_ckpt.ranks.messages import REPLIES, Heartbeat, Reply
 from aio_ckpt.runtime.portal import Executor, run_blocking, unwatched
+from aio_ckpt.runtime.waiting import WaitLines
 
 __all__ = ["Rendezvous", "Store", "StoreClient", "StoreKeys", "companions", "found", "without"]
 
@@ -63,7 +64,7 @@ class StoreClient:
     async def limited(self, work: Awaitable[T], *, limit_secs: float) -> T:
         """Return the result of ``work``, a request to the store. Raises like :meth:`ask`."""
         try:
-            with anyio.fail_after(limit_secs):
+            with anyio.fail_after(limit_secs), WaitLines(self._line).on_loop():
                 return await work
         except TimeoutError as error:
             raise StallError(
@@ -78,6 +79,12 @@ class StoreClient:
                 rank=self._host_rank,
                 stage="agree",
             ) from error
+
+    def _line(self, waited: str) -> str:
+        return (
+            f"the store of the ranks has not answered for {waited}: look at the process that hosts it, mostly that of "
+            f"rank {self._host_rank} or its launcher"
+        )
 
     def close(self) -> None:
         """End the thread. A thread that is stuck in the store is left behind. Idempotent."""

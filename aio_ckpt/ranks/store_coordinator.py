@@ -28,6 +28,7 @@ from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFa
 from aio_ckpt.ranks.coordinator import Coordinator, Decide, SoloCoordinator
 from aio_ckpt.ranks.liveness import Liveness, LivenessTimer
 from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, failure_of, pack, unpack
+from aio_ckpt.ranks.missing import MEETING, Awaited
 from aio_ckpt.ranks.store import Rendezvous, Store, StoreClient, StoreKeys
 
 __all__ = ["Coordinator", "Decide", "Decision", "SoloCoordinator", "StoreCoordinator", "default_coordinator"]
@@ -149,18 +150,18 @@ class StoreCoordinator(Liveness):
         """On the leader: once an engine of every rank has come, tell each the session. Returns the session."""
         rendezvous, timer = self._the_rendezvous(), LivenessTimer(self.stall_secs, _OPEN, "open")
 
-        async def check() -> None:
+        async def check() -> Awaited:
             here = await self._ask(rendezvous.here)
-            await self._check_alive([rank for rank in range(self.world_size) if rank not in here], timer)
+            return await self._check_alive([rank for rank in range(self.world_size) if rank not in here], timer)
 
-        party = await self._wait_for(functools.partial(self._while_in_group, rendezvous.claim), check, _OPEN)
+        party = await self._wait_for(functools.partial(self._while_in_group, rendezvous.claim), check, MEETING)
         await self._answer(party, Reply(self._session.encode()))
         return self._session
 
     async def _be_admitted(self) -> str:
         check = functools.partial(self._check_alive, (self.leader,), LivenessTimer(self.stall_secs, _OPEN, "open"))
         find = functools.partial(self._while_in_group, self._the_rendezvous().answered)
-        reply = REPLIES.decode(await self._wait_for(find, check, _OPEN))
+        reply = REPLIES.decode(await self._wait_for(find, check, MEETING))
         if reply.failure is not None:
             raise reply.failure.error(_OPEN, self.rank)
         return reply.common.decode()
@@ -324,6 +325,7 @@ class StoreCoordinator(Liveness):
         self._is_met = True
         if reply.failure is not None:
             raise reply.failure.error(topic, self.rank)
+        self._hear(topic)
         self.bytes_received += len(reply.common)
         return reply.common
 
@@ -346,9 +348,9 @@ class StoreCoordinator(Liveness):
             return (message,)
         timer = LivenessTimer(self.stall_secs, topic, stage)
 
-        async def check() -> None:
+        async def check() -> Awaited:
             found = {frame.rank for frame in await self._frames(topic)}
-            await self._check_alive(sorted(set(range(self.world_size)) - found - {self.rank}), timer)
+            return await self._check_alive(sorted(set(range(self.world_size)) - found - {self.rank}), timer)
 
         await self._wait_for(functools.partial(self._the_keys().is_woken, topic), check, topic)
         frames = await self._frames(topic)
@@ -356,6 +358,7 @@ class StoreCoordinator(Liveness):
         if failures:
             raise failures[0].error(topic, self.rank)
         self._is_met = True
+        self._hear(topic)
         self._absent.clear()
         by_rank = {frame.rank: frame.body for frame in frames}
         return tuple(message if rank == self.rank else by_rank[rank] for rank in range(self.world_size))

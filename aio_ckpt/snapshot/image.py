@@ -89,8 +89,9 @@ def lease_image(
     *,
     timeout_secs: float,
     limit_secs: float,
+    step: int | None = None,
 ) -> Image:
-    """Lease an arena for the image of one save. Block while earlier saves hold the budget.
+    """Lease an arena for the image of one save. Block while earlier saves hold the budget; log lines name ``step``.
 
     Raises:
         BudgetExceededError: the image exceeds the budget, or the system lacks the memory.
@@ -100,7 +101,7 @@ def lease_image(
     spec = arena_spec(planned.plan, objects_bytes, kind, budget_bytes=lifetime.budget_bytes)
     chunks = file_chunks(layout, image_bytes_of(planned.plan, objects_bytes))
     slots = min(len(chunks), -(-spec.nbytes // layout.chunk_bytes))
-    lease = lifetime.acquire(spec, timeout_secs=timeout_secs, limit_secs=limit_secs)
+    lease = lifetime.acquire(spec, timeout_secs=timeout_secs, limit_secs=limit_secs, step=step)
     try:
         return Image(
             lease=lease,

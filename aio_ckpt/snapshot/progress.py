@@ -55,7 +55,12 @@ class CaptureProgress:
 
     def idle_left_secs(self, limit_secs: float) -> float:
         """Return the seconds left until the save counts as stalled, if it may make no progress for ``limit_secs``."""
-        return limit_secs if self.is_paused else self.last + limit_secs - time.monotonic()
+        return limit_secs - self.idle_secs
+
+    @property
+    def idle_secs(self) -> float:
+        """Seconds since the last progress; 0 while the save waits for another."""
+        return 0.0 if self.is_paused else time.monotonic() - self.last
 
     def add(self, runs: Sequence[CapturedRun]) -> None:
         """Record the chunks of each run as captured once the events of the run are reached."""

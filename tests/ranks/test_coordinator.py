@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -15,12 +15,14 @@ import anyio.lowlevel
 import msgspec
 import pytest
 import torch.distributed as dist
+from log_lines import early_lines
 from rank_processes import Ranks, needs_list_keys, ranks
 
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator as coordinator_module
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, LivenessTimer, lost_peer
 from aio_ckpt.ranks.messages import Decision, Heartbeat, call_of
+from aio_ckpt.ranks.store import StoreKeys
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 
 STALL_SECS = 20.0
@@ -300,6 +302,31 @@ async def two_here(stall_secs: float) -> AsyncIterator[tuple[StoreCoordinator, S
     finally:
         for coordinator in both:
             coordinator.close()
+
+
+def test_a_line_about_a_missing_rank_costs_one_reading_of_its_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Sequence[int]] = []
+    beats = StoreKeys.beats
+
+    def counted(keys: StoreKeys, ranks: Sequence[int]) -> list[bytes]:
+        read.append(ranks)
+        return beats(keys, ranks)
+
+    async def main() -> bytes:
+        async with two_here(STALL_SECS) as (leader, other):
+            monkeypatch.setattr(StoreKeys, "beats", counted)
+            other.begin_call("load 1")
+            waiting = asyncio.create_task(leader.exchange("save 5", b"0", in_order, stage="agree"))
+            text = r"rank 1 has not called save\(\) for \d+ s; it was last seen opening its engine"
+            await asyncio.to_thread(lines.wait_for, text, 3)
+            _, found = await asyncio.gather(other.exchange("save 5", b"1", in_order, stage="agree"), waiting)
+            return found
+
+    with early_lines() as lines:
+        assert asyncio.run(main()) == b"0|1"
+    told = sum("not called" in message or "not finished" in message for message in lines.messages)
+    assert read == [[1]] * len(read)
+    assert len(read) <= told + 2  # one for its own first heartbeat, one for a line that came to nothing
 
 
 async def then_second(messages: tuple[bytes, ...]) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import Future
 
@@ -10,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from log_lines import early_lines
 
 from aio_ckpt.errors import StallError
 from aio_ckpt.ranks.messages import Failure, Heartbeat, Reply
@@ -33,6 +35,19 @@ async def test_a_load_ends_although_the_thread_that_asks_the_store_does_not() ->
         late.cancel()
         answer.set()
         connection.close()
+
+
+async def test_a_store_that_does_not_answer_is_told_of() -> None:
+    connection, answer = StoreClient("ranks", host_rank=3), threading.Event()
+    with early_lines() as lines:
+        try:
+            asking = asyncio.create_task(connection.ask(answer.wait, limit_secs=SECS))
+            text = r"the store of the ranks has not answered for \d+ s: look at .* rank 3 or its launcher"
+            await asyncio.to_thread(lines.wait_for, text, 2)
+        finally:
+            answer.set()
+        assert await asking
+    connection.close()
 
 
 async def test_a_question_leaves_the_watcher_as_it_was() -> None:

@@ -1,0 +1,145 @@
+"""Lines about waits that last: when they are due, and how they are logged.
+
+A blocked thread asks :meth:`WaitLines.pause_secs` how long it may sleep. A wait on an event loop is watched by
+:meth:`WaitLines.on_loop`, which costs one timer. Neither needs a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.runtime.portal import Portal
+
+__all__ = ["FIRST_LINE_SECS", "WaitLines", "call_text", "disk_lines", "duration_text", "next_line_secs"]
+
+_log = logging.getLogger("aio_ckpt")
+FIRST_LINE_SECS = 30.0
+"""Duration of a wait when the first line tells of it. Shorter waits are normal."""
+
+
+def next_line_secs(waited_secs: float) -> float:
+    """Return the duration at which the next line is due: ``FIRST_LINE_SECS``, twice as much, four times, and so on."""
+    due = FIRST_LINE_SECS
+    while due <= waited_secs:
+        due *= 2
+    return due
+
+
+def duration_text(secs: float) -> str:
+    """Return a duration for people: seconds below 2 minutes, minutes below 2 hours, else hours."""
+    if secs < 120:
+        return f"{secs:.0f} s"
+    return f"{secs / 60:.0f} min" if secs < 7200 else f"{secs / 3600:.1f} h"
+
+
+def call_text(call: str, step: object = None) -> str:
+    """Return a call in the user's words: "save() of step 200"; without a step, "load()"."""
+    return f"{call}()" if step is None else f"{call}() of step {step}"
+
+
+class WaitLines:
+    """Lines about one wait, at WARNING. A wait that makes progress begins anew."""
+
+    def __init__(
+        self,
+        describe: Callable[[str], str] | None = None,
+        *,
+        waited_secs: Callable[[], float] | None = None,
+        step: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """Begin the wait.
+
+        Args:
+            describe: returns the line; gets the duration of the wait as text. None: the caller passes each line.
+            waited_secs: returns the seconds since the last progress; None: those since this call.
+            step: step that the records name as ``step``; None if there is none.
+            rank: rank that the records name as ``rank``; None if it is unknown.
+        """
+        began = time.monotonic()
+        self._describe = describe
+        self._waited_secs = waited_secs or (lambda: time.monotonic() - began)
+        known = {"step": step, "rank": rank}
+        self._extra = {name: value for name, value in known.items() if value is not None}
+        self._due = next_line_secs(0)
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a line is due now."""
+        waited = self._waited_secs()
+        if waited < self._due / 2:  # there was progress since the last line
+            self._due = next_line_secs(waited)
+        return waited >= self._due
+
+    def tell(self, describe: Callable[[str], str]) -> None:
+        """Log a line now, unless it is empty; the next is due when the wait has doubled."""
+        waited = self._waited_secs()
+        self._due = next_line_secs(waited)
+        line = describe(duration_text(waited))
+        if line:
+            _log.warning("%s", line, extra=self._extra)
+
+    def pause_secs(self, at_most: float = MAX_SECS) -> float:
+        """Log the line if it is due. Return the seconds until the next is due, ``at_most`` at most."""
+        if self.is_due and self._describe is not None:
+            self.tell(self._describe)
+        return min(at_most, max(0.0, self._due - self._waited_secs()))
+
+    @contextlib.contextmanager
+    def on_loop(self) -> Iterator[None]:
+        """Log the lines while the block waits on the running loop."""
+        self._look(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            assert self._timer is not None
+            self._timer.cancel()  # drops the callback too, so that no cycle keeps what ``describe`` refers to
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(self.pause_secs(), self._look, loop)
+
+    @contextlib.contextmanager
+    def beside(self, portal: Portal) -> Iterator[None]:
+        """Log the lines from the loop of ``portal`` while the block is stuck in a system call on this thread."""
+
+        async def look() -> None:
+            with self.on_loop():
+                await asyncio.get_running_loop().create_future()
+
+        watching = portal.submit(look)
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    def wait_for(self, futures: Iterable[Future[Any]], timeout_secs: float = MAX_SECS) -> bool:
+        """Block until all ``futures`` are done, and log the lines meanwhile; False after ``timeout_secs``."""
+        left, deadline = set(futures), time.monotonic() + timeout_secs
+        while left := wait(left, self.pause_secs(max(0.0, deadline - time.monotonic()))).not_done:
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+
+def disk_lines(
+    doing: str, path: Path, *, idle_secs: Callable[[], float] | None = None, rank: int | None = None
+) -> WaitLines:
+    """Return the lines about work under ``path`` that waits for the disk.
+
+    ``idle_secs`` returns the seconds since its last progress; None: the work is one step.
+    """
+    verb = "has taken" if idle_secs is None else "has made no progress for"
+
+    def describe(waited: str) -> str:
+        return f"{doing} {verb} {waited}: the file system of {path} is slow, or does not answer"
+
+    return WaitLines(describe, waited_secs=idle_secs, rank=rank)
