@@ -24,7 +24,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.load import Loader, selection, wanted_checkpoint
 from aio_ckpt.engine.pipeline import SavePipeline
-from aio_ckpt.engine.root import RootSession, make_root
+from aio_ckpt.engine.root import RootSession, usable_root
 from aio_ckpt.engine.save_call import SaveFrontend
 from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.stages import SaveCall
@@ -65,7 +65,7 @@ class BaseEngine:
         config = config or EngineConfig()
         coordinator = coordinator or default_coordinator()
         check_staging(config.staging, config.shm_path, coordinator.world_size)
-        path = make_root(root)
+        path = usable_root(root)
         owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
         self._portal = Portal(
             f"aio_ckpt-{session}",
@@ -383,14 +383,14 @@ class CheckpointEngine(BaseEngine):
     may raise EngineClosedError once the engine is closed, and WrongThreadError on the engine's own threads.
 
     Args:
-        root: directory of the checkpoints; made if it is missing.
+        root: directory of the checkpoints, or its ``file:`` URL; the first save makes it if it is missing.
         config: settings; the defaults suit a trainer on a local disk.
         coordinator: the ranks that save together; all of torch.distributed's default group if it is initialised. Give
             ``SoloCoordinator()`` for an engine of this process alone.
         storage: file system of the checkpoints; by default the local one.
 
     Raises:
-        RootError: ``root`` is a file or cannot be made.
+        RootError: ``root`` is a file, a URL of another kind, or cannot be made.
         ConfigError: a setting does not suit this machine or this number of ranks, or an argument has a wrong type.
         OSError, RuntimeError: the system has no more threads or descriptors. The engine keeps none.
     """

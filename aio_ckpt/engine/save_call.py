@@ -19,6 +19,7 @@ from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS, check_flag
 from aio_ckpt.commit import step_numbers
+from aio_ckpt.commit.owner import make_pending
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.group_call import GroupCall, await_counted, await_met, told_of
@@ -32,7 +33,7 @@ from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.ranks.coordinator import Exchange
-from aio_ckpt.ranks.save_ledger import ContentSums, PlanMsg
+from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
@@ -106,7 +107,7 @@ class SaveFrontend:
             return [checkpoint.step for checkpoint in found]
 
         async def meet() -> None:
-            await members.meet(ctx.storage, ctx.root, read_steps)
+            await members.meet(ctx.root, read_steps)
 
         if not members.opened.done():  # one rank has met itself
             try:
@@ -175,7 +176,7 @@ class SaveFrontend:
             step = claimed
         if planned.plan.local is not None and not planned.plan.share_id:  # other ranks hold shards, too
             with trace.span("agree before the capture", CALLER):
-                planned, objects = self._assign(planned, objects, step, joint.agreement, deadline)
+                planned, objects = self._assign(planned, objects, step, number, joint.agreement, deadline)
         with trace.span("lease memory", CALLER):
             image = self._lease(planned, objects, deadline)
         self._tell_waves(image, step)
@@ -301,6 +302,7 @@ class SaveFrontend:
             busy = _busy_ranks(asked, call)
             changed: StepsChange = (None, [])
             if members.is_leader and not busy:
+                self._root_session.check_holds_steps(call)  # first: a mistyped root stays as it is
                 self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
                 self.in_flight.steps.forget()  # a change that fails midway has renamed some steps
                 changed = change(step, **flags)
@@ -340,16 +342,24 @@ class SaveFrontend:
         return flatten(state, rank=self._ctx.members.coordinator.rank)
 
     def _assign(
-        self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound, deadline: Deadline
+        self,
+        planned: PlannedSave,
+        objects: ObjectBytes,
+        step: int,
+        number: int,
+        agreement: SaveRound,
+        deadline: Deadline,
     ) -> tuple[PlannedSave, ObjectBytes]:
         """Agree which rank writes which shard, after a plan miss, and narrow the plan to this rank's share.
 
-        Blocks until all ranks call save().
+        Blocks until all ranks call save(). The first save always agrees, so that it shows whether all ranks have the
+        same root.
         """
         whole = planned.plan
         limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), _plan_message(planned, objects, step)
+        assign = functools.partial(_assign_under_one_root, self._ctx, number, agreement, told)
         try:
-            reply = self._portal.call(agreement.assign, told, timeout=limit_secs, what="save()")
+            reply = self._portal.call(assign, timeout=limit_secs, what="save()")
         except StallError:
             deadline.check(step, "waiting for the plans of the other ranks")
             raise
@@ -427,6 +437,17 @@ _LOCKING = frozenset(
         SaveFrontend.clear_cache,
     )
 )
+
+
+async def _assign_under_one_root(ctx: EngineContext, number: int, agreement: SaveRound, told: PlanMsg) -> AssignReply:
+    """Do :meth:`SaveRound.assign`. The leader makes the pending directory before, and the other ranks must see it."""
+    pending = ctx.pending_path(number)
+    if ctx.members.is_leader:
+        await make_pending(ctx.storage, pending)
+    reply = await agreement.assign(told)
+    if not ctx.members.is_leader:
+        await ctx.members.check_root(ctx.storage, ctx.root, pending)
+    return reply
 
 
 def _milestone_of(work: Future[None] | None, portal: Portal) -> Milestone[None]:

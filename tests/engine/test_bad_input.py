@@ -287,7 +287,8 @@ async def test_a_file_url_is_taken_as_a_root_and_as_a_checkpoint(tmp_path: Path)
         dcp.save(state, storage_writer=Writer(aside), no_dist=True)
         dcp.load(state, storage_reader=Reader(aside), no_dist=True)
     assert sorted(os.listdir(tmp_path)) == ["a root", "of dcp"]
-    assert Writer.validate_checkpoint_id(aside) and Reader.validate_checkpoint_id(aside)
+    assert Writer.validate_checkpoint_id(aside)
+    assert Reader.validate_checkpoint_id(aside)
     assert not Writer.validate_checkpoint_id("s3://bucket/x")
 
 
