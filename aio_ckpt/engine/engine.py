@@ -8,11 +8,11 @@ import functools
 import os
 import signal
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_flag, check_kind
@@ -46,6 +46,8 @@ from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
 
 __all__ = ["BaseEngine", "CheckpointEngine"]
+
+T = TypeVar("T")
 
 
 class BaseEngine:
@@ -194,18 +196,27 @@ class BaseEngine:
         )
         return self._frontend.save(state, step, call)
 
-    def prepare(self, state: object) -> Milestone[None]:
+    def prepare(self, state: object, step: int | None = None) -> Milestone[None]:
         """Do the slow parts of a first save ahead: take the root's lock, plan, map and register staging memory.
+
+        So mistakes show before training begins. A warning names the leaves that only running code can read back.
 
         This thread walks the state now; no value of it is captured or kept. Memory is mapped in the background. A later
         save of the same names, types and shapes is a plan hit, and waits until the memory is mapped. ``await`` the
         returned milestone, or call its ``result()``, to wait for the memory. It waits for no save.
 
+        Args:
+            state: a state like those to be saved.
+            step: the step that the first save will have. It is checked as ``save()`` would check it, before anything
+                is touched. If there are several ranks, this waits until all have opened their engines.
+
         Raises:
-            Exception: any error that :meth:`save` would raise for this state or root. The milestone, and again the
-                save, raises BudgetExceededError if the system refuses the memory.
+            StepOrderError: ``step`` does not exceed every committed and pending step.
+            UnsupportedLeafError, UnsafeObjectError: leaves that cannot be stored. The message names all of them.
+            Exception: any other error that :meth:`save` would raise for this state or root. The milestone, and again
+                the save, raises BudgetExceededError if the system refuses the memory.
         """
-        return self._frontend.prepare(state)
+        return self._frontend.prepare(state, step)
 
     def guard(self, guarded: object) -> None:
         """Let the device compute while the tensors of an optimizer are copied: its ``step()`` waits for the copies.
@@ -327,7 +338,8 @@ class BaseEngine:
     ) -> Future[LoadReport]:
         """Start a load and return its future. Once ``given_up`` is done, the load ends early."""
         self._portal.check_thread("load()")
-        return self._portal.submit(self._loader.load, state, step, options, given_up or Future())
+        load = functools.partial(self._loader.load, state, step, options, given_up or Future())
+        return self._portal.submit(self._going_on, load, options.get("path"))
 
     def _submit_read(
         self,
@@ -343,7 +355,15 @@ class BaseEngine:
         check_flag("skip_untrusted", skip_untrusted)
         check_flag("with_report", with_report)
         wanted = wanted_checkpoint(step, path)
-        return self._portal.submit(self._loader.read, wanted, selection(only), skip_untrusted, with_report)
+        read = functools.partial(self._loader.read, wanted, selection(only), skip_untrusted, with_report)
+        return self._portal.submit(self._going_on, read, path)
+
+    async def _going_on(self, load: Callable[[], Awaitable[T]], path: object) -> T:
+        """Return the result of ``load``. Note that this run goes on from the steps of its root, if no path is given."""
+        loaded = await load()
+        if path is None:
+            self._frontend.earlier_steps.go_on()
+        return loaded
 
     def _close_blocking(self) -> None:
         """Finish pending saves, then release all resources."""

@@ -22,12 +22,13 @@ from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.owner import make_pending
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.earlier_steps import EarlierSteps
 from aio_ckpt.engine.group_call import GroupCall, await_counted, await_met, told_of
 from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, StepsChange
 from aio_ckpt.engine.stages import CALL_STAGE, SaveCall
-from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
+from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
@@ -42,6 +43,7 @@ from aio_ckpt.runtime.trace import CALLER
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.replica_sums import content_sums
 from aio_ckpt.state.flatten import FlatState, flatten
+from aio_ckpt.state.leaf_faults import naming_all_faults
 from aio_ckpt.ticket import Milestone, SaveTicket
 
 __all__ = ["SaveFrontend"]
@@ -89,6 +91,8 @@ class SaveFrontend:
         )
         """The plan of the last save."""
         self.in_flight = InFlight(ctx, portal, pipeline, on_settled=self._after)
+        self.earlier_steps = EarlierSteps(ctx.root)
+        """Messages about the steps of an earlier run."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
         self._has_told_waves = False
@@ -99,7 +103,7 @@ class SaveFrontend:
         self._lock = Lock()
 
     def meet(self) -> None:
-        """Begin to wait for the other ranks, in the background."""
+        """Begin to wait for the other ranks and to look for earlier steps, in the background."""
         ctx, members = self._ctx, self._ctx.members
 
         async def read_steps() -> list[int]:
@@ -108,8 +112,16 @@ class SaveFrontend:
 
         async def meet() -> None:
             await members.meet(ctx.root, read_steps)
+            if members.is_leader:
+                self.earlier_steps.tell_opened(members.newest)
 
-        if not members.opened.done():  # one rank has met itself
+        async def look() -> None:
+            with contextlib.suppress(AioCkptError, OSError):  # the first call that needs the root raises it
+                self.earlier_steps.tell_opened(max(await read_steps(), default=None))
+
+        if members.opened.done():  # one rank has met itself
+            self._portal.submit(look)
+        else:
             try:
                 members.coordinator.register(str(ctx.root), stall_secs=members.stall_secs)
             except RuntimeError as error:  # the system has no more threads
@@ -151,8 +163,7 @@ class SaveFrontend:
         with trace.span("wait for room", CALLER):
             waited_secs = self._make_room(step, number, when_busy, joint, deadline)
         with trace.span("read the steps", CALLER):
-            if not in_flight.steps.are_known:
-                in_flight.steps.learn(functools.partial(self._known_steps, deadline))
+            self._learn_steps(deadline)
         if call.refuse is not None:  # after the wait, which ends alike on all ranks: the call is refused on all
             call = call.refuse()
         read_steps = functools.partial(self._root_session.steps, deadline)
@@ -163,13 +174,15 @@ class SaveFrontend:
             return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
         with trace.span("walk and plan", CALLER):
             flat = self._flatten(state)
-            planned = self.cache.resolve(flat)
+            with naming_all_faults(flat):
+                planned = self.cache.resolve(flat)
         plan_secs = time.perf_counter() - call.started - waited_secs
-        with trace.span("encode objects", CALLER):
+        with trace.span("encode objects", CALLER), naming_all_faults(flat):
             objects = self._encoder.encode(planned.objects, flat.versions)
         with trace.span("open the root", CALLER):
             if self._ctx.members.is_leader:
                 self._root_session.become_writer(in_flight.steps.learn, deadline)
+            self._tell_earlier_steps(step)
             claimed = in_flight.claim_step(number, step)
             if step is not None:
                 in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
@@ -228,6 +241,18 @@ class SaveFrontend:
         in_flight.wait_for_room(step, "wait", deadline)
         return time.perf_counter() - began
 
+    def _learn_steps(self, deadline: Deadline) -> None:
+        """Read the committed steps if they are not known."""
+        if not self.in_flight.steps.are_known:
+            self.in_flight.steps.learn(functools.partial(self._known_steps, deadline))
+
+    def _tell_earlier_steps(self, step: int | None) -> None:
+        """Warn once if a save without a step goes on after the steps of another run."""
+        if step is not None:
+            self.earlier_steps.pass_first_save()
+        elif self.earlier_steps.may_be_mixed and self._ctx.members.is_leader:
+            self.earlier_steps.tell_first_save(self.in_flight.newest_step)
+
     def _known_steps(self, deadline: Deadline) -> list[int]:
         """Return the committed steps on the disk, as the leader sees them."""
         members = self._ctx.members
@@ -247,21 +272,31 @@ class SaveFrontend:
                 )
             frame = frame.f_back
 
-    def prepare(self, state: object) -> Milestone[None]:
+    def prepare(self, state: object, step: int | None) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
         self._portal.check_thread("prepare()")
         self._check_not_inside("prepare()")
         with self._lock:
             self.in_flight.check_open()
+            if step is not None:
+                self._check_first_step(step)
             flat = self._flatten(state)
-            planned = self.cache.resolve(flat)
-            objects = self._encoder.encode(planned.objects, flat.versions)
+            with naming_all_faults(flat):
+                planned = self.cache.resolve(flat)
+                objects = self._encoder.encode(planned.objects, flat.versions)
             spec = self._spec(planned.plan, objects)
             if self._ctx.members.is_leader:
                 self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
+            self._tell_earlier_steps(step)
             self.in_flight.prepare_buffers(planned.plan)
             mapped = self.lifetime.map_ahead(spec, arenas=1)
         return _milestone_of(mapped, self._portal)
+
+    def _check_first_step(self, step: int) -> None:
+        """Raise StepOrderError on all ranks if ``save(step=step)`` would. Nothing is locked or made."""
+        await_met(self._ctx.members, NO_DEADLINE)
+        self._learn_steps(NO_DEADLINE)
+        self.in_flight.check_step(step, overwrite=False, read_steps=self._root_session.steps)
 
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
@@ -269,6 +304,7 @@ class SaveFrontend:
         self._check_not_inside("rollback()")
         with self._lock:
             gone = self._change_steps("rollback", step, self._root_session.rollback)
+            self.earlier_steps.go_on()
             self._rescue.give_up(f"rollback({step}) went back behind it", after=step)
             return gone
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from disk_tree import tree_of
 from rank_processes import Ranks, engine_on
 
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError
+from aio_ckpt.format.names import ENGINE_DIR
 
 SECS = 30.0
 OWN = Path("/proc/self/cwd/ckpt")
@@ -123,3 +125,21 @@ def test_ranks_that_only_read_make_nothing_in_a_root_with_steps(two: Ranks, tmp_
         engine.save(state_at(1), step=7).result(SECS)
     for found in two.run(look_around, tmp_path / "root", tmp_path):
         assert [(call, new) for call, new in found if new] == []
+
+
+def prepare_with_a_step(rank: int, count: int, root: Path) -> tuple[str, int]:
+    with engine_on(root, SECS) as engine:
+        refused = text_of(lambda: engine.prepare(state_at(1), step=7))
+        assert not (root / ENGINE_DIR / "lock").exists()
+        dist.barrier()
+        engine.prepare(state_at(1), step=8).result(SECS)
+        return refused, engine.save(state_at(1), step=8).result(SECS).step
+
+
+def test_prepare_refuses_a_step_on_every_rank_before_the_root_is_locked(two: Ranks, tmp_path: Path) -> None:
+    with engine_on(tmp_path / "used", SECS) as engine:
+        engine.save(state_at(1), step=7).result(SECS)
+    shutil.copytree(tmp_path / "used" / "step_000000007", tmp_path / "root" / "step_000000007")
+    for refused, saved in two.run(prepare_with_a_step, tmp_path / "root"):
+        assert refused.startswith("StepOrderError: step=7 does not exceed the newest committed or pending step 7: ")
+        assert saved == 8
