@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import signal
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -33,6 +34,7 @@ from aio_ckpt.format.names import StepNames
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
+from aio_ckpt.ranks.agreed_timer import AgreedTimer
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
@@ -101,6 +103,7 @@ class BaseEngine:
         """Make the parts of the engine. Each part uses only the parts made before it."""
         ctx, portal = self._ctx, self._portal
         self._preemption = AgreedPreemption(ctx.members, portal)
+        self._timers = 0
         self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
         self._quarantine = Quarantine()
         self._pending_cleanup = PendingCleanup()
@@ -322,6 +325,12 @@ class BaseEngine:
         Reading this is a poll, and so is a ``save()``: every rank has to poll as often as the others.
         """
         return self._preemption.poll()
+
+    def _make_timer(self, secs: float) -> AgreedTimer:
+        """Return a timer that ends at the same poll on every rank, if every rank makes its timers in the same order."""
+        self._timers += 1
+        name = f"the save timer {self._timers}"
+        return AgreedTimer(self._ctx.members, self._portal, secs, name=name, now=time.monotonic)
 
     def terminate(self) -> None:
         """Cancel pending saves and release all resources. No cancelled save becomes visible."""
