@@ -6,6 +6,7 @@ See README.md for use and guarantees. Each package's docstring says what goes in
 from aio_ckpt._version import __version__
 from aio_ckpt.config import EngineConfig, KeepBest
 from aio_ckpt.engine.engine import CheckpointEngine
+from aio_ckpt.engine.every import Every
 from aio_ckpt.errors import (
     AioCkptError,
     BudgetExceededError,
@@ -59,6 +60,7 @@ __all__ = [
     "EngineClosedError",
     "EngineConfig",
     "EngineForkedError",
+    "Every",
     "FormatVersionError",
     "KeepBest",
     "LoadReport",

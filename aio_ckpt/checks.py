@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from aio_ckpt.errors import ConfigError
 
 __all__ = ["MAX_SECS", "check_flag", "check_kind", "check_path", "check_seconds", "check_wait", "is_among", "is_path"]
-__all__ += ["shown"]
+__all__ += ["local_name", "shown"]
 
 MAX_SECS = 1e9
 """Longest time, in seconds, that every wait of the operating system accepts."""
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+"""Start of a URL. One slash is enough, because ``pathlib`` merges those of ``Path("s3://bucket")``."""
+_COPIED_BY = {
+    "s3": "aws s3 sync",
+    "gs": "gcloud storage rsync",
+    "hf": "hf download",
+    "http": "curl",
+    "https": "curl",
+}
+"""By scheme, a tool of the vendor that copies files."""
 _REPR = reprlib.Repr()
 _REPR.maxother = 200
 
@@ -62,7 +74,37 @@ def check_path(name: str, value: object) -> Path:
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or not is_path(text):
         raise ConfigError(f"{name}={shown(value)}: give the path of a checkpoint's directory")
-    return Path(text).absolute()
+    try:
+        return Path(local_name(text)).absolute()
+    except ValueError as error:
+        raise ConfigError(f"{name}={shown(value)}: {error}") from None
+
+
+def local_name(text: str) -> str:
+    """Return the path that a ``file:`` URL names; return any other path unchanged.
+
+    Raises:
+        ValueError: ``text`` is a URL that names no path of this machine. The message says what to give.
+    """
+    match = _URL.match(text)
+    if match is None:
+        return text
+    scheme = match[1].lower()
+    if scheme != "file":
+        tool = f" ({_COPIED_BY[scheme]})" if scheme in _COPIED_BY else ""
+        raise ValueError(
+            f"a URL ({scheme}:), and only local file systems are supported: mount it and give the directory, or copy "
+            f"with the vendor's tool{tool}"
+        )
+    if not text[match.end() :].startswith("/"):
+        raise ValueError("a file URL has two slashes before its host: give file:///absolute/path, as a str")
+    url = urlsplit(text)
+    if url.netloc.lower() not in ("", "localhost"):
+        raise ValueError(f"a file URL of the host {url.netloc!r}: give file:///absolute/path, of this machine")
+    path = unquote(url.path, errors="surrogateescape")
+    if url.query or url.fragment or not is_path(path):
+        raise ValueError("no file URL of a path: give file:///absolute/path, with ? as %3F and # as %23")
+    return path
 
 
 def is_path(text: str) -> bool:

@@ -30,6 +30,7 @@ from aio_ckpt.cli.listing import (
     locate,
     time_text,
 )
+from aio_ckpt.cli.local_path import LocalPath
 from aio_ckpt.commit.discovery import MAX_RETRIES
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.retention import protect, unprotect
@@ -50,7 +51,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _HOUSEKEEPING_THREADS = 2
 _CLOSE_SECS = 5.0
-_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_DIRECTORY = LocalPath(exists=True, file_okay=False)
 
 
 def main() -> None:
@@ -181,7 +182,7 @@ def _tell_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
 
 
 @commands.command("rescue")
-@click.argument("root", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("root", type=LocalPath(file_okay=False))
 @click.option("--shm-path", type=_DIRECTORY, multiple=True, help="Look here, too; the root tells where it was saved.")
 @click.option(
     "--stale-after",
@@ -359,7 +360,7 @@ def _tell_verified(result: _Verified, screen: Screen) -> None:
 
 
 @commands.command("demo")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("demo-out"), show_default=True, help="Directory.")
+@click.option("--out", type=LocalPath(), default=Path("demo-out"), show_default=True, help="Directory.")
 @click.option("--steps", type=click.IntRange(min=MIN_STEPS), default=100, show_default=True, help="Of training.")
 @click.option(
     "--seed", type=click.IntRange(0, (1 << 31) - 2), help="Of everything random; drawn and shown if not given."

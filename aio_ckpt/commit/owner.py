@@ -41,6 +41,7 @@ __all__ = [
     "is_abandoned",
     "keep_alive",
     "make_engine_dirs",
+    "make_pending",
     "owner_by_name",
     "pending_path",
     "read_owner",
@@ -155,6 +156,15 @@ def owner_by_name(name: str, here: Owner) -> Owner | None:
 
 def _short(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+async def make_pending(storage: Storage, pending: Path) -> None:
+    """Make the pending directory of a save of several ranks, unless another rank has made it."""
+    try:
+        await storage.make_dir(pending)
+    except WriteError as error:
+        if error.errno != errno.EEXIST:
+            raise
 
 
 async def write_owner(storage: Storage, pending: Path, owner: Owner) -> None:

@@ -173,6 +173,7 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
     mark = root / protected_name(step)
     is_new = True
     if not await storage.exists(mark.parent):  # a writer makes it at its first save
+        await _check_committed(storage, root, names, step)  # first: a mistyped root stays as it is
         await storage.make_dir(mark.parent, parents=True)
     try:
         await storage.write_file(mark, b"")
@@ -181,13 +182,20 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
             raise
         is_new = False
     await storage.sync_dir(mark.parent)
-    steps = [checkpoint.step for checkpoint in await discover(storage, root, names)]
-    if step not in steps:
+    try:
+        await _check_committed(storage, root, names, step)
+    except CheckpointNotFoundError:
         if is_new:  # an older mark stays: a caller was told that the step is protected, and retention must see it
             await storage.remove_file(mark)
-        raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {steps}")
+        raise
     if not await storage.exists(mark):  # a rollback removed the mark, and the step was saved anew
         await protect(storage, root, names, step)
+
+
+async def _check_committed(storage: Storage, root: Path, names: StepNames, step: int) -> None:
+    steps = [checkpoint.step for checkpoint in await discover(storage, root, names)]
+    if step not in steps:
+        raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {steps}")
 
 
 async def unprotect(storage: Storage, root: Path, step: int) -> None:

@@ -30,12 +30,14 @@ def check_step(
     step = check_step_number(step)
     if newest is None or step > newest or (overwrite and step in committed):
         return step
-    hint = "overwrite=True replaces it" if step in committed else f"rollback({step}) goes back"
+    remedy = f"load() resumes after step {newest}, rollback(step) goes back to an earlier one, another root begins anew"
     if step in pending:
-        hint = (
+        remedy = (
             "its save is pending: await its ticket (or engine.ready(), if one save is in flight) before overwrite=True"
         )
-    raise StepOrderError(f"step={step} does not exceed the newest committed or pending step {newest}: {hint}")
+    elif step in committed:
+        remedy += f", save(overwrite=True) replaces step {step}"
+    raise StepOrderError(f"step={step} does not exceed the newest committed or pending step {newest}: {remedy}")
 
 
 def check_step_number(step: object) -> int:

@@ -22,7 +22,7 @@ from aio_ckpt.commit.directory import recoverable_names
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, RootError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.paths import checked_path
@@ -149,7 +149,10 @@ class Reader(Face, StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether stock DCP accepts ``checkpoint_id`` as a path."""
-        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
+        try:
+            return bool(FileSystem.validate_checkpoint_id(checked_path(checkpoint_id)))
+        except RootError:
+            return False
 
 
 async def _open(runtime: Runtime, path: Path, rank: int | None) -> Checkpoint:

@@ -36,7 +36,7 @@ from aio_ckpt.dcp.rank_save import (
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import collect_sources
 from aio_ckpt.dcp.stager import plan_staging
-from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
+from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, RootError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.storage.data_file import translate_errors
@@ -242,7 +242,10 @@ class Writer(Face, StorageWriter, AsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether stock DCP accepts ``checkpoint_id`` as a path to write to."""
-        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
+        try:
+            return bool(FileSystem.validate_checkpoint_id(checked_path(checkpoint_id)))
+        except RootError:
+            return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of ``state_dict`` in host memory, see :class:`aio_ckpt.dcp.AsyncStager`.

@@ -7,12 +7,13 @@ import contextlib
 import functools
 import os
 import signal
+import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_flag, check_kind
@@ -24,7 +25,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.load import Loader, selection, wanted_checkpoint
 from aio_ckpt.engine.pipeline import SavePipeline
-from aio_ckpt.engine.root import RootSession, make_root
+from aio_ckpt.engine.root import RootSession, usable_root
 from aio_ckpt.engine.save_call import SaveFrontend
 from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.stages import SaveCall
@@ -33,6 +34,7 @@ from aio_ckpt.format.names import StepNames
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
+from aio_ckpt.ranks.agreed_timer import AgreedTimer
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
@@ -46,6 +48,8 @@ from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
 
 __all__ = ["BaseEngine", "CheckpointEngine"]
+
+T = TypeVar("T")
 
 
 class BaseEngine:
@@ -65,7 +69,7 @@ class BaseEngine:
         config = config or EngineConfig()
         coordinator = coordinator or default_coordinator()
         check_staging(config.staging, config.shm_path, coordinator.world_size)
-        path = make_root(root)
+        path = usable_root(root)
         owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
         self._portal = Portal(
             f"aio_ckpt-{session}",
@@ -99,6 +103,7 @@ class BaseEngine:
         """Make the parts of the engine. Each part uses only the parts made before it."""
         ctx, portal = self._ctx, self._portal
         self._preemption = AgreedPreemption(ctx.members, portal)
+        self._timers = 0
         self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
         self._quarantine = Quarantine()
         self._pending_cleanup = PendingCleanup()
@@ -195,18 +200,27 @@ class BaseEngine:
         )
         return self._frontend.save(state, step, call)
 
-    def prepare(self, state: object) -> Milestone[None]:
+    def prepare(self, state: object, step: int | None = None) -> Milestone[None]:
         """Do the slow parts of a first save ahead: take the root's lock, plan, map and register staging memory.
+
+        So mistakes show before training begins. A warning names the leaves that only running code can read back.
 
         This thread walks the state now; no value of it is captured or kept. Memory is mapped in the background. A later
         save of the same names, types and shapes is a plan hit, and waits until the memory is mapped. ``await`` the
         returned milestone, or call its ``result()``, to wait for the memory. It waits for no save.
 
+        Args:
+            state: a state like those to be saved.
+            step: the step that the first save will have. It is checked as ``save()`` would check it, before anything
+                is touched. If there are several ranks, this waits until all have opened their engines.
+
         Raises:
-            Exception: any error that :meth:`save` would raise for this state or root. The milestone, and again the
-                save, raises BudgetExceededError if the system refuses the memory.
+            StepOrderError: ``step`` does not exceed every committed and pending step.
+            UnsupportedLeafError, UnsafeObjectError: leaves that cannot be stored. The message names all of them.
+            Exception: any other error that :meth:`save` would raise for this state or root. The milestone, and again
+                the save, raises BudgetExceededError if the system refuses the memory.
         """
-        return self._frontend.prepare(state)
+        return self._frontend.prepare(state, step)
 
     def guard(self, guarded: object) -> None:
         """Let the device compute while the tensors of an optimizer are copied: its ``step()`` waits for the copies.
@@ -313,6 +327,12 @@ class BaseEngine:
         """
         return self._preemption.poll()
 
+    def _make_timer(self, secs: float) -> AgreedTimer:
+        """Return a timer that ends at the same poll on every rank, if every rank makes its timers in the same order."""
+        self._timers += 1
+        name = f"the save timer {self._timers}"
+        return AgreedTimer(self._ctx.members, self._portal, secs, name=name, now=time.monotonic)
+
     def terminate(self) -> None:
         """Cancel pending saves and release all resources. No cancelled save becomes visible."""
         self._shutdown.abandon(self.config.stall_timeout_secs)
@@ -330,7 +350,8 @@ class BaseEngine:
     ) -> Future[LoadReport]:
         """Start a load and return its future. Once ``given_up`` is done, the load ends early."""
         self._portal.check_thread("load()")
-        return self._portal.submit(self._loader.load, state, step, options, given_up or Future())
+        load = functools.partial(self._loader.load, state, step, options, given_up or Future())
+        return self._portal.submit(self._going_on, load, options.get("path"))
 
     def _submit_read(
         self,
@@ -346,7 +367,15 @@ class BaseEngine:
         check_flag("skip_untrusted", skip_untrusted)
         check_flag("with_report", with_report)
         wanted = wanted_checkpoint(step, path)
-        return self._portal.submit(self._loader.read, wanted, selection(only), skip_untrusted, with_report)
+        read = functools.partial(self._loader.read, wanted, selection(only), skip_untrusted, with_report)
+        return self._portal.submit(self._going_on, read, path)
+
+    async def _going_on(self, load: Callable[[], Awaitable[T]], path: object) -> T:
+        """Return the result of ``load``. Note that this run goes on from the steps of its root, if no path is given."""
+        loaded = await load()
+        if path is None:
+            self._frontend.earlier_steps.go_on()
+        return loaded
 
     def _close_blocking(self) -> None:
         """Finish pending saves, then release all resources."""
@@ -386,14 +415,14 @@ class CheckpointEngine(BaseEngine):
     may raise EngineClosedError once the engine is closed, and WrongThreadError on the engine's own threads.
 
     Args:
-        root: directory of the checkpoints; made if it is missing.
+        root: directory of the checkpoints, or its ``file:`` URL; the first save makes it if it is missing.
         config: settings; the defaults suit a trainer on a local disk.
         coordinator: the ranks that save together; all of torch.distributed's default group if it is initialised. Give
             ``SoloCoordinator()`` for an engine of this process alone.
         storage: file system of the checkpoints; by default the local one.
 
     Raises:
-        RootError: ``root`` is a file or cannot be made.
+        RootError: ``root`` is a file, a URL of another kind, or cannot be made.
         ConfigError: a setting does not suit this machine or this number of ranks, or an argument has a wrong type.
         OSError, RuntimeError: the system has no more threads or descriptors. The engine keeps none.
     """

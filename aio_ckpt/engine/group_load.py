@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -26,6 +27,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.match.match import OnMatched
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, heartbeat_pauses
+from aio_ckpt.ranks.membership import different_roots
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.futures import first_cause
 
@@ -82,6 +84,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     """``DAMAGED``: whether the format is unknown, because a newer torch or aio_ckpt wrote the checkpoint."""
     arguments: tuple[int | None, str, bool] | None = None
     """``NONE``: step, path (empty if none was given) and ``fallback`` of the call."""
+    host: str = ""
+    """``NONE``: name of the host of the rank, for errors."""
 
 
 class _Action(enum.Enum):
@@ -101,6 +105,8 @@ class _Action(enum.Enum):
     """Raise CorruptCheckpointError."""
     UNKNOWN = "unknown"
     """Raise FormatVersionError."""
+    APART = "apart"
+    """Raise RootError: the ranks do not see the same root."""
 
 
 class _Instruction(msgspec.Struct, frozen=True, array_like=True):
@@ -110,7 +116,9 @@ class _Instruction(msgspec.Struct, frozen=True, array_like=True):
     step: int = 0
     """``LOAD``: the step to read."""
     text: str = ""
-    """Text of the error that ends the load; empty if there is no error."""
+    """Text of the error that ends the load; empty if there is no error. ``APART``: host of ``rank``."""
+    rank: int = 0
+    """``APART``: a rank that does not see the checkpoint of the leader."""
     damage: _Message | None = None
     """Damage that a rank reported of the last checkpoint; None if none was reported."""
     newest: int | None = None
@@ -130,6 +138,8 @@ _ERRORS: dict[_Action, type[AioCkptError]] = {
     _Action.UNKNOWN: FormatVersionError,
 }
 """By action of the last instruction, the type of the error that each rank raises."""
+_MAX_LONELY_SEARCHES = 3
+"""A rank of another root never sees the leader's checkpoint. One that sees it late sees it at a later search."""
 _ROUND: Exchange[_Message, _Instruction] = Exchange(_Message, _Instruction, stage="load")
 
 
@@ -150,7 +160,7 @@ async def newest_good_for_all(
     member = LoadMember(FallbackSearch(ctx=ctx, quarantine=quarantine), use, rounds, wanted)
     try:
         arguments = (wanted.step, str(wanted.path or ""), fallback)
-        instruction = await rounds.run(_Message(_Outcome.NONE, arguments=arguments))
+        instruction = await rounds.run(_Message(_Outcome.NONE, arguments=arguments, host=socket.gethostname()))
         while not instruction.is_last:
             member.note_damage(instruction)
             try:
@@ -287,7 +297,14 @@ class LoadMember(Generic[L]):
         if instruction.action is _Action.DONE and self._candidate is not None and self._loaded is not None:
             self._learn_newest(instruction)
             return self._candidate, await self.search.settle(), self._loaded
+        if instruction.action is _Action.APART:
+            raise self._apart(instruction)
         raise _ERRORS[instruction.action](instruction.text) from self._error
+
+    def _apart(self, instruction: _Instruction) -> AioCkptError:
+        ctx = self.search.ctx
+        leader = ctx.members.coordinator.leader, ctx.members.owner.host
+        return different_roots(self._wanted.path or ctx.root, (instruction.rank, instruction.text), leader)
 
     def _learn_newest(self, instruction: _Instruction) -> None:
         """Take over the newest step that the leader found, or that of a save committed meanwhile if it is newer."""
@@ -309,6 +326,12 @@ class LoadLeader:
         self._step = 0
         """Candidate that the ranks read now."""
         self._search_count = 0
+        self._hosts: list[str] = []
+        """Name of the host of each rank."""
+        self._found: discovery.CommittedCheckpoint | None = None
+        """Newest candidate of the last search."""
+        self._lonely_searches = 0
+        """Searches in a row in which only some ranks read the newest candidate, and no writer changed it."""
         self._faults: list[str] = []
         """Description of the damage of each candidate so far."""
         self._proven: set[int] = set()
@@ -321,12 +344,13 @@ class LoadLeader:
         outcomes = {message.outcome for message in messages}
         if outcomes == {_Outcome.NONE}:
             _check_arguments(messages)
+            self._hosts = [message.host for message in messages]
         if outcomes in ({_Outcome.MATCHED}, {_Outcome.READ}) and len({message.text for message in messages}) == 1:
             return _Instruction(_Action.FILL if outcomes == {_Outcome.MATCHED} else _Action.APPLY)
         if outcomes == {_Outcome.APPLIED}:
             return _Instruction(_Action.DONE, newest=await self._newest())
         if _Outcome.DAMAGED not in outcomes or _Outcome.CHANGED in outcomes:
-            return await self._restart_search()  # this is the first round, or the ranks do not see the same save
+            return await self._restart_search(messages)  # the first round, or the ranks do not see the same save
         rank, found = next((rank, each) for rank, each in enumerate(messages) if each.outcome is _Outcome.DAMAGED)
         damage = msgspec.structs.replace(found, text=f"rank {rank}: {found.text}")
         self._all_unknown = self._all_unknown and damage.is_unknown
@@ -355,15 +379,21 @@ class LoadLeader:
             return None if ctx.members.newest in self._proven else ctx.members.newest
         return max({checkpoint.step for checkpoint in committed} - self._proven, default=None)
 
-    async def _restart_search(self) -> _Instruction:
+    async def _restart_search(self, messages: Sequence[_Message]) -> _Instruction:
         """List the candidates anew and return the instruction to load the newest."""
         self._search_count += 1
+        before = self._found
         if self._search_count > discovery.MAX_RETRIES:
             return _Instruction(_Action.NOT_FOUND, text=str(too_many_changes(self._ctx.root)))
         try:
             found = await candidates(self._ctx, self._wanted)
         except CheckpointNotFoundError as error:
             return _Instruction(_Action.NOT_FOUND, text=str(error))
+        self._found = found[0]
+        apart = _rank_apart(messages, self._ctx.members.coordinator.leader)
+        self._lonely_searches = self._lonely_searches + 1 if apart is not None and found[0] == before else 0
+        if apart is not None and self._lonely_searches == _MAX_LONELY_SEARCHES:
+            return _Instruction(_Action.APART, rank=apart, text=self._hosts[apart])
         self._faults.clear()
         self._proven.clear()
         self._all_unknown = True
@@ -374,6 +404,16 @@ class LoadLeader:
         """Return ``instruction`` for the next candidate."""
         self._step = self._remaining_steps.pop(0)
         return msgspec.structs.replace(instruction, step=self._step)
+
+
+def _rank_apart(messages: Sequence[_Message], leader: int) -> int | None:
+    """Return a rank that did not read what the leader has read, or read another save; None if there is none."""
+    own = messages[leader]
+    if own.outcome not in (_Outcome.MATCHED, _Outcome.READ):
+        return None
+    return next(
+        (rank for rank, each in enumerate(messages) if (each.outcome, each.text) != (own.outcome, own.text)), None
+    )
 
 
 def _check_arguments(messages: Sequence[_Message]) -> None:

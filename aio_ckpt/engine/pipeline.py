@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import functools
 import logging
 import time
@@ -31,7 +30,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.full_disk import explain_full_disk
 from aio_ckpt.engine.outcomes import named
 from aio_ckpt.engine.stages import PendingSave, WrittenRank
-from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.plan.global_plan import places
 from aio_ckpt.ranks.liveness import heartbeat_pauses
@@ -123,11 +122,10 @@ class SavePipeline:
     async def _make_pending(self, save: PendingSave) -> Path:
         save.begin("making its directory")
         pending = self.ctx.pending_path(save.number)
-        try:
+        if self.ctx.world_size == 1:
             await self.ctx.storage.make_dir(pending)
-        except WriteError as error:
-            if error.errno != errno.EEXIST or self.ctx.world_size == 1:  # another rank has made the directory
-                raise
+        else:
+            await owner.make_pending(self.ctx.storage, pending)
         return pending
 
     async def _write_rank(self, save: PendingSave, pending: Path) -> WrittenRank:

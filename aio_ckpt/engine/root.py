@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -19,7 +21,7 @@ from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.errors import EngineClosedError, RootError, StallError
+from aio_ckpt.errors import CheckpointNotFoundError, EngineClosedError, RootError, StallError
 from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
@@ -27,9 +29,9 @@ from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import WaitLines, disk_lines
 from aio_ckpt.storage.lock import RootLock
-from aio_ckpt.storage.paths import checked_path, make_dirs
+from aio_ckpt.storage.paths import checked_path
 
-__all__ = ["RootSession", "StepsChange", "make_root"]
+__all__ = ["RootSession", "StepsChange", "usable_root"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -38,20 +40,36 @@ StepsChange: TypeAlias = tuple[int | None, list[int]]
 _log = logging.getLogger("aio_ckpt")
 
 
-def make_root(root: str | os.PathLike[str]) -> Path:
-    """Make the directory of the checkpoints and its parents, durably, if missing. Returns its absolute path.
+def usable_root(root: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of the directory of the checkpoints. Makes nothing: the first save makes the directory.
 
     Raises:
         RootError: the path is no path, is a file, or cannot be made; see :func:`checked_path`.
     """
     path = checked_path(root).absolute()
     try:
-        make_dirs(path)
+        _check_directory(path)
     except OSError as error:
         raise RootError(
             error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(path)
         ) from error
     return path
+
+
+def _check_directory(path: Path) -> None:
+    """Raise OSError if ``path`` is no directory, or is missing and may not be made."""
+    for place in (path, *path.parents):
+        try:
+            status = place.stat()
+        except FileNotFoundError:
+            if place.is_symlink():  # to nothing
+                raise
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        if place != path and not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"{place} is not writable", str(place))
+        return
 
 
 class RootSession:
@@ -169,6 +187,11 @@ class RootSession:
             note_stage(error, "open")
             raise
         return [checkpoint.step for checkpoint in found]
+
+    def check_holds_steps(self, what: str) -> None:
+        """Raise CheckpointNotFoundError, with ``what`` was called, if the root holds no committed step."""
+        if not self.steps():
+            raise CheckpointNotFoundError(f"{what}: no committed step under {self._ctx.root}")
 
     def rollback(self, step: int) -> StepsChange:
         """Move the steps after ``step`` below ``.aio_ckpt/abandoned/``. Needs the lock.

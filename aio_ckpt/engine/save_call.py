@@ -19,20 +19,22 @@ from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS, check_flag
 from aio_ckpt.commit import step_numbers
+from aio_ckpt.commit.owner import make_pending
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.earlier_steps import EarlierSteps
 from aio_ckpt.engine.group_call import GroupCall, await_counted, await_met, told_of
 from aio_ckpt.engine.in_flight import InFlight, note_failure, raise_failure
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, StepsChange
 from aio_ckpt.engine.stages import CALL_STAGE, SaveCall
-from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
+from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.ranks.coordinator import Exchange
-from aio_ckpt.ranks.save_ledger import ContentSums, PlanMsg
+from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
@@ -43,6 +45,7 @@ from aio_ckpt.runtime.waiting import disk_lines
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.replica_sums import content_sums
 from aio_ckpt.state.flatten import FlatState, flatten
+from aio_ckpt.state.leaf_faults import naming_all_faults
 from aio_ckpt.ticket import Milestone, SaveTicket
 
 __all__ = ["SaveFrontend"]
@@ -91,6 +94,8 @@ class SaveFrontend:
         )
         """The plan of the last save."""
         self.in_flight = InFlight(ctx, portal, pipeline, on_settled=self._after)
+        self.earlier_steps = EarlierSteps(ctx.root)
+        """Messages about the steps of an earlier run."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
         self._has_told_waves = False
@@ -101,7 +106,7 @@ class SaveFrontend:
         self._lock = Lock()
 
     def meet(self) -> None:
-        """Begin to wait for the other ranks, in the background."""
+        """Begin to wait for the other ranks and to look for earlier steps, in the background."""
         ctx, members = self._ctx, self._ctx.members
 
         async def read_steps() -> list[int]:
@@ -110,9 +115,17 @@ class SaveFrontend:
             return [checkpoint.step for checkpoint in found]
 
         async def meet() -> None:
-            await members.meet(ctx.storage, ctx.root, read_steps)
+            await members.meet(ctx.root, read_steps)
+            if members.is_leader:
+                self.earlier_steps.tell_opened(members.newest)
 
-        if not members.opened.done():  # one rank has met itself
+        async def look() -> None:
+            with contextlib.suppress(AioCkptError, OSError):  # the first call that needs the root raises it
+                self.earlier_steps.tell_opened(max(await read_steps(), default=None))
+
+        if members.opened.done():  # one rank has met itself
+            self._portal.submit(look)
+        else:
             try:
                 members.coordinator.register(str(ctx.root), stall_secs=members.stall_secs)
             except RuntimeError as error:  # the system has no more threads
@@ -165,8 +178,7 @@ class SaveFrontend:
         """Plan, lease and capture. ``waited_secs``: how long the call waited for room; None if it is to be skipped."""
         in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
         with trace.span("read the steps", CALLER):
-            if not in_flight.steps.are_known:
-                in_flight.steps.learn(functools.partial(self._known_steps, deadline))
+            self._learn_steps(deadline)
         if call.refuse is not None:  # after the wait, which ends alike on all ranks: the call is refused on all
             call = call.refuse()
         read_steps = functools.partial(self._root_session.steps, deadline)
@@ -177,20 +189,22 @@ class SaveFrontend:
             return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
         with trace.span("walk and plan", CALLER):
             flat = self._flatten(state)
-            planned = self.cache.resolve(flat)
+            with naming_all_faults(flat):
+                planned = self.cache.resolve(flat)
         plan_secs = time.perf_counter() - call.started - waited_secs
-        with trace.span("encode objects", CALLER):
+        with trace.span("encode objects", CALLER), naming_all_faults(flat):
             objects = self._encoder.encode(planned.objects, flat.versions)
         with trace.span("open the root", CALLER):
             if self._ctx.members.is_leader:
                 self._root_session.become_writer(in_flight.steps.learn, deadline)
+            self._tell_earlier_steps(step)
             claimed = in_flight.claim_step(number, step)
             if step is not None:
                 in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
             step = claimed
         if planned.plan.local is not None and not planned.plan.share_id:  # other ranks hold shards, too
             with trace.span("agree before the capture", CALLER):
-                planned, objects = self._assign(planned, objects, step, joint.agreement, deadline)
+                planned, objects = self._assign(planned, objects, step, number, joint.agreement, deadline)
         with trace.span("lease memory", CALLER):
             image = self._lease(planned, objects, step, deadline)
         self._tell_waves(image, step)
@@ -240,6 +254,18 @@ class SaveFrontend:
         in_flight.wait_for_room(step, "wait", deadline)
         return time.perf_counter() - began, through
 
+    def _learn_steps(self, deadline: Deadline) -> None:
+        """Read the committed steps if they are not known."""
+        if not self.in_flight.steps.are_known:
+            self.in_flight.steps.learn(functools.partial(self._known_steps, deadline))
+
+    def _tell_earlier_steps(self, step: int | None) -> None:
+        """Warn once if a save without a step goes on after the steps of another run."""
+        if step is not None:
+            self.earlier_steps.pass_first_save()
+        elif self.earlier_steps.may_be_mixed and self._ctx.members.is_leader:
+            self.earlier_steps.tell_first_save(self.in_flight.newest_step)
+
     def _known_steps(self, deadline: Deadline) -> list[int]:
         """Return the committed steps on the disk, as the leader sees them."""
         members = self._ctx.members
@@ -259,21 +285,31 @@ class SaveFrontend:
                 )
             frame = frame.f_back
 
-    def prepare(self, state: object) -> Milestone[None]:
+    def prepare(self, state: object, step: int | None) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
         self._portal.check_thread("prepare()")
         self._check_not_inside("prepare()")
         with self._lock:
             self.in_flight.check_open()
+            if step is not None:
+                self._check_first_step(step)
             flat = self._flatten(state)
-            planned = self.cache.resolve(flat)
-            objects = self._encoder.encode(planned.objects, flat.versions)
+            with naming_all_faults(flat):
+                planned = self.cache.resolve(flat)
+                objects = self._encoder.encode(planned.objects, flat.versions)
             spec = self._spec(planned.plan, objects)
             if self._ctx.members.is_leader:
                 self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
+            self._tell_earlier_steps(step)
             self.in_flight.prepare_buffers(planned.plan)
             mapped = self.lifetime.map_ahead(spec, arenas=1)
         return _milestone_of(mapped, self._portal)
+
+    def _check_first_step(self, step: int) -> None:
+        """Raise StepOrderError on all ranks if ``save(step=step)`` would. Nothing is locked or made."""
+        await_met(self._ctx.members, NO_DEADLINE)
+        self._learn_steps(NO_DEADLINE)
+        self.in_flight.check_step(step, overwrite=False, read_steps=self._root_session.steps)
 
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
@@ -281,6 +317,7 @@ class SaveFrontend:
         self._check_not_inside("rollback()")
         with self._lock:
             gone = self._change_steps("rollback", step, self._root_session.rollback)
+            self.earlier_steps.go_on()
             self._rescue.give_up(f"rollback({step}) went back behind it", after=step)
             return gone
 
@@ -314,6 +351,7 @@ class SaveFrontend:
             busy = _busy_ranks(asked, call)
             changed: StepsChange = (None, [])
             if members.is_leader and not busy:
+                self._root_session.check_holds_steps(call)  # first: a mistyped root stays as it is
                 self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
                 self.in_flight.steps.forget()  # a change that fails midway has renamed some steps
                 changed = change(step, **flags)
@@ -353,16 +391,24 @@ class SaveFrontend:
         return flatten(state, rank=self._ctx.members.coordinator.rank)
 
     def _assign(
-        self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound, deadline: Deadline
+        self,
+        planned: PlannedSave,
+        objects: ObjectBytes,
+        step: int,
+        number: int,
+        agreement: SaveRound,
+        deadline: Deadline,
     ) -> tuple[PlannedSave, ObjectBytes]:
         """Agree which rank writes which shard, after a plan miss, and narrow the plan to this rank's share.
 
-        Blocks until all ranks call save().
+        Blocks until all ranks call save(). The first save always agrees, so that it shows whether all ranks have the
+        same root.
         """
         whole = planned.plan
         limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), _plan_message(planned, objects, step)
+        assign = functools.partial(_assign_under_one_root, self._ctx, number, agreement, told)
         try:
-            reply = self._portal.call(agreement.assign, told, timeout=limit_secs, what="save()")
+            reply = self._portal.call(assign, timeout=limit_secs, what="save()")
         except StallError:
             deadline.check(step, "waiting for the plans of the other ranks")
             raise
@@ -444,6 +490,17 @@ _LOCKING = frozenset(
         SaveFrontend.clear_cache,
     )
 )
+
+
+async def _assign_under_one_root(ctx: EngineContext, number: int, agreement: SaveRound, told: PlanMsg) -> AssignReply:
+    """Do :meth:`SaveRound.assign`. The leader makes the pending directory before, and the other ranks must see it."""
+    pending = ctx.pending_path(number)
+    if ctx.members.is_leader:
+        await make_pending(ctx.storage, pending)
+    reply = await agreement.assign(told)
+    if not ctx.members.is_leader:
+        await ctx.members.check_root(ctx.storage, ctx.root, pending)
+    return reply
 
 
 def _milestone_of(work: Future[None] | None, portal: Portal) -> Milestone[None]:

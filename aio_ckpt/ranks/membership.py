@@ -14,7 +14,7 @@ from typing import TypeVar
 import anyio
 import msgspec
 
-from aio_ckpt.commit.owner import Owner, pending_path
+from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import AioCkptError, ConfigError, RootError
 from aio_ckpt.memory.lifetime import ranks_on_host
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange
@@ -22,13 +22,12 @@ from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "different_roots"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger("aio_ckpt")
 _OPEN = "the opening"
-_ROOT = "the root"
 _MAX_TRIES, _RETRY_SECS = 3, 0.2
 """Tries to read the root, and the pause between them, before the ranks fail to meet."""
 
@@ -40,32 +39,12 @@ class _OpeningReply(msgspec.Struct, frozen=True, array_like=True):
     """The leader's owner record, by which pending directories are named."""
     newest: int | None
     """Newest committed step; None if there is none."""
-    is_marked: bool
-    """Whether the leader has made a marker directory under the root, which every rank must see."""
-
-
-class _RootCheck(msgspec.Struct, frozen=True, array_like=True):
-    """Message of a rank: whether it has the same root, and its settings."""
-
-    host: str
-    """Host name, for errors."""
-    sees: bool
-    """Whether the rank sees the marker directory; True if there is none."""
-    rules: Mapping[str, str]
-    """Settings that must be the same on all ranks, as text by name."""
-
-
-class _OpeningFaults(msgspec.Struct, frozen=True, array_like=True):
-    """Reply of the leader: why no rank opens its engine. Both texts are empty if all open."""
-
-    blind: str
-    """Ranks and hosts that do not see the marker directory."""
     differing: str
-    """A setting that differs between ranks, with its values."""
+    """A setting that differs between ranks, with its values; empty if there is none."""
 
 
-_OPENING: Exchange[None, _OpeningReply] = Exchange(None, _OpeningReply, stage="open")
-_SAME_ROOT: Exchange[_RootCheck, _OpeningFaults] = Exchange(_RootCheck, _OpeningFaults, stage="open")
+_OPENING: Exchange[Mapping[str, str], _OpeningReply] = Exchange(Mapping[str, str], _OpeningReply, stage="open")
+"""A rank sends the settings that must be the same on all ranks, as text by name."""
 
 
 class Membership:
@@ -125,62 +104,56 @@ class Membership:
             await asyncio.wrap_future(follow(self.opened))
         self.opened.result()
 
-    async def meet(self, storage: Storage, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]]) -> None:
-        """Wait for all ranks, take over the leader's owner record, and check that all have the same root and settings.
+    async def meet(self, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]]) -> None:
+        """Wait for all ranks, take over the leader's owner record, and check that all have the same settings.
+
+        Nothing is made on the disk. The first save and each load show whether all ranks have the same root.
 
         Raises:
             PeerFailedError: a rank did not come in time.
             ConfigError: a setting differs that must be the same on all ranks; names the setting and the rank.
-            RootError: a rank does not see the directory that the leader made under the root; names the hosts.
         """
         coordinator = self.coordinator
-        mark = pending_path(root, self.owner, 0)
 
-        async def lead(_: Sequence[None]) -> _OpeningReply:
+        async def lead(rules: Sequence[Mapping[str, str]]) -> _OpeningReply:
             newest = max(await _with_retries(read_steps), default=None)
-            return _OpeningReply(self.owner, newest, await _mark(storage, mark))
-
-        async def compare(ranks: Sequence[_RootCheck]) -> _OpeningFaults:
-            blind = [f"rank {rank} on {seen.host}" for rank, seen in enumerate(ranks) if not seen.sees]
-            return _OpeningFaults(
-                ", ".join(blind), _differing_setting([seen.rules for seen in ranks], coordinator.leader)
-            )
+            return _OpeningReply(self.owner, newest, _differing_setting(rules, coordinator.leader))
 
         try:
             await coordinator.open(str(root), stall_secs=self.stall_secs)
-            met = await _OPENING.run(coordinator, _OPEN, None, lead)
-            self.owner, self.newest = met.owner, met.newest
-            sees = not met.is_marked or await self._sees(storage, pending_path(root, met.owner, 0))
-            seen = _RootCheck(socket.gethostname(), sees, self._rules)
-            faults = await _SAME_ROOT.run(coordinator, _ROOT, seen, compare)
+            met = await _OPENING.run(coordinator, _OPEN, self._rules, lead)
         except BaseException as error:
             error.add_note("the ranks have not met: close their engines and open them anew, on all ranks")
             with anyio.CancelScope(shield=True):
                 await coordinator.leave()  # every later call of this engine fails
             raise
-        finally:
-            if self.is_leader:
-                with anyio.CancelScope(shield=True):
-                    await _unmark(storage, mark)
-        if faults.differing:
+        self.owner, self.newest = met.owner, met.newest
+        if met.differing:
             raise ConfigError(
-                f"the settings of the ranks differ: {faults.differing}: give all of them the same, and open anew"
-            )
-        if faults.blind:
-            raise RootError(
-                errno.ENOTUNIQ,
-                f"the ranks have different roots, {faults.blind} does not see that of rank {coordinator.leader} on "
-                f"{met.owner.host}: give a directory on a file system that all of them share",
-                str(root),
+                f"the settings of the ranks differ: {met.differing}: give all of them the same, and open anew"
             )
 
-    async def _sees(self, storage: Storage, mark: Path) -> bool:
-        try:
-            return await _with_retries(lambda: storage.exists(mark))
-        except Exception as error:
-            with anyio.CancelScope(shield=True):
-                await self.coordinator.abort(_ROOT, error, stage="open")
-            raise
+    async def check_root(self, storage: Storage, root: Path, pending: Path) -> None:
+        """Check that this rank sees the directory ``pending``, which the leader has made under ``root``.
+
+        Raises:
+            RootError: this rank has another root; names the hosts.
+            ReadError, WriteError: the root cannot be used.
+        """
+        await storage.make_dir(pending.parent, parents=True)  # NFS may remember that the root was missing
+        if not await _with_retries(lambda: storage.exists(pending)):
+            leader = self.coordinator.leader, self.owner.host
+            raise different_roots(root, (self.coordinator.rank, socket.gethostname()), leader)
+
+
+def different_roots(root: Path, blind: tuple[int, str], leader: tuple[int, str]) -> RootError:
+    """Return the error to raise if rank ``blind`` does not see what rank ``leader`` sees. Each has its host."""
+    return RootError(
+        errno.ENOTUNIQ,
+        f"the ranks have different roots: rank {blind[0]} on {blind[1]} does not see that of rank {leader[0]} on "
+        f"{leader[1]}: give a directory on a file system that all of them share",
+        str(root),
+    )
 
 
 def _differing_setting(rules: Sequence[Mapping[str, str]], leader: int) -> str:
@@ -201,20 +174,3 @@ async def _with_retries(look: Callable[[], Awaitable[T]]) -> T:
             _log.warning("tried again: %s", error)
             await anyio.sleep(_RETRY_SECS)
     return await look()
-
-
-async def _mark(storage: Storage, path: Path) -> bool:
-    """Make the marker directory that every rank must see; False if the root cannot be written and is only read."""
-    try:
-        await storage.make_dir(path, parents=True)
-    except (AioCkptError, OSError):
-        return False
-    return True
-
-
-async def _unmark(storage: Storage, path: Path) -> None:
-    try:
-        if await storage.exists(path):
-            await storage.remove_tree(path)
-    except (AioCkptError, OSError):
-        return  # a later writer clears the directory once this process is dead

@@ -16,7 +16,7 @@ from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.classify import TENSOR_TYPES
 from aio_ckpt.state.flatten import FlatState
 
-__all__ = ["check_leaves", "tensor_fault"]
+__all__ = ["check_leaves", "leaf_fault", "tensor_fault"]
 
 _SHARDED: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 """Types of the tensor of a ``Shard``."""
@@ -31,11 +31,17 @@ def check_leaves(flat: FlatState) -> None:
         UnsupportedLeafError: names the leaf and the remedy.
     """
     for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True):
-        fault = tensor_fault(value) if kind is LeafKind.TENSOR else None
-        if fault is None and not name.isascii() and name != name.encode(errors="ignore").decode():
-            fault = "its name has a lone surrogate, which no UTF-8 file holds; rename it"
+        fault = leaf_fault(name, value, kind)
         if fault is not None:
             raise UnsupportedLeafError(f"{name!r}: {fault}")
+
+
+def leaf_fault(name: str, value: object, kind: LeafKind) -> str | None:
+    """Return why no item can hold this leaf under this name, and what to give instead; None if an item can."""
+    fault = tensor_fault(value) if kind is LeafKind.TENSOR else None
+    if fault is None and not name.isascii() and name != name.encode(errors="ignore").decode():
+        return "its name has a lone surrogate, which no UTF-8 file holds; rename it"
+    return fault
 
 
 def tensor_fault(value: Any) -> str | None:

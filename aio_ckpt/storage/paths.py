@@ -6,17 +6,17 @@ import errno
 import os
 from pathlib import Path
 
-from aio_ckpt.checks import is_path, shown
+from aio_ckpt.checks import is_path, local_name, shown
 from aio_ckpt.errors import RootError
 
 __all__ = ["checked_path", "make_dirs", "sync_dir"]
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` as a Path, unchanged. The file system is not read.
+    """Return ``path`` as a Path; that of a ``file:`` URL is its path. The file system is not read.
 
     Raises:
-        RootError: ``path`` is no path, or empty text, or a name that no file system can hold.
+        RootError: ``path`` is no path, another URL, empty text, or a name that no file system can hold.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         remedy = "give a str or a pathlib.Path"
@@ -26,7 +26,10 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
         raise RootError(errno.ENOENT, "the root is empty text: give a directory, '.' for the current one", "")
     if not is_path(name):
         raise RootError(errno.EINVAL, "no file system can hold this name (a NUL, or a lone surrogate)", ascii(name))
-    return Path(path)
+    try:
+        return Path(local_name(name))
+    except ValueError as error:
+        raise RootError(errno.EINVAL, f"the root is {error}", name) from None
 
 
 def make_dirs(path: Path) -> None:

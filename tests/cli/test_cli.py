@@ -486,3 +486,16 @@ def test_workers_is_how_many_reads_verify_has_in_flight(root, capsys, monkeypatc
     monkeypatch.setattr(cli, "verify_checkpoint", look)
     assert called(capsys, "verify", root, "--workers", "3")[0] == 0
     assert seen == [3, 3]
+
+
+# -- urls -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "rescue"])
+def test_a_file_url_is_taken_and_another_url_refused_by_name(root, capsys, command) -> None:
+    code, out, _ = called(capsys, command, root.as_uri())
+    assert code == 0
+    assert "step" in out or "rescue" in out
+    code, _, err = called(capsys, command, "s3://bucket/x")
+    assert code != 0
+    assert "s3://bucket/x: a URL (s3:), and only local file systems are supported" in err

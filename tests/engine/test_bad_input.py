@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from gated_storage import TIMEOUT
 
+import aio_ckpt
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.checks import shown
+from aio_ckpt.dcp import Reader, Writer, recover
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -253,6 +256,42 @@ def test_a_root_that_is_no_name_is_refused(tmp_path: Path, root: str, monkeypatc
     with pytest.raises(RootError):
         SyncCheckpointEngine(root)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", "hf://org/x", Path("s3://bucket/x")])
+def test_a_url_is_refused_as_a_root_and_as_a_checkpoint(
+    tmp_path: Path, url: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    remedy = r"a URL \(\w+:\), and only local file systems.*mount it"
+    for opens in (CheckpointEngine, SyncCheckpointEngine, Writer, Reader, recover):
+        with pytest.raises(RootError, match=remedy):
+            opens(url)
+    with pytest.raises(ConfigError, match=remedy):
+        aio_ckpt.read(url)
+    with SyncCheckpointEngine("root") as engine:
+        for use in (lambda: engine.load({}, path=url), lambda: engine.read(path=url)):
+            with pytest.raises(ConfigError, match=remedy):
+                use()
+    assert not Path("s3:").exists()
+
+
+async def test_a_file_url_is_taken_as_a_root_and_as_a_checkpoint(tmp_path: Path) -> None:
+    root, state = tmp_path / "a root", {"w": torch.ones(2)}
+    async with CheckpointEngine(root.as_uri()) as engine:
+        assert engine.root == root
+        report = await engine.save(state)
+        assert (await engine.load(state, path=report.path.as_uri())).step == 1
+        assert torch.equal((await engine.read(path=report.path.as_uri()))["w"], state["w"])
+    assert aio_ckpt.load(report.path.as_uri(), state).path == report.path
+    aside = (tmp_path / "of dcp").as_uri()
+    with warnings.catch_warnings(action="ignore"):  # no_dist warns of itself
+        dcp.save(state, storage_writer=Writer(aside), no_dist=True)
+        dcp.load(state, storage_reader=Reader(aside), no_dist=True)
+    assert sorted(os.listdir(tmp_path)) == ["a root", "of dcp"]
+    assert Writer.validate_checkpoint_id(aside)
+    assert Reader.validate_checkpoint_id(aside)
+    assert not Writer.validate_checkpoint_id("s3://bucket/x")
 
 
 def test_a_root_that_cannot_be_written_is_refused_at_the_first_save(read_only: Path) -> None:

@@ -521,7 +521,7 @@ def test_what_is_no_metric_is_refused_before_anything_is_touched(root: Path, met
         with pytest.raises(ConfigError, match="metrics"):
             engine.save(weights(1), 1, metrics=metrics)
         assert engine.plan_misses == 0
-        assert listing(root) == []
+        assert not root.exists()
 
 
 @pytest.mark.parametrize("fields", [{"metric": ""}, {"metric": 3}, {"mode": "least"}, {"count": 0}, {"count": True}])

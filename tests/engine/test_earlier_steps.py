@@ -1,0 +1,140 @@
+"""Steps of an earlier run: a run learns of them when it opens the engine or prepares, and not at its first save."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disk_tree import tree_of
+from gated_storage import TIMEOUT
+
+import aio_ckpt
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.errors import StepOrderError
+
+MIXED = "this run has loaded none of them"
+
+
+def state() -> dict[str, Any]:
+    return {"w": torch.ones(3)}
+
+
+@pytest.fixture
+def used(root: Path) -> Path:
+    """A root with the steps 1 and 400."""
+    with SyncCheckpointEngine(root) as engine:
+        for step in (1, 400):
+            engine.save(state(), step=step).result(TIMEOUT)
+    return root
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[str], list[str]]]:
+    """The lines of the log that hold a text."""
+    with caplog.at_level(logging.INFO, "aio_ckpt"):
+        caplog.clear()
+        yield lambda text: [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+class FirstLine(logging.Handler):
+    """Waits for the first line of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_come = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.has_come.set()
+
+
+def test_an_engine_that_opens_a_used_root_says_so_in_one_line(used: Path, told: Callable[[str], list[str]]) -> None:
+    logging.getLogger("aio_ckpt").addHandler(first := FirstLine())
+    try:
+        with SyncCheckpointEngine(used) as engine:
+            assert first.has_come.wait(TIMEOUT)
+            engine.load(state())
+            engine.save(state()).result(TIMEOUT)
+    finally:
+        logging.getLogger("aio_ckpt").removeHandler(first)
+    assert told("holds steps") == [f"{used} holds steps up to 400: load() resumes, and a save must exceed step 400"]
+
+
+def test_an_engine_that_opens_a_new_root_says_nothing(root: Path, told: Callable[[str], list[str]]) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(state()).result(TIMEOUT)
+        engine.save(state()).result(TIMEOUT)
+    assert told("holds steps") == []
+
+
+@pytest.mark.parametrize("call", ["prepare", "save"])
+@pytest.mark.parametrize("step", [1, 7, 400])
+def test_a_step_that_is_not_above_the_newest_is_refused_with_the_three_ways_on(
+    used: Path, call: str, step: int
+) -> None:
+    before = tree_of(used)
+    with SyncCheckpointEngine(used) as engine:
+        with pytest.raises(StepOrderError) as caught:
+            getattr(engine, call)(state(), step=step)
+        assert engine.plan_misses == 0
+    text = str(caught.value)
+    assert text.startswith(f"step={step} does not exceed the newest committed or pending step 400: ")
+    for remedy in ("load() resumes after step 400", "rollback(step)", "another root"):
+        assert remedy in text
+    assert ("overwrite=True" in text) == (step != 7)
+    assert call == "save" or tree_of(used) == before, "prepare() took the lock before it refused the step"
+
+
+def test_prepare_takes_a_step_that_a_save_may_have(used: Path, told: Callable[[str], list[str]]) -> None:
+    with SyncCheckpointEngine(used) as engine:
+        engine.prepare(state(), step=401).result(TIMEOUT)
+        assert engine.save(state()).result(TIMEOUT).step == 401
+    assert told(MIXED) == []
+
+
+def load_it(engine: SyncCheckpointEngine) -> object:
+    return engine.load(state())
+
+
+def read_it(engine: SyncCheckpointEngine) -> object:
+    return engine.read(1)
+
+
+def roll_back(engine: SyncCheckpointEngine) -> object:
+    return engine.rollback(1)
+
+
+def name_the_step(engine: SyncCheckpointEngine) -> object:
+    return engine.save(state(), step=500).result(TIMEOUT)
+
+
+@pytest.mark.parametrize("goes_on", [load_it, read_it, roll_back, name_the_step])
+def test_a_run_that_goes_on_from_the_steps_of_its_root_is_not_warned(
+    used: Path, told: Callable[[str], list[str]], goes_on: Callable[[SyncCheckpointEngine], object]
+) -> None:
+    with SyncCheckpointEngine(used) as engine:
+        goes_on(engine)
+        engine.prepare(state()).result(TIMEOUT)
+        engine.save(state()).result(TIMEOUT)
+    assert told(MIXED) == []
+
+
+@pytest.mark.parametrize("first", ["prepare", "save"])
+def test_a_run_that_goes_on_from_nothing_is_warned_once_before_it_mixes_its_steps_with_others(
+    used: Path, told: Callable[[str], list[str]], first: str
+) -> None:
+    with SyncCheckpointEngine(used) as engine:
+        engine.load(state(), path=used / "step_000000001")  # some other checkpoint, as far as the steps go
+        getattr(engine, first)(state())
+        assert len(told(MIXED)) == 1
+        engine.save(state()).result(TIMEOUT)
+        engine.save(state()).result(TIMEOUT)
+    (text,) = told(MIXED)
+    assert text.startswith(f"{used} holds steps up to 400, ")
+    assert "its next save is step 401" in text
+    assert all(remedy in text for remedy in ("load()", "rollback(step)", "another root"))
+    assert aio_ckpt.read(used / "step_000000401").keys() == {"w"}

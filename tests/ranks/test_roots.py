@@ -1,0 +1,145 @@
+"""The root of many ranks: it must be the same on all of them, and only the first save makes it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from disk_tree import tree_of
+from rank_processes import Ranks, engine_on
+
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError
+from aio_ckpt.format.names import ENGINE_DIR
+
+SECS = 30.0
+OWN = Path("/proc/self/cwd/ckpt")
+"""One path, which leads to another directory on each rank: like a disk of each host."""
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"w": torch.full((100,), float(step))}
+
+
+def text_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except AioCkptError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went well"
+
+
+def on_disks_of_their_own(rank: int, count: int, folder: Path, disks: tuple[str, ...]) -> tuple[str, str]:
+    """Save, then load, with the root on the disk of this rank."""
+    here = os.getcwd()
+    (folder / disks[rank]).mkdir(exist_ok=True, parents=True)
+    os.chdir(folder / disks[rank])
+    try:
+        with engine_on(OWN, SECS, on_failure="log") as engine:
+            saved = text_of(lambda: engine.save(state_at(1), step=1).result(SECS))
+            state = state_at(0)
+            loaded = text_of(lambda: engine.load(state))
+            assert loaded == "went well" or not state["w"].any()
+    finally:
+        os.chdir(here)
+    return saved, loaded
+
+
+def test_the_first_save_of_ranks_with_different_roots_fails_and_names_the_hosts(two: Ranks, tmp_path: Path) -> None:
+    (leader, _), (other, _) = two.run(on_disks_of_their_own, tmp_path, ("a", "b"))
+    assert other.startswith("RootError: ")
+    assert leader.startswith("PeerFailedError: rank 1 failed")
+    host = os.uname().nodename
+    for text in (leader, other):
+        assert f"rank 1 on {host} does not see that of rank 0 on {host}" in text
+        assert "a file system that all of them share" in text
+    assert not any(name.startswith("step") for _, names, _ in os.walk(tmp_path) for name in names)
+    assert two.run(on_disks_of_their_own, tmp_path, ("one", "one")) == [("went well", "went well")] * 2
+
+
+def load_own(rank: int, count: int, folder: Path, disks: tuple[str, ...]) -> str:
+    here = os.getcwd()
+    os.chdir(folder / disks[rank])
+    try:
+        with engine_on(OWN, SECS) as engine:
+            state = state_at(0)
+            text = text_of(lambda: engine.load(state))
+            assert not state["w"].any()
+    finally:
+        os.chdir(here)
+    return text
+
+
+def test_a_load_of_ranks_with_different_roots_fails_and_names_the_hosts(two: Ranks, tmp_path: Path) -> None:
+    for disk, steps in (("full", 1), ("other", 1), ("empty", 0)):
+        (tmp_path / disk).mkdir()
+        for step in range(1, steps + 1):
+            with engine_on(tmp_path / disk / "ckpt", SECS) as engine:
+                engine.save(state_at(step), step=step).result(SECS)
+    before = tree_of(tmp_path)
+    for disks in (("full", "other"), ("full", "empty")):
+        for text in two.run(load_own, tmp_path, disks):
+            assert text.startswith("RootError: ")
+            assert "rank 1 on " in text
+            assert "does not see that of rank 0" in text
+    for text in two.run(load_own, tmp_path, ("empty", "full")):
+        assert text.startswith(CheckpointNotFoundError.__name__)
+    assert tree_of(tmp_path) == before
+
+
+def look_around(rank: int, count: int, root: Path, parent: Path) -> list[tuple[str, list[str]]]:
+    """What the disk holds beyond the tree at the beginning, after each call that only looks."""
+    before, found = tree_of(parent), []
+
+    def note(call: str) -> None:
+        dist.barrier()
+        found.append((call, sorted(tree_of(parent).keys() ^ before.keys())))
+        dist.barrier()
+
+    with engine_on(root, SECS) as engine:
+        for name, call in (
+            ("latest_step", engine.latest_step),
+            ("steps", engine.steps),
+            ("load", lambda: text_of(lambda: engine.load(state_at(0)))),
+            ("read", lambda: text_of(engine.read)),
+            ("rollback", lambda: text_of(lambda: engine.rollback(7))),
+        ):
+            call()
+            note(name)
+    note("close")
+    return found
+
+
+def test_ranks_that_only_look_make_nothing_on_the_disk(two: Ranks, tmp_path: Path) -> None:
+    for found in two.run(look_around, tmp_path / "runs" / "missing", tmp_path):
+        assert [(call, new) for call, new in found if new] == []
+        assert len(found) == 6
+
+
+def test_ranks_that_only_read_make_nothing_in_a_root_with_steps(two: Ranks, tmp_path: Path) -> None:
+    with engine_on(tmp_path / "root", SECS) as engine:
+        engine.save(state_at(1), step=7).result(SECS)
+    for found in two.run(look_around, tmp_path / "root", tmp_path):
+        assert [(call, new) for call, new in found if new] == []
+
+
+def prepare_with_a_step(rank: int, count: int, root: Path) -> tuple[str, int]:
+    with engine_on(root, SECS) as engine:
+        refused = text_of(lambda: engine.prepare(state_at(1), step=7))
+        assert not (root / ENGINE_DIR / "lock").exists()
+        dist.barrier()
+        engine.prepare(state_at(1), step=8).result(SECS)
+        return refused, engine.save(state_at(1), step=8).result(SECS).step
+
+
+def test_prepare_refuses_a_step_on_every_rank_before_the_root_is_locked(two: Ranks, tmp_path: Path) -> None:
+    with engine_on(tmp_path / "used", SECS) as engine:
+        engine.save(state_at(1), step=7).result(SECS)
+    shutil.copytree(tmp_path / "used" / "step_000000007", tmp_path / "root" / "step_000000007")
+    for refused, saved in two.run(prepare_with_a_step, tmp_path / "root"):
+        assert refused.startswith("StepOrderError: step=7 does not exceed the newest committed or pending step 7: ")
+        assert saved == 8
