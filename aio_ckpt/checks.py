@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import reprlib
 from pathlib import Path
 
 from aio_ckpt.errors import ConfigError
 
-__all__ = ["MAX_SECS", "check_flag", "check_kind", "check_path", "check_seconds", "check_wait", "is_among", "is_path"]
+__all__ = [
+    "MAX_SECS",
+    "check_callback",
+    "check_flag",
+    "check_kind",
+    "check_path",
+    "check_seconds",
+    "check_wait",
+    "is_among",
+    "is_path",
+]
 __all__ += ["shown"]
 
 MAX_SECS = 1e9
@@ -71,6 +82,12 @@ def is_path(text: str) -> bool:
         return bool(text.encode(errors="surrogateescape")) and "\0" not in text
     except UnicodeEncodeError:  # a lone surrogate
         return False
+
+
+def check_callback(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value``, called ``name``, is None or a function that returns when it is done."""
+    if value is not None and (not callable(value) or inspect.iscoroutinefunction(value)):
+        raise ConfigError(f"{name}={shown(value)}: give a plain function, not a coroutine function, or None")
 
 
 def check_flag(name: str, value: object) -> None:
