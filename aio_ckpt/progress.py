@@ -42,18 +42,19 @@ class ProgressBar:
     The bar appears once the number of bytes is known, and ends with the load, the read or the save.
     """
 
-    def __init__(self, label: str, new_display: Callable[[], _Display]) -> None:
-        """``label`` stands in front of the stage. ``new_display`` opens a bar on the screen."""
+    def __init__(self, label: str, new_display: Callable[[Progress, str], _Display]) -> None:
+        """``label`` stands in front of the stage. ``new_display`` opens a bar, for a first progress and its text."""
         self._label = label
         self._new_display = new_display
         self._display: _Display | None = None
 
     def __call__(self, now: Progress) -> None:
         """Show ``now``. Any thread may call this."""
-        if self._display is None and now.bytes_total:
-            self._display = self._new_display()
+        text = f"{self._label} {now.stage}".strip()
         if self._display is not None:
-            self._display.show(now, f"{self._label} {now.stage}".strip())
+            self._display.show(now, text)
+        elif now.bytes_total:
+            self._display = self._new_display(now, text)
         if now.has_ended:
             self.close()
 
@@ -85,7 +86,7 @@ def rich(label: str = "", *, console: Console | None = None) -> ProgressBar:
         label: text in front of the stage.
         console: where to show the bar; None for standard output.
     """
-    return ProgressBar(label, functools.partial(_RichDisplay, console))
+    return ProgressBar(label, functools.partial(_RichDisplay, console=console))
 
 
 def tqdm(label: str = "", **options: Any) -> ProgressBar:
@@ -102,22 +103,22 @@ def tqdm(label: str = "", **options: Any) -> ProgressBar:
         from tqdm.auto import tqdm as new_bar
     except ImportError as error:
         raise ImportError("aio_ckpt.progress.tqdm() needs tqdm: pip install tqdm, or use rich()") from error
-    return ProgressBar(label, lambda: _TqdmDisplay(new_bar(unit="B", unit_scale=True, **options)))
+    return ProgressBar(label, functools.partial(_TqdmDisplay, new_bar=new_bar, options=options))
 
 
 class _RichDisplay:
-    def __init__(self, console: Console | None) -> None:
+    def __init__(self, now: Progress, text: str, *, console: Console | None) -> None:
         from rich import progress
 
         columns = (
             progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=30),
+            progress.BarColumn(bar_width=30, finished_style="green"),  # rich's own is grey where there are 16 colours
             progress.DownloadColumn(),
             progress.TransferSpeedColumn(),
             progress.TimeRemainingColumn(elapsed_when_finished=True),
         )
         self._progress = progress.Progress(*columns, console=console)
-        self._task = self._progress.add_task("")
+        self._task = self._progress.add_task(text, total=now.bytes_total, completed=now.bytes_done)
         self._progress.start()
 
     def show(self, now: Progress, text: str) -> None:
@@ -129,8 +130,9 @@ class _RichDisplay:
 
 
 class _TqdmDisplay:
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
+    def __init__(self, now: Progress, text: str, *, new_bar: Callable[..., Any], options: dict[str, Any]) -> None:
+        shown = {"unit": "B", "unit_scale": True, **options}
+        self._bar = new_bar(desc=text, total=now.bytes_total, initial=now.bytes_done, **shown)
 
     def show(self, now: Progress, text: str) -> None:
         if now.bytes_done < self._bar.n:  # another checkpoint is read
