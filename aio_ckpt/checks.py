@@ -85,9 +85,10 @@ def is_path(text: str) -> bool:
 
 
 def check_callback(name: str, value: object) -> None:
-    """Raise ConfigError unless ``value``, called ``name``, is None or a function that returns when it is done."""
-    if value is not None and (not callable(value) or inspect.iscoroutinefunction(value)):
-        raise ConfigError(f"{name}={shown(value)}: give a plain function, not a coroutine function, or None")
+    """Raise ConfigError unless ``value``, called ``name``, is None or a function that is done when it returns."""
+    is_async = inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None))  # noqa: B004
+    if value is not None and (not callable(value) or isinstance(value, type) or is_async):
+        raise ConfigError(f"{name}={shown(value)}: give a plain function (no coroutine function) of one argument")
 
 
 def check_flag(name: str, value: object) -> None:

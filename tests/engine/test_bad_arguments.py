@@ -77,7 +77,7 @@ ODD: dict[str, object] = {
     "an object without a repr": Mute(),
 }
 FLAG, SECS, COUNT, NONE = {"True", "False"}, {"1", "1.5"}, {"1", "a huge int", "2**63"}, frozenset[str]()
-CALLABLE = {"None", "a function", "a class"}
+CALLABLE = {"None", "a function"}
 WAIT = {"None", "0", "-1", "1", "1.5", "-1.5", "inf", "a huge int", "a huge negative int", "2**63"}
 STATE = {"w": torch.ones(3)}
 Call = Callable[[SyncCheckpointEngine, Any], object]
