@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aio_ckpt.errors import StallError
 from aio_ckpt.reports import Progress, SaveReport
-from aio_ckpt.ticket import SaveTicket
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["ProgressBar", "rich", "tqdm"]
 
