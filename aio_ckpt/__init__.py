@@ -3,6 +3,7 @@
 See README.md for use and guarantees. Each package's docstring says what goes in, what comes out and what it may import.
 """
 
+from aio_ckpt import progress
 from aio_ckpt._version import __version__
 from aio_ckpt.config import EngineConfig, KeepBest
 from aio_ckpt.engine.engine import CheckpointEngine
@@ -41,7 +42,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.leaves.values import PerRank, Shard, UntrustedObject
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator
-from aio_ckpt.reports import LoadReport, ReadReport, SaveReport
+from aio_ckpt.reports import EngineStats, LoadReport, Progress, ReadReport, SaveReport
 from aio_ckpt.standalone import load, read
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
@@ -60,6 +61,7 @@ __all__ = [
     "EngineClosedError",
     "EngineConfig",
     "EngineForkedError",
+    "EngineStats",
     "Every",
     "FormatVersionError",
     "KeepBest",
@@ -69,6 +71,7 @@ __all__ = [
     "PeerFailedError",
     "PerRank",
     "PlanChangedError",
+    "Progress",
     "ProtectedStepError",
     "ReadError",
     "ReadReport",
@@ -93,6 +96,7 @@ __all__ = [
     "WrongThreadError",
     "__version__",
     "load",
+    "progress",
     "read",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import reprlib
@@ -10,8 +11,19 @@ from urllib.parse import unquote, urlsplit
 
 from aio_ckpt.errors import ConfigError
 
-__all__ = ["MAX_SECS", "check_flag", "check_kind", "check_path", "check_seconds", "check_wait", "is_among", "is_path"]
-__all__ += ["local_name", "shown"]
+__all__ = [
+    "MAX_SECS",
+    "check_callback",
+    "check_flag",
+    "check_kind",
+    "check_path",
+    "check_seconds",
+    "check_wait",
+    "is_among",
+    "is_path",
+    "local_name",
+    "shown",
+]
 
 MAX_SECS = 1e9
 """Longest time, in seconds, that every wait of the operating system accepts."""
@@ -113,6 +125,13 @@ def is_path(text: str) -> bool:
         return bool(text.encode(errors="surrogateescape")) and "\0" not in text
     except UnicodeEncodeError:  # a lone surrogate
         return False
+
+
+def check_callback(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value``, called ``name``, is None or a function that is done when it returns."""
+    is_async = inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None))  # noqa: B004
+    if value is not None and (not callable(value) or isinstance(value, type) or is_async):
+        raise ConfigError(f"{name}={shown(value)}: give a plain function (no coroutine function) of one argument")
 
 
 def check_flag(name: str, value: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from aio_ckpt.checks import check_flag, check_seconds, is_among, is_path, shown
+from aio_ckpt.checks import check_callback, check_flag, check_seconds, is_among, is_path, shown
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.reports import SaveReport
 
@@ -237,12 +236,6 @@ def _check_keep_best(name: str, value: object) -> None:
         raise ConfigError(f"{name}={shown(value)}: give a KeepBest")
 
 
-def _check_callback(name: str, value: object) -> None:
-    is_async = inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None))  # noqa: B004
-    if value is not None and (not callable(value) or isinstance(value, type) or is_async):
-        raise ConfigError(f"{name}={shown(value)}: give a plain function (no coroutine function) of one argument")
-
-
 def _check_device_copy_bytes(name: str, value: object) -> None:
     if not is_among(value, ("auto",)) and (type(value) is not int or value < 0):
         raise ConfigError(f"{name}={shown(value)}: give a whole number of bytes, 0 for none, or 'auto'")
@@ -284,8 +277,8 @@ _CHECKS: dict[str, _Check] = {
     "when_busy": _one_of(get_args(BusyPolicy)),
     "verify": _one_of(get_args(VerifyPolicy)),
     "on_failure": _one_of(get_args(FailurePolicy)),
-    "on_commit": _check_callback,
-    "on_error": _check_callback,
+    "on_commit": check_callback,
+    "on_error": check_callback,
     "shm_path": _check_shm_path,
     "keep_best": _check_keep_best,
     "trusted_objects": check_flag,

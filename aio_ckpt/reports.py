@@ -1,19 +1,55 @@
-"""Reports of saves, loads and reads. Sizes are bytes; :func:`amount` formats them for messages."""
+"""Reports of saves, loads and reads, and their progress. Sizes are bytes; :func:`amount` formats them for messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from aio_ckpt.errors import AioCkptError
 
-__all__ = ["LoadReport", "ReadReport", "SaveReport", "SkippedCheckpoint", "StageTimings", "WriteMode", "amount"]
+__all__ = [
+    "EngineStats",
+    "LoadReport",
+    "OnProgress",
+    "Progress",
+    "ReadReport",
+    "SaveReport",
+    "SkippedCheckpoint",
+    "Stage",
+    "StageTimings",
+    "WriteMode",
+    "amount",
+]
 
 WriteMode = Literal["direct", "dontcache", "buffered"]
+Stage = Literal["capture", "write", "agree", "commit", "read", "apply", "done", "failed"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Progress of one save, load or read on this rank."""
+
+    stage: Stage
+    """Of a save: ``capture`` (until all is copied), ``write``, ``agree`` (with the other ranks), ``commit``. Of a load:
+    ``read``, ``apply`` (objects are set, ``load_state_dict`` is called). Of a read: ``read``. At the end ``done``, or
+    ``failed``, also if it was cancelled."""
+    bytes_done: int
+    """Bytes of data files that are written, or read and verified. Chunks are written while others are captured."""
+    bytes_total: int
+    """Bytes of data files to write or read; 0 until they are known."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the stage is ``done`` or ``failed``."""
+        return self.stage in ("done", "failed")
+
+
+OnProgress: TypeAlias = Callable[[Progress], object]
+"""Function that gets the progress of a load or read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +161,46 @@ class ReadReport:
     """Whether sums were there and were checked."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """JSON values that ``save(extra=)`` stored with the step; empty if it stored none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Numbers of one engine since it was opened, on this rank."""
+
+    rank: int
+    """Rank of these numbers, from 0."""
+    committed: int
+    """Saves that were committed."""
+    failed: int
+    """Saves that failed after their capture had begun. Cancelled saves do not count."""
+    skipped: int
+    """Saves that were skipped (``when_busy="skip"``)."""
+    pending: int
+    """Saves that are captured and not yet settled."""
+    committed_bytes: int
+    """Bytes of data files of this rank, in all committed saves."""
+    blocked_secs: float
+    """Seconds that ``save()`` kept its caller, in all committed saves."""
+    stage_secs: Mapping[str, float]
+    """Seconds in each stage, in all committed saves: ``wait`` (for room), ``plan``, ``capture``, ``write`` (fdatasync
+    included), ``agree``, ``commit``. The stages of a save follow each other, from the call to the commit."""
+    newest_step: int | None
+    """Newest committed step that the engine knows; None before its first save, which reads the steps of the root."""
+    newest_age_secs: float | None
+    """Seconds since this engine committed ``newest_step``; None if another engine did."""
+    memory_bytes: int
+    """Host memory held for images now."""
+    plan_hits: int
+    """Saves, and calls of ``prepare()``, that reused the cached layout."""
+    plan_misses: int
+    """Saves, and calls of ``prepare()``, that planned anew."""
+
+    def numbers(self) -> dict[str, float]:
+        """Return all numbers by name, without nesting, for a tracker: ``{"committed": 3, "write_secs": 0.8}``."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        del named["rank"], named["stage_secs"]
+        named |= {f"{stage}_secs": secs for stage, secs in self.stage_secs.items()}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 def amount(nbytes: float) -> str:

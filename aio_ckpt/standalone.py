@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from aio_ckpt.checks import check_flag, check_kind, check_path
+from aio_ckpt.checks import check_callback, check_flag, check_kind, check_path
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.load import load_report, read_report, selection
@@ -19,9 +19,10 @@ from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.match.rename import Rename
-from aio_ckpt.reports import LoadReport
+from aio_ckpt.reports import LoadReport, OnProgress
 from aio_ckpt.restore.load import load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
+from aio_ckpt.restore.progress import Meter, metered
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_blocking
@@ -30,7 +31,7 @@ from aio_ckpt.storage.local import LocalStorage
 __all__ = ["load", "read"]
 
 T = TypeVar("T")
-_Use = Callable[[ReadContext, CommittedCheckpoint, bool], Awaitable[T]]
+_Use = Callable[[ReadContext, Meter, CommittedCheckpoint, bool], Awaitable[T]]
 """Function that reads a checkpoint. With True, it is the second reading, which goes past the page cache."""
 
 
@@ -43,6 +44,7 @@ def load(
     skip_untrusted: bool = False,
     cast: bool = False,
     rename: Rename | None = None,
+    progress: OnProgress | None = None,
     config: EngineConfig | None = None,
 ) -> LoadReport:
     """Fill ``state`` in place from the checkpoint in the directory ``path``. Blocks.
@@ -58,6 +60,7 @@ def load(
         cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
         rename: names in the template of stored leaves: a mapping from stored names of leaves or branches, or a function
             from the stored name of each leaf. A renamed leaf takes the place of one of that name.
+        progress: function that gets a :class:`Progress`, as for :meth:`CheckpointEngine.load`.
         config: only ``trusted_objects``, ``verify``, ``workers`` and ``direct_io`` are used.
 
     Raises:
@@ -69,14 +72,17 @@ def load(
         strict=strict, allow_missing=allow_missing, skip_untrusted=skip_untrusted, cast=cast, rename=rename
     )
 
-    async def use(ctx: ReadContext, found: CommittedCheckpoint, again: bool) -> LoadReport:
-        outcome = await load_checkpoint(ctx, found.path, state, step=None, options=options, past_page_cache=again)
+    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, again: bool) -> LoadReport:
+        outcome = await load_checkpoint(
+            ctx, found.path, state, step=None, options=options, past_page_cache=again, meter=meter
+        )
+        await meter.begin("apply")
         await run_blocking(ctx.executor, outcome.apply)
         report = load_report(found, (), outcome)
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return report
 
-    return _run(path, config, use)
+    return _run(path, config, progress, use)
 
 
 def read(
@@ -85,6 +91,7 @@ def read(
     only: Collection[str] | None = None,
     skip_untrusted: bool = False,
     with_report: bool = False,
+    progress: OnProgress | None = None,
     config: EngineConfig | None = None,
 ) -> Any:
     """Return the nested state of the checkpoint in the directory ``path``, in new host memory. Blocks.
@@ -94,6 +101,7 @@ def read(
         only: names of leaves, or of branches above them.
         skip_untrusted: put an :class:`UntrustedObject` in the place of objects that only running code reads.
         with_report: return a tuple of the state and a :class:`ReadReport`.
+        progress: function that gets a :class:`Progress`, as for :meth:`CheckpointEngine.read`.
         config: only ``trusted_objects``, ``verify``, ``workers`` and ``direct_io`` are used.
 
     Raises:
@@ -104,15 +112,15 @@ def read(
     check_flag("with_report", with_report)
     names, began = selection(only), time.perf_counter()
 
-    async def use(ctx: ReadContext, found: CommittedCheckpoint, again: bool) -> Any:
+    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, again: bool) -> Any:
         outcome = await read_state(
-            ctx, found.path, step=None, only=names, skip_untrusted=skip_untrusted, past_page_cache=again
+            ctx, found.path, step=None, only=names, skip_untrusted=skip_untrusted, past_page_cache=again, meter=meter
         )
         report = read_report(found, (), outcome)
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return (outcome.state, report) if with_report else outcome.state
 
-    return _run(path, config, use)
+    return _run(path, config, progress, use)
 
 
 def _own_rank() -> tuple[int, int]:
@@ -120,9 +128,10 @@ def _own_rank() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def _run(path: str | os.PathLike[str], config: EngineConfig | None, use: _Use[T]) -> T:
+def _run(path: str | os.PathLike[str], config: EngineConfig | None, progress: OnProgress | None, use: _Use[T]) -> T:
     """Return the result of ``use``, run on threads that end with this call. After Ctrl-C, no thread fills a tensor."""
     check_kind("config", config, EngineConfig)
+    check_callback("progress", progress)
     settings = config or EngineConfig()
     directory, (rank, world_size), given_up = check_path("path", path), _own_rank(), Future[None]()
     portal = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", settings.workers + HOUSEKEEPING_THREADS)
@@ -131,10 +140,11 @@ def _run(path: str | os.PathLike[str], config: EngineConfig | None, use: _Use[T]
         storage = LocalStorage(portal.executor, settings.direct_io)
         ctx = ReadContext.of(settings, storage, portal.executor, rank=rank, world_size=world_size)
         found = await checkpoint_at(storage, directory, StepNames(settings.step_dir))
-        try:
-            return await use(ctx, found, False)
-        except CorruptCheckpointError:  # the transfer may have been bad, so the disk is read once more
-            return await use(ctx, found, True)
+        async with metered(progress, portal.executor) as meter:
+            try:
+                return await use(ctx, meter, found, False)
+            except CorruptCheckpointError:  # the transfer may have been bad, so the disk is read once more
+                return await use(ctx, meter, found, True)
 
     try:
         portal.start()

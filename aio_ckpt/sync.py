@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from aio_ckpt.engine.engine import BaseEngine
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.match.rename import Rename
-from aio_ckpt.reports import LoadReport
+from aio_ckpt.reports import LoadReport, OnProgress
 from aio_ckpt.runtime.futures import cancellable_result_blocking
 
 __all__ = ["SyncCheckpointEngine"]
@@ -41,6 +41,7 @@ class SyncCheckpointEngine(BaseEngine):
         skip_untrusted: bool = False,
         cast: bool = False,
         rename: Rename | None = None,
+        progress: OnProgress | None = None,
     ) -> LoadReport:
         """See :meth:`CheckpointEngine.load`; what a ``load_state_dict`` of the template raises comes through, too."""
         given_up: Future[None] = Future()
@@ -52,6 +53,7 @@ class SyncCheckpointEngine(BaseEngine):
             "path": path,
             "cast": cast,
             "rename": rename,
+            "progress": progress,
         }
         return cancellable_result_blocking(self._submit_load(state, step, given_up, **options), given_up)
 
@@ -63,9 +65,12 @@ class SyncCheckpointEngine(BaseEngine):
         only: Collection[str] | None = None,
         skip_untrusted: bool = False,
         with_report: bool = False,
+        progress: OnProgress | None = None,
     ) -> Any:
         """See :meth:`CheckpointEngine.read`."""
-        reading = self._submit_read(step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report)
+        reading = self._submit_read(
+            step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report, progress=progress
+        )
         return reading.result()
 
     def delete(self, step: int, *, allow_newest: bool = False) -> None:

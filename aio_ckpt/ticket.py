@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,7 @@ import torch
 
 from aio_ckpt.checks import MAX_SECS, check_wait, shown
 from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError
-from aio_ckpt.reports import SaveReport
+from aio_ckpt.reports import Progress, SaveReport
 
 __all__ = ["Milestone", "SaveTicket"]
 
@@ -167,10 +168,14 @@ class SaveTicket:
         portal_check: Callable[[str], None],
         cancel: Callable[[], bool] | None = None,
         fence: Callable[[object], None] | None = None,
+        progress: Callable[[], Progress] | None = None,
         skipped: bool = False,
         waited_secs: float = 0.0,
     ) -> None:
-        """``cancel`` asks the engine to cancel the save. ``fence(stream)`` makes a stream wait for the copies."""
+        """``cancel`` asks the engine to cancel the save. ``fence(stream)`` makes a stream wait for the copies.
+
+        ``progress`` returns the progress of a save that is not settled; it may be called in any thread.
+        """
         self.step = step
         """Step that is saved."""
         self.skipped = skipped
@@ -183,6 +188,8 @@ class SaveTicket:
         """Reached once the checkpoint is durable and visible."""
         self._cancel = cancel
         self._fence = fence
+        self._read_progress = progress
+        self._last_progress = Progress(stage="capture", bytes_done=0, bytes_total=0)
         if skipped:
             self.staged.resolve(None)
             self.committed.resolve(None)
@@ -193,6 +200,19 @@ class SaveTicket:
 
     def __await__(self) -> Generator[Any, None, SaveReport | None]:
         return self.committed.__await__()
+
+    @property
+    def progress(self) -> Progress:
+        """Progress of the save on this rank, in bytes of its data file. Any thread may read it at any time.
+
+        A committed save is ``done``, with all bytes, and so is a skipped one, with none. A failed or cancelled save is
+        ``failed``, with the bytes written until then.
+        """
+        is_settled, read = self.committed.done(), self._read_progress
+        now = self._last_progress if read is None else read()
+        if not is_settled:
+            return now
+        return replace(now, stage="done" if self.committed.state == "reached" else "failed")
 
     def done(self) -> bool:
         """Whether the save is settled: committed, failed, cancelled or skipped."""
@@ -228,7 +248,9 @@ class SaveTicket:
 
     def _let_go(self, _: Milestone[SaveReport | None]) -> None:
         # A trainer may keep its tickets for ever; the callbacks hold the save's state.
-        self._cancel = self._fence = None
+        if self._read_progress is not None:
+            self._last_progress = self._read_progress()
+        self._cancel = self._fence = self._read_progress = None
 
     def _state(self) -> str:
         if self.skipped:

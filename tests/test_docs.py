@@ -2,7 +2,8 @@
 
 The blocks of a page share one namespace and one working directory. The test gives them what their reader has:
 ``model``, ``optimizer``, ``scheduler``, ``state``, ``state_at(step)`` and ``train_one_step()``; a page that looks at
-checkpoints finds some. A block that opens a process group runs on two ranks, each a process of its own.
+checkpoints finds some. Experiment trackers are stubs. A block that opens a process group runs on two ranks, each a
+process of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 
 import click
 import pytest
+import tracker_stubs
 
 import aio_ckpt.dcp
 from aio_ckpt.cli import commands as cli
@@ -144,6 +146,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(work)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    tracker_stubs.install(monkeypatch)
     return work
 
 

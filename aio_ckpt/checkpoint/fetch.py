@@ -47,6 +47,7 @@ async def fetch(
     verify: bool,
     devices: Sequence[torch.device] = (),
     on_read: Callable[[ReadRequest, AioCkptError | None], None] | None = None,
+    on_fetched: Callable[[int], None] | None = None,
 ) -> Fetched:
     """Run every request, ``readers`` at a time, and finish each reassembly buffer when it is full.
 
@@ -56,6 +57,7 @@ async def fetch(
         devices: ``ReadPlan.devices``.
         on_read: called with each request that has ended, and its error or None. The other requests go on after an
             error. Without ``on_read``, the first error ends the fetch.
+        on_fetched: called on the loop with the length of each request whose pieces are verified and copied.
 
     Raises:
         MismatchError: bytes do not match their CRC32, or a file ends too soon.
@@ -66,7 +68,7 @@ async def fetch(
     locking = next(filter(prefers_page_locked, devices), None)
     async with page_locked(buffers if locking else [], locking, executor=executor):
         copies = await run_blocking(executor, _begin, devices) if devices else _begin(())
-        run = _Run(files, executor, readers, verify, copies, on_read)
+        run = _Run(files, executor, readers, verify, copies, on_read, on_fetched)
         try:
             await run.all(requests, buffers)
         except BaseExceptionGroup as errors:
@@ -98,6 +100,7 @@ class _Run:
         verify: bool,
         copies: Sequence[Copies],
         on_read: Callable[[ReadRequest, AioCkptError | None], None] | None,
+        on_fetched: Callable[[int], None] | None,
     ) -> None:
         self._files = files
         self._executor = executor
@@ -105,6 +108,7 @@ class _Run:
         self._verify = verify
         self._copies = copies
         self._on_read = on_read
+        self._on_fetched = on_fetched
         self.bytes_read = 0
         self.sums_checked = 0
         self._last = time.monotonic()
@@ -137,6 +141,8 @@ class _Run:
             failure = error
         if self._on_read is not None:
             self._on_read(request, failure)
+        if self._on_fetched is not None and failure is None:
+            self._on_fetched(request.nbytes)
 
     async def _run_request(self, request: ReadRequest, view: memoryview) -> None:
         """Read one request and copy its pieces to their targets. Releases ``_reading`` after the read."""

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from aio_ckpt._torch import log_untried_torch
-from aio_ckpt.checks import check_flag, check_kind
+from aio_ckpt.checks import check_callback, check_flag, check_kind
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import Owner
@@ -38,7 +38,7 @@ from aio_ckpt.ranks.agreed_timer import AgreedTimer
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
-from aio_ckpt.reports import LoadReport
+from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import RootRescue
 from aio_ckpt.runtime.futures import cancellable_result, follow
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_beside
@@ -236,6 +236,29 @@ class BaseEngine:
         """Forget the cached plan and free its gather buffers: the next save plans anew."""
         self._frontend.clear_cache()
 
+    def stats(self) -> EngineStats:
+        """Return what the engine has done so far, and what it holds now, on this rank.
+
+        This never waits. Any thread and any signal handler may call it, also once the engine is closed.
+        """
+        frontend = self._frontend
+        counters, newest = frontend.statistics.counters, frontend.in_flight.steps.newest(())
+        return EngineStats(
+            rank=self._ctx.rank,
+            committed=counters.committed,
+            failed=counters.failed,
+            skipped=counters.skipped,
+            pending=frontend.in_flight.pending_count,
+            committed_bytes=counters.committed_bytes,
+            blocked_secs=counters.blocked_secs,
+            stage_secs=counters.stage_secs,
+            newest_step=newest,
+            newest_age_secs=counters.age_secs(newest),
+            memory_bytes=frontend.lifetime.arena_bytes,
+            plan_hits=frontend.cache.hits,
+            plan_misses=frontend.cache.misses,
+        )
+
     @property
     def plan_hits(self) -> int:
         """Saves, and calls of :meth:`prepare`, that reused the cached layout."""
@@ -361,13 +384,15 @@ class BaseEngine:
         path: str | os.PathLike[str] | None = None,
         skip_untrusted: bool = False,
         with_report: bool = False,
+        progress: OnProgress | None = None,
     ) -> Future[Any]:
         """Start a read and return the future of the state; with ``with_report``, of the state and its report."""
         self._portal.check_thread("read()")
         check_flag("skip_untrusted", skip_untrusted)
         check_flag("with_report", with_report)
+        check_callback("progress", progress)
         wanted = wanted_checkpoint(step, path)
-        read = functools.partial(self._loader.read, wanted, selection(only), skip_untrusted, with_report)
+        read = functools.partial(self._loader.read, wanted, selection(only), skip_untrusted, with_report, progress)
         return self._portal.submit(self._going_on, read, path)
 
     async def _going_on(self, load: Callable[[], Awaitable[T]], path: object) -> T:
@@ -446,6 +471,7 @@ class CheckpointEngine(BaseEngine):
         skip_untrusted: bool = False,
         cast: bool = False,
         rename: Rename | None = None,
+        progress: OnProgress | None = None,
     ) -> LoadReport:
         """Fill ``state`` in place from a checkpoint. A cancelled load returns once no thread fills ``state`` any more.
 
@@ -464,6 +490,11 @@ class CheckpointEngine(BaseEngine):
             cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
             rename: what the template calls a stored leaf: a mapping from stored names of leaves or branches, or a
                 function from the stored name of each leaf. A renamed leaf takes the place of one of that name.
+            progress: function that gets a :class:`Progress` of this rank: at each change of the stage, and at most ten
+                times a second between. It runs on a thread of the engine, one call at a time, and calls no engine. The
+                load waits for it. If it raises, that is logged once, it is not called again, and the load goes on. In
+                the last call the stage is ``done``, with all bytes, or ``failed``. If a damaged checkpoint is read
+                again or passed by, the bytes begin anew.
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint, or not this step.
@@ -486,6 +517,7 @@ class CheckpointEngine(BaseEngine):
             "path": path,
             "cast": cast,
             "rename": rename,
+            "progress": progress,
         }
         return await cancellable_result(self._submit_load(state, step, given_up, **options), given_up)
 
@@ -497,6 +529,7 @@ class CheckpointEngine(BaseEngine):
         only: Collection[str] | None = None,
         skip_untrusted: bool = False,
         with_report: bool = False,
+        progress: OnProgress | None = None,
     ) -> Any:
         """Return the nested state of a checkpoint, without a template: this rank's, or that of rank 0 if it saved none.
 
@@ -506,12 +539,15 @@ class CheckpointEngine(BaseEngine):
             only: names of leaves, or of branches above them.
             skip_untrusted: put an :class:`UntrustedObject` in the place of objects that only running code reads.
             with_report: return a tuple of the state and a :class:`ReadReport`.
+            progress: function that gets a :class:`Progress`, as for :meth:`load`; there is no stage ``apply``.
 
         Raises:
             MissingNameError: a name of ``only`` selects no leaf of this rank; tells which rank has it.
             CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
         """
-        reading = self._submit_read(step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report)
+        reading = self._submit_read(
+            step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report, progress=progress
+        )
         return await asyncio.wrap_future(reading)
 
     async def delete(self, step: int, *, allow_newest: bool = False) -> None:

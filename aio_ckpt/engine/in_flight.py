@@ -133,7 +133,7 @@ class KnownSteps:
         """Note that the committed steps were changed for all ranks, and end with ``newest`` now."""
         with self._lock:
             self._are_read = False
-            self._highest = newest
+            self._highest = self._newest = newest
 
     def check(self, step: int, pending: Iterable[int], *, overwrite: bool, read: Callable[[], Collection[int]]) -> int:
         """Check a step that the caller gave, and return it. Steps up to the newest are looked up on the disk.
@@ -160,9 +160,9 @@ class InFlight:
         portal: Portal,
         pipeline: SavePipeline,
         *,
-        on_settled: Callable[[int, BaseException | None], None],
+        on_settled: Callable[[SaveReport | BaseException], None],
     ) -> None:
-        """``on_settled`` gets step and error of each save before the save leaves the table."""
+        """``on_settled`` gets the report or the error of each save before the save leaves the table."""
         self._ctx = ctx
         self._pipeline = pipeline
         self._portal = portal
@@ -255,6 +255,11 @@ class InFlight:
         with self._lock:
             return tuple(self._pending)
 
+    @property
+    def pending_count(self) -> int:
+        """Number of saves that are not settled. Takes no lock, so that a signal handler may read it."""
+        return len(self._pending)
+
     def room(self) -> tuple[bool, int]:
         """Return whether another save may enter now, and the number of the last call before the oldest pending one."""
         with self._lock:
@@ -325,6 +330,7 @@ class InFlight:
                         portal_check=self._portal.check_thread,
                         cancel=cancel,
                         fence=fence,
+                        progress=lambda: save.so_far,
                         waited_secs=waited_secs,
                     ),
                     earlier=tuple(pending.settled for pending in self._pending),
@@ -463,7 +469,7 @@ class InFlight:
             log_failure(error, step=save.step, stage=save.failing_stage, rank=rank, newest=newest)
         if error is not None:
             save.captured.image.fail_slots(error)  # a pipeline that never began has not done it
-        self._on_settled(save.step, error)
+        self._on_settled(done.result() if error is None else error)
         with self._lock:
             self._pending = [other for other in self._pending if other is not save]
             self.steps.settle(save.step, is_committed=error is None)

@@ -22,7 +22,7 @@ from typing import Any
 
 import anyio
 
-from aio_ckpt.checks import check_flag, check_path, shown
+from aio_ckpt.checks import check_callback, check_flag, check_path, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number
@@ -32,9 +32,10 @@ from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
 from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.match.match import OnMatched, at_once
-from aio_ckpt.reports import LoadReport, ReadReport, SkippedCheckpoint
+from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
+from aio_ckpt.restore.progress import Meter, metered
 from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.runtime.portal import Executor, run_blocking
@@ -56,9 +57,12 @@ class LoadCall:
     """Whether a load without a step passes by checkpoints that do not verify."""
     options: LoadOptions
     """How the template is filled."""
+    progress: OnProgress | None = None
+    """The caller's function that gets the progress."""
 
     def __post_init__(self) -> None:
         check_flag("fallback", self.fallback)
+        check_callback("progress", self.progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +79,8 @@ class Loader:
     async def load(self, state: object, step: object, options: Mapping[str, Any], given_up: Future[None]) -> LoadReport:
         """Fill ``state`` from ``step``, or from the newest checkpoint that verifies, until ``given_up`` is done.
 
-        ``options``: ``path``, ``fallback`` and the fields of :class:`LoadOptions`. However the load ends, no thread
-        touches ``state`` afterwards.
+        ``options``: ``path``, ``fallback``, ``progress`` and the fields of :class:`LoadOptions`. However the load ends,
+        no thread touches ``state`` afterwards.
 
         Raises:
             StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
@@ -91,24 +95,30 @@ class Loader:
         """Accept the call, search a checkpoint, read it, apply it."""
         ctx, quarantine = self.ctx, self.quarantine
         call = await self._accept(state, step, options)  # on all ranks, or on none
-        if ctx.members.are_several:  # no rank fetches before all have matched, nor applies before all have decoded
-            use_jointly = functools.partial(self._read, call)
-            found = await newest_good_for_all(
-                ctx, quarantine, call.name, call.wanted, use_jointly, fallback=call.fallback
-            )
-        else:
-            use = functools.partial(self._read_and_apply, call)
-            found = await newest_good(ctx, quarantine, call.wanted, use, fallback=call.fallback)
+        async with metered(call.progress, ctx.executor) as meter:
+            if ctx.members.are_several:  # no rank fetches before all have matched, nor applies before all have decoded
+                use_jointly = functools.partial(self._read, call, meter)
+                found = await newest_good_for_all(
+                    ctx, quarantine, call.name, call.wanted, use_jointly, fallback=call.fallback
+                )
+            else:
+                use = functools.partial(self._read_and_apply, call, meter)
+                found = await newest_good(ctx, quarantine, call.wanted, use, fallback=call.fallback)
         chosen, skipped, loaded = found
         return load_report(chosen, skipped, loaded.outcome)
 
     async def read(
-        self, wanted: Wanted, only: Collection[str] | None, skip_untrusted: bool = False, with_report: bool = False
+        self,
+        wanted: Wanted,
+        only: Collection[str] | None,
+        skip_untrusted: bool = False,
+        with_report: bool = False,
+        progress: OnProgress | None = None,
     ) -> Any:
         """Return the state of the checkpoint ``wanted``; with ``with_report``, (state, ReadReport)."""
         ctx, began = self.ctx, time.perf_counter()
 
-        async def read(candidate: CommittedCheckpoint, again: bool) -> ReadOutcome:
+        async def read(meter: Meter, candidate: CommittedCheckpoint, again: bool) -> ReadOutcome:
             return await read_state(
                 self._read_context(),
                 candidate.path,
@@ -116,9 +126,12 @@ class Loader:
                 only=only,
                 skip_untrusted=skip_untrusted,
                 past_page_cache=again,
+                meter=meter,
             )
 
-        chosen, skipped, outcome = await newest_good(ctx, self.quarantine, wanted, read, fallback=True)
+        async with metered(progress, ctx.executor) as meter:
+            use = functools.partial(read, meter)
+            chosen, skipped, outcome = await newest_good(ctx, self.quarantine, wanted, use, fallback=True)
         report = read_report(chosen, skipped, outcome)
         self._log(report, began)
         return (outcome.state, report) if with_report else outcome.state
@@ -135,8 +148,15 @@ class Loader:
         try:
             rest = dict(options)
             wanted = wanted_checkpoint(step, rest.pop("path", None))
-            fallback = rest.pop("fallback")
-            call = LoadCall(name=name, state=state, wanted=wanted, fallback=fallback, options=LoadOptions(**rest))
+            fallback, progress = rest.pop("fallback"), rest.pop("progress", None)
+            call = LoadCall(
+                name=name,
+                state=state,
+                wanted=wanted,
+                fallback=fallback,
+                options=LoadOptions(**rest),
+                progress=progress,
+            )
             await members.met()
         except BaseException as error:
             await self._refuse(name, error)
@@ -153,7 +173,7 @@ class Loader:
     # -- read and apply -------------------------------------------------------------------------------
 
     async def _read(
-        self, call: LoadCall, candidate: CommittedCheckpoint, again: bool, on_matched: OnMatched
+        self, call: LoadCall, meter: Meter, candidate: CommittedCheckpoint, again: bool, on_matched: OnMatched
     ) -> _Loaded:
         outcome = await load_checkpoint(
             self._read_context(),
@@ -163,8 +183,9 @@ class Loader:
             options=call.options,
             past_page_cache=again,
             on_matched=on_matched,
+            meter=meter,
         )
-        return _Loaded(outcome=outcome, executor=self.ctx.executor)
+        return _Loaded(outcome=outcome, executor=self.ctx.executor, meter=meter)
 
     def _read_context(self) -> ReadContext:
         ctx = self.ctx
@@ -177,8 +198,10 @@ class Loader:
             ranks_on_host=ctx.members.on_host,
         )
 
-    async def _read_and_apply(self, call: LoadCall, candidate: CommittedCheckpoint, again: bool) -> _Loaded:
-        loaded = await self._read(call, candidate, again, at_once)
+    async def _read_and_apply(
+        self, call: LoadCall, meter: Meter, candidate: CommittedCheckpoint, again: bool
+    ) -> _Loaded:
+        loaded = await self._read(call, meter, candidate, again, at_once)
         await loaded.apply()
         return loaded
 
@@ -190,6 +213,7 @@ class _Loaded:
     outcome: LoadOutcome
     executor: Executor
     """Sets the objects, in one of its threads."""
+    meter: Meter
 
     @property
     def identity(self) -> str:
@@ -198,6 +222,7 @@ class _Loaded:
 
     async def apply(self) -> None:
         """Set the objects and call every ``load_state_dict``."""
+        await self.meter.begin("apply")
         await run_blocking(self.executor, self.outcome.apply)
 
 

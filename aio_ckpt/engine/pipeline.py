@@ -168,6 +168,7 @@ class SavePipeline:
 
         def on_written(nbytes: int) -> None:
             save.timer.reached("written")
+            save.written_bytes += nbytes
             progress.touch()
 
         workers = ctx.config.workers

@@ -28,6 +28,7 @@ from aio_ckpt.engine.in_flight import InFlight, note_failure, raise_failure
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, StepsChange
 from aio_ckpt.engine.stages import CALL_STAGE, SaveCall
+from aio_ckpt.engine.statistics import Statistics
 from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
@@ -36,6 +37,7 @@ from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.reports import SaveReport
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.log_records import log_step
@@ -96,6 +98,7 @@ class SaveFrontend:
         self.in_flight = InFlight(ctx, portal, pipeline, on_settled=self._after)
         self.earlier_steps = EarlierSteps(ctx.root)
         """Messages about the steps of an earlier run."""
+        self.statistics = Statistics()
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
         self._has_told_waves = False
@@ -185,6 +188,7 @@ class SaveFrontend:
         if step is not None:
             in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
         if waited_secs is None:
+            self.statistics.skip()
             skipped_step = (in_flight.newest_step or 0) if step is None else step
             return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
         with trace.span("walk and plan", CALLER):
@@ -466,14 +470,15 @@ class SaveFrontend:
             with contextlib.suppress(EngineClosedError):
                 self.dropping = [self._ctx.executor.submit(self._rescue.give_up, "a later run has committed a step")]
 
-    def _after(self, step: int, error: BaseException | None) -> None:
+    def _after(self, outcome: SaveReport | BaseException) -> None:
         """Handle the outcome of a save that is about to settle. After a failure, the cached plan is not trusted."""
-        if error is not None:
+        self.statistics.settle(outcome)
+        if isinstance(outcome, BaseException):
             self.cache.clear()
         else:
-            self._ctx.members.newest = max(step, self._ctx.members.newest or 0)
+            self._ctx.members.newest = max(outcome.step, self._ctx.members.newest or 0)
             self._drop_orphans()
-            self._on_committed(step)
+            self._on_committed(outcome.step)
 
 
 _CHANGE: Exchange[tuple[str, bool], tuple[str, StepsChange]] = Exchange(

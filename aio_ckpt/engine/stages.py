@@ -21,7 +21,7 @@ from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.ranks.save_round import SaveRound
-from aio_ckpt.reports import StageTimings
+from aio_ckpt.reports import Progress, Stage, StageTimings
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker
 from aio_ckpt.runtime.log_records import is_logged, log_step
@@ -190,8 +190,10 @@ class PendingSave:
     """Events after the copies from devices; done once all of them are."""
     activity: str = "beginning"
     """Current activity, for messages."""
-    stage: str = "write"
+    stage: Stage = "write"
     """Current stage, for errors: ``write``, ``agree`` or ``commit``."""
+    written_bytes: int = 0
+    """Bytes of the data file that are written."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline; None until the pipeline has begun."""
 
@@ -216,7 +218,17 @@ class PendingSave:
         """Progress of the capture and the write."""
         return self.captured.progress
 
-    def begin(self, activity: str, *, stage: str | None = None) -> None:
+    @property
+    def so_far(self) -> Progress:
+        """Progress for the ticket. Any thread may read it."""
+        is_capturing = self.stage == "write" and not self.ticket.staged.done()
+        return Progress(
+            stage="capture" if is_capturing else self.stage,
+            bytes_done=self.written_bytes,
+            bytes_total=self.captured.image.chunks[-1].stop,
+        )
+
+    def begin(self, activity: str, *, stage: Stage | None = None) -> None:
         """Note, on the loop, the activity that begins now, and its stage if that changes."""
         self.activity = activity
         self.stage = stage or self.stage

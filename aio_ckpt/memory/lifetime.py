@@ -191,6 +191,11 @@ class LifetimeManager:
                 leases=len(self._leases),
             )
 
+    @property
+    def arena_bytes(self) -> int:
+        """Capacity of all mapped arenas, in bytes. Takes no lock, so that a signal handler may read it."""
+        return sum(arena.capacity for arena in tuple(self._arenas))
+
     def measure_budget(self) -> int:
         """Return ``budget_bytes``. If the default is in force, measure it anew first.
 

@@ -19,6 +19,7 @@ from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.leaves.objects import decode_object
 from aio_ckpt.restore.load_plan import LoadPlan, check_trusted
 from aio_ckpt.restore.options import ReadContext
+from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
 
 __all__ = ["FetchedValues", "by_stored_name", "fetch_values"]
@@ -62,9 +63,15 @@ class FetchedValues:
 
 
 async def fetch_values(
-    ctx: ReadContext, files: Files, checkpoint: Checkpoint, plan: LoadPlan, requests: Sequence[ReadRequest]
+    ctx: ReadContext,
+    files: Files,
+    checkpoint: Checkpoint,
+    plan: LoadPlan,
+    requests: Sequence[ReadRequest],
+    *,
+    meter: Meter = NO_METER,
 ) -> FetchedValues:
-    """Run ``requests``, which ``plan`` made, and decode the objects.
+    """Run ``requests``, which ``plan`` made, and decode the objects. ``meter`` counts the bytes of the requests.
 
     Raises:
         CorruptCheckpointError, ReadError: see :func:`aio_ckpt.checkpoint.fetch.fetch`.
@@ -77,6 +84,7 @@ async def fetch_values(
         readers=ctx.readers,
         verify=ctx.verify,
         devices=plan.reads.devices,
+        on_fetched=meter.add,
     )
     return await run_blocking(ctx.executor, _decode, ctx, checkpoint, plan, fetched)
 

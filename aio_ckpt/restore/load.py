@@ -29,6 +29,7 @@ from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
 from aio_ckpt.restore.load_plan import LoadPlan, locate
 from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.page_cache import is_read_by_several, wanted_bytes
+from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
 
 __all__ = ["LoadOutcome", "load_checkpoint"]
@@ -71,6 +72,7 @@ async def load_checkpoint(
     options: LoadOptions,
     past_page_cache: bool = False,
     on_matched: OnMatched = at_once,
+    meter: Meter = NO_METER,
 ) -> LoadOutcome:
     """Fill the tensors of ``state`` from the checkpoint at ``path``.
 
@@ -80,6 +82,7 @@ async def load_checkpoint(
     Args:
         past_page_cache: whether all bytes are read from the disk, for a second reading after a mismatch.
         on_matched: awaited before the first tensor is touched.
+        meter: counts the bytes that are read; the stage ``apply`` is left to the caller.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.checkpoint.open.open_checkpoint`.
@@ -89,6 +92,7 @@ async def load_checkpoint(
         CorruptCheckpointError: names file and tensor. ``target_modified`` is True once a tensor may have been filled.
         ReadError: the operating system could not read.
     """
+    meter.restart()
     async with ctx.files(path, past_page_cache=past_page_cache) as files:
         checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
         if options.rename is not None:
@@ -97,11 +101,12 @@ async def load_checkpoint(
         if not past_page_cache:
             await _share_page_cache(ctx, files, found, checkpoint.catalog)
         values, objects = _unplaced(found, checkpoint.catalog)
-        ahead, shared = await _fetch_ahead(ctx, files, checkpoint, found, objects, options)
+        ahead, shared = await _fetch_ahead(ctx, files, checkpoint, found, objects, options, meter)
         plan, requests = await _plan(ctx, files, checkpoint, found, values)
         await on_matched(checkpoint.identity)
+        await meter.begin_reading(requests)
         with target_modified():
-            fetched = ahead.joined_with(await fetch_values(ctx, files, checkpoint, plan, requests))
+            fetched = ahead.joined_with(await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter))
             prepare = functools.partial(prepare_apply, ctx, checkpoint, state, found, fetched, shared)
             apply = await run_blocking(ctx.executor, prepare)
     asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
@@ -151,7 +156,13 @@ async def _share_page_cache(ctx: ReadContext, files: Files, found: Match, catalo
 
 
 async def _fetch_ahead(
-    ctx: ReadContext, files: Files, checkpoint: Checkpoint, found: Match, objects: Sequence[str], options: LoadOptions
+    ctx: ReadContext,
+    files: Files,
+    checkpoint: Checkpoint,
+    found: Match,
+    objects: Sequence[str],
+    options: LoadOptions,
+    meter: Meter,
 ) -> tuple[FetchedValues, Mapping[str, torch.Tensor]]:
     """Read what can refuse the load before a tensor is touched: objects, and the values of targets that share memory.
 
@@ -169,7 +180,7 @@ async def _fetch_ahead(
     plan = LoadPlan(source=source, skip_untrusted=options.skip_untrusted)
     await run_blocking(ctx.executor, plan.add_all, [], names, objects, ctx.trusted)
     requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
-    fetched = await fetch_values(ctx, files, checkpoint, plan, requests)
+    fetched = await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)
     shared = {name: cast("torch.Tensor", fetched.values[name]).to(tensor.dtype) for name, tensor in found.shared}
     try:
         await run_blocking(ctx.executor, check_agreement, found.shared, shared)

@@ -15,6 +15,7 @@ from aio_ckpt.match.rank_names import skeleton_of, wanted_names
 from aio_ckpt.restore.fetch_values import fetch_values
 from aio_ckpt.restore.load_plan import LoadPlan, locate
 from aio_ckpt.restore.options import ReadContext
+from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.state.build import build
 from aio_ckpt.state.dcp_paths import unflatten_dcp
@@ -50,13 +51,17 @@ async def read_state(
     only: Collection[str] | None,
     skip_untrusted: bool = False,
     past_page_cache: bool = False,
+    meter: Meter = NO_METER,
 ) -> ReadOutcome:
     """Return the nested state, or the part of it that ``only`` names, in new host memory. Tied names share a tensor.
+
+    ``meter`` counts the bytes that are read.
 
     Raises:
         MissingNameError: one of ``only`` selects nothing, or a PerRank value of a rank that the checkpoint lacks.
         CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.load_checkpoint`.
     """
+    meter.restart()
     checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
     names = await run_blocking(ctx.executor, lambda: wanted_names(checkpoint, rank=ctx.rank, only=only))
     catalog = checkpoint.catalog
@@ -73,7 +78,8 @@ async def read_state(
         plan = LoadPlan(source=source, skip_untrusted=skip_untrusted)
         await run_blocking(ctx.executor, plan.add_all, [], tensors, objects, ctx.trusted)
         requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
-        fetched = await fetch_values(ctx, files, checkpoint, plan, requests)
+        await meter.begin_reading(requests)
+        fetched = await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)
     values = fetched.values | {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
     plain: list[str] = []
     if checkpoint.has_skeleton:

@@ -77,6 +77,7 @@ ODD: dict[str, object] = {
     "an object without a repr": Mute(),
 }
 FLAG, SECS, COUNT, NONE = {"True", "False"}, {"1", "1.5"}, {"1", "a huge int", "2**63"}, frozenset[str]()
+CALLABLE = {"None", "a function"}
 WAIT = {"None", "0", "-1", "1", "1.5", "-1.5", "inf", "a huge int", "a huge negative int", "2**63"}
 STATE = {"w": torch.ones(3)}
 Call = Callable[[SyncCheckpointEngine, Any], object]
@@ -109,6 +110,8 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
         lambda engine, odd: engine.load(STATE, rename=odd), {"None", "an empty dict"}, "rename=|must be str|len\\(\\)"
     ),
     "load(path)": (lambda engine, odd: engine.load(STATE, path=odd), {"None"}, "path=|no checkpoint"),
+    "load(progress)": (lambda engine, odd: engine.load(STATE, progress=odd), CALLABLE, "progress="),
+    "read(progress)": (lambda engine, odd: engine.read(progress=odd), CALLABLE, "progress="),
     "read(path)": (lambda engine, odd: engine.read(path=odd), {"None"}, "path=|no checkpoint"),
     "read(skip_untrusted)": (lambda engine, odd: engine.read(skip_untrusted=odd), FLAG, "skip_untrusted="),
     "read(with_report)": (lambda engine, odd: engine.read(with_report=odd), FLAG, "with_report="),
@@ -394,6 +397,7 @@ ELSEWHERE = {
     "submit_read(path)": "read",
     "submit_read(skip_untrusted)": "read",
     "submit_read(with_report)": "read",
+    "submit_read(progress)": "read",
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from warm_python import run_warm
 
 from aio_ckpt.errors import SaveCancelledError, StallError, WrongThreadError
-from aio_ckpt.reports import SaveReport, StageTimings
+from aio_ckpt.reports import Progress, SaveReport, StageTimings
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.ticket import Milestone, SaveTicket
 
@@ -331,15 +331,22 @@ def test_a_ticket_that_is_kept_does_not_keep_the_saves_state(portal: Portal) -> 
         def fence(self, stream: object) -> None:
             pass
 
+        def progress(self) -> Progress:
+            return Progress(stage="commit", bytes_done=9, bytes_total=9)
+
     state = State()
     alive = weakref.ref(state)
-    ticket = SaveTicket(step=3, portal_check=portal.check_thread, cancel=state.cancel, fence=state.fence)
+    ticket = SaveTicket(
+        step=3, portal_check=portal.check_thread, cancel=state.cancel, fence=state.fence, progress=state.progress
+    )
+    assert ticket.progress.stage == "commit"
     del state
     assert alive() is not None
     ticket.committed.resolve(REPORT)
     gc.collect()
     assert alive() is None
     assert ticket.result() is REPORT
+    assert ticket.progress == Progress(stage="done", bytes_done=9, bytes_total=9)
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10, 10**30])

@@ -1,0 +1,27 @@
+"""Stubs of experiment trackers, which cannot run here: TensorBoard is no dependency, and W&B needs an account."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+__all__ = ["install"]
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for ``torch.utils.tensorboard`` and ``wandb``. What is logged has to be numbers."""
+
+    def add_scalar(name: str, value: object, step: int) -> None:
+        assert isinstance(value, int | float), name
+
+    def log(values: dict[str, object], *, step: int) -> None:
+        for name, value in values.items():
+            add_scalar(name, value, step)
+
+    tensorboard, wandb = ModuleType("torch.utils.tensorboard"), ModuleType("wandb")
+    tensorboard.SummaryWriter = lambda log_dir: SimpleNamespace(add_scalar=add_scalar)  # type: ignore[attr-defined]
+    wandb.init = lambda *, project: SimpleNamespace(log=log)  # type: ignore[attr-defined]
+    for module in (tensorboard, wandb):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
