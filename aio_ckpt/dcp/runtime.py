@@ -99,7 +99,7 @@ def peers_on_host() -> int:
 class SharedRuntime:
     """Runtime of many faces. The first call opens it. After :meth:`close`, it ends behind the last call that uses it.
 
-    A forked child opens a runtime of its own.
+    In a forked child, a runtime that its parent has opened counts as closed.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -112,13 +112,13 @@ class SharedRuntime:
 
     @contextmanager
     def running(self) -> Iterator[Runtime | None]:
-        """Yield the runtime for one call; None once it is closed."""
+        """Yield the runtime for one call; None if it is closed."""
         runtime = self._begin_call()
         try:
             yield runtime
         finally:
             if runtime is not None:
-                self._end_call(runtime)
+                self._end_call()
 
     def close(self) -> None:
         """Let no other call begin, and close the runtime once no call runs on it. Idempotent. Waits for no call."""
@@ -130,17 +130,15 @@ class SharedRuntime:
 
     def _begin_call(self) -> Runtime | None:
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or (self._runtime is not None and self._pid != os.getpid()):
                 return None
-            if self._runtime is None or self._pid != os.getpid():
-                self._runtime, self._pid, self._calls = Runtime.open(self._config, None), os.getpid(), 0
+            if self._runtime is None:
+                self._runtime, self._pid = Runtime.open(self._config, None), os.getpid()
             self._calls += 1
             return self._runtime
 
-    def _end_call(self, runtime: Runtime) -> None:
+    def _end_call(self) -> None:
         with self._lock:
-            if runtime is not self._runtime:
-                return
             self._calls -= 1
             unused = self._taken_if_unused()
         if unused is not None:
