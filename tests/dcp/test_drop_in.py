@@ -491,7 +491,7 @@ def test_the_writer_goes_with_the_state_into_dcps_own_process(tmp_path: Path) ->
     script = tmp_path / "save.py"
     script.write_text(IN_A_PROCESS)
     command = [sys.executable, str(script), str(tmp_path / "a")]
-    done = subprocess.run(command, env=child_environment(), timeout=3 * TIMEOUT, capture_output=True, text=True)
+    done = subprocess.run(command, env=child_environment(), timeout=20 * TIMEOUT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert is_ours(tmp_path / "a")
     wanted = {"w": torch.full((1000,), 7.0), "turned": torch.ones(3, 5)}
