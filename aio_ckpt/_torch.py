@@ -7,18 +7,22 @@ This file alone imports them, so that a new torch shows in one place what has mo
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import checkpoint
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.tensor import DTensor, Shard, placement_types
@@ -33,12 +37,15 @@ __all__ = [
     "PYTREE_NODES",
     "SHARDS_DIFFER",
     "AsyncCollectiveTensor",
+    "DcpGlobal",
+    "DcpRole",
     "PrefixStore",
     "ShardedTensor",
     "StorageInfo",
     "Store",
     "bare_tensor",
     "create_chunk_list",
+    "dcp_globals",
     "default_store",
     "dtensor_over",
     "foreach_copy",
@@ -175,6 +182,58 @@ def writer_transforms(extensions: Any) -> _StorageWriterTransforms:
 def reader_transforms(registry: Any) -> _StorageReaderTransforms:
     """Return stock's object that undoes stream extensions. If it moves, follow ``FileSystemReader.__init__``."""
     return filesystem._StorageReaderTransforms(registry)
+
+
+DcpRole = Literal["writer", "reader", "stager", "executor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpGlobal:
+    """Global of a module of DCP. DCP calls it to make what its caller has not passed."""
+
+    role: DcpRole
+    """What a call of it makes."""
+    module: ModuleType
+    name: str
+
+    @property
+    def value(self) -> Any:
+        """Value of the global now; None if this torch has no such global."""
+        return getattr(self.module, self.name, None)
+
+    def put(self, value: Any) -> None:
+        """Set the global."""
+        setattr(self.module, self.name, value)
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether the value is torch's own."""
+        return _is_of_torch(self.value)
+
+    def __str__(self) -> str:
+        return f"{self.module.__name__}.{self.name}"
+
+
+def dcp_globals(*, package: bool) -> list[DcpGlobal]:
+    """Return the globals by which DCP makes a writer, a reader, a stager and the executors of ``dcp.async_save``.
+
+    ``package``: also those that callers take from ``torch.distributed.checkpoint`` itself. Before torch 2.9,
+    ``async_save`` makes no stager: the writer stages. If a global moves, its value is None: follow ``_storage_setup``
+    and ``async_save`` of the new torch. Until then, ``install()`` warns and leaves these calls to stock.
+    """
+    storage = getattr(checkpoint, "_storage_utils", ModuleType("torch.distributed.checkpoint._storage_utils"))
+    found = [
+        DcpGlobal(role="writer", module=storage, name="FileSystemWriter"),
+        DcpGlobal(role="reader", module=storage, name="FileSystemReader"),
+        DcpGlobal(role="executor", module=state_dict_saver, name="_ThreadBasedAsyncCheckpointExecutor"),
+        DcpGlobal(role="executor", module=state_dict_saver, name="_ProcessBasedAsyncCheckpointExecutor"),
+    ]
+    if "async_stager" in inspect.signature(state_dict_saver.async_save).parameters:
+        found.append(DcpGlobal(role="stager", module=state_dict_saver, name="DefaultStager"))
+    if package:
+        found.append(DcpGlobal(role="writer", module=checkpoint, name="FileSystemWriter"))
+        found.append(DcpGlobal(role="reader", module=checkpoint, name="FileSystemReader"))
+    return found
 
 
 @functools.cache

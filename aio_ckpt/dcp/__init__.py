@@ -1,11 +1,13 @@
 """Faces for ``torch.distributed.checkpoint``: ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` on this package.
 
 ``Writer`` replaces ``FileSystemWriter``, ``Reader`` replaces ``FileSystemReader``, and ``AsyncStager`` replaces
-``DefaultStager``. A checkpoint is a directory that the caller names (:mod:`aio_ckpt.commit.directory`).
+``DefaultStager``. ``install`` and ``default`` do so for calls that name none of them. A checkpoint is a directory that
+the caller names (:mod:`aio_ckpt.commit.directory`).
 """
 
+from aio_ckpt.dcp.drop_in import Installation, default, install
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.stager import AsyncStager
 from aio_ckpt.dcp.writer import Writer, recover
 
-__all__ = ["AsyncStager", "Reader", "Writer", "recover"]
+__all__ = ["AsyncStager", "Installation", "Reader", "Writer", "default", "install", "recover"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +27,7 @@ from aio_ckpt.snapshot.capture import CopyEngines
 from aio_ckpt.storage.local import LocalStorage, Storage
 from aio_ckpt.write.throttle import WriteThrottle
 
-__all__ = ["Face", "Runtime", "peers_on_host"]
+__all__ = ["Face", "Runtime", "SharedRuntime", "peers_on_host"]
 
 _WINDOW_CHUNKS = 2
 """Chunks of an image in memory for each write in flight: one is filled while another is written."""
@@ -95,11 +96,67 @@ def peers_on_host() -> int:
     return ranks_on_host(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
 
 
+class SharedRuntime:
+    """Runtime of many faces. The first call opens it. After :meth:`close`, it ends behind the last call that uses it.
+
+    In a forked child, a runtime that its parent has opened counts as closed.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._lock = Lock()
+        self._runtime: Runtime | None = None
+        self._pid = 0
+        self._calls = 0
+        self._is_closed = False
+
+    @contextmanager
+    def running(self) -> Iterator[Runtime | None]:
+        """Yield the runtime for one call; None if it is closed."""
+        runtime = self._begin_call()
+        try:
+            yield runtime
+        finally:
+            if runtime is not None:
+                self._end_call()
+
+    def close(self) -> None:
+        """Let no other call begin, and close the runtime once no call runs on it. Idempotent. Waits for no call."""
+        with self._lock:
+            self._is_closed = True
+            unused = self._taken_if_unused()
+        if unused is not None:
+            unused.close()
+
+    def _begin_call(self) -> Runtime | None:
+        with self._lock:
+            if self._is_closed or (self._runtime is not None and self._pid != os.getpid()):
+                return None
+            if self._runtime is None:
+                self._runtime, self._pid = Runtime.open(self._config, None), os.getpid()
+            self._calls += 1
+            return self._runtime
+
+    def _end_call(self) -> None:
+        with self._lock:
+            self._calls -= 1
+            unused = self._taken_if_unused()
+        if unused is not None:
+            unused.close()
+
+    def _taken_if_unused(self) -> Runtime | None:
+        if not self._is_closed or self._calls or self._pid != os.getpid():
+            return None
+        unused, self._runtime = self._runtime, None
+        return unused
+
+
 class Face:
-    """Base of the faces. A face has a :class:`Runtime` of its own.
+    """Base of the faces. A face has a :class:`Runtime` of its own, or shares one.
 
     Inside ``with``, the face keeps one runtime, so that all calls share threads and staging memory. Outside, each call
     opens a runtime and closes it before it returns. A face that keeps none can be pickled and survives a fork.
+    After :meth:`share`, the calls outside of ``with`` use the shared runtime as long as it is open.
     """
 
     def __init__(self, config: EngineConfig | None, storage: Storage | None) -> None:
@@ -109,7 +166,13 @@ class Face:
         self._config = config or EngineConfig()
         self._storage = storage
         self._kept: Runtime | None = None
+        self._shared: SharedRuntime | None = None
         self._opening = Lock()
+
+    def share(self, runtime: SharedRuntime) -> Self:
+        """Use ``runtime`` for calls outside of ``with``, and return the face. A pickled face shares none."""
+        self._shared = runtime
+        return self
 
     def __enter__(self) -> Self:
         self._keep()
@@ -129,7 +192,8 @@ class Face:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without threads and memory: another process opens its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_opening"} | {"_kept": None}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_opening"}
+        return kept | {"_kept": None, "_shared": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -144,14 +208,15 @@ class Face:
 
     @contextmanager
     def _running(self) -> Iterator[Runtime]:
-        """Yield the kept runtime, or one that is opened for this block."""
-        kept = self._kept
-        if kept is not None:
-            kept.portal.check_thread(type(self).__name__)
-            yield kept
-            return
-        runtime = Runtime.open(self._config, self._storage)
-        try:
-            yield runtime
-        finally:
-            runtime.close()
+        """Yield the kept runtime, the shared one, or one that is opened for this block."""
+        with self._shared.running() if self._shared is not None else nullcontext() as shared:
+            lasting = self._kept or shared
+            if lasting is not None:
+                lasting.portal.check_thread(type(self).__name__)
+                yield lasting
+                return
+            runtime = Runtime.open(self._config, self._storage)
+            try:
+                yield runtime
+            finally:
+                runtime.close()

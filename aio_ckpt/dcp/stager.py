@@ -29,7 +29,7 @@ from aio_ckpt.snapshot.capture import capture
 from aio_ckpt.snapshot.image import image_bytes_of, lease_image
 from aio_ckpt.write.trace_file import NO_TRACE
 
-__all__ = ["AsyncStager", "Staging", "plan_staging"]
+__all__ = ["AsyncStager", "Staging", "plan_staging", "stage_whole"]
 
 
 class AsyncStager(Face, staging.AsyncStager):
@@ -58,14 +58,7 @@ class AsyncStager(Face, staging.AsyncStager):
             StallError: copies of earlier calls have held the memory for ``stall_timeout_secs``.
             SourceChangedError: a tensor's memory was freed.
         """
-        runtime = self._keep()
-        staging = plan_staging(runtime, state_dict)
-        if not staging.fits:
-            raise BudgetExceededError(
-                f"a state of {staging.nbytes} bytes cannot be staged within the {staging.budget_bytes} bytes that "
-                "budget_bytes leaves for staging: raise it, or let Writer stage, which needs no whole copy"
-            )
-        return staging.copied(runtime)
+        return stage_whole(self._keep(), state_dict)
 
     def synchronize_staging(self) -> None:
         """Do nothing: :meth:`stage` returns once everything is copied."""
@@ -149,6 +142,21 @@ def plan_staging(runtime: Runtime, state: dict[str, Any]) -> Staging:
         gather_bytes = runtime.config.gather_bytes
         planned, aliases = plan_tensors(names, found.local, boxes, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
     return Staging(state=state, owners=found.owners, planned=planned, aliases=aliases, budget_bytes=budget_bytes)
+
+
+def stage_whole(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``state`` in memory of ``runtime.staging``.
+
+    Raises:
+        BudgetExceededError: the staging memory cannot hold a copy.
+    """
+    staging = plan_staging(runtime, state)
+    if not staging.fits:
+        raise BudgetExceededError(
+            f"a state of {staging.nbytes} bytes cannot be staged within the {staging.budget_bytes} bytes that "
+            "budget_bytes leaves for staging: raise it, or let Writer stage, which needs no whole copy"
+        )
+    return staging.copied(runtime)
 
 
 def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:

@@ -34,7 +34,7 @@ from aio_ckpt.dcp.rank_save import (
     write_rank,
 )
 from aio_ckpt.dcp.runtime import Face, Runtime
-from aio_ckpt.dcp.sources import collect_sources
+from aio_ckpt.dcp.sources import Sources, collect_sources
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, RootError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE
@@ -188,17 +188,15 @@ class Writer(Face, StorageWriter, AsyncStager):
             save: RankSave = runtime.portal.call(
                 find, runtime.storage, path, plan.storage_data, timeout=runtime.config.stall_timeout_secs
             )
-            sources = collect_sources(
-                plan,
-                planner,
-                self._transforms,
-                gather_bytes=self._config.gather_bytes,
-                budget_bytes=runtime.window.budget_bytes,
-            )
+            sources = self._sources(runtime, plan, planner, self._transforms)
             results = write_rank(runtime, path, save, sources, on_captured=self._captured)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _sources(self, runtime: Runtime, plan: SavePlan, planner: SavePlanner, transforms: Any) -> Sources:
+        gather_bytes, budget_bytes = self._config.gather_bytes, runtime.window.budget_bytes
+        return collect_sources(plan, planner, transforms, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint visible. DCP calls this on the leader once all ranks have written.

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import pickle
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as TorchShard
 from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -255,3 +259,48 @@ def test_a_load_state_dict_of_torch_is_told_from_others() -> None:
     assert not _torch.is_load_of_torch(Own(1, 1))
     assert _torch.is_load_of_torch(torch.nn.Linear(1, 1))
     assert _torch.is_load_of_torch(torch.optim.SGD([torch.zeros(1)]))
+
+
+def test_dcp_makes_what_its_caller_did_not_pass_through_the_named_globals(tmp_path: Path) -> None:
+    made: list[str] = []
+    places = _torch.dcp_globals(package=False)
+    assert [str(place) for place in places if place.value is None or not place.is_of_torch] == []
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for place in places:
+            patch.setattr(place.module, place.name, _Counted(place, made))
+        state = {"w": torch.zeros(2)}
+        dcp.save(state, checkpoint_id=tmp_path)
+        dcp.load(state, checkpoint_id=tmp_path)
+        assert made == ["FileSystemWriter", "FileSystemReader"]
+        saving = dcp.async_save(state, checkpoint_id=tmp_path)
+        getattr(saving, "upload_completion", saving).result(30)
+    wanted = {place.name for place in places} - {"_ProcessBasedAsyncCheckpointExecutor"}
+    assert set(made) == wanted
+
+
+class _Counted:
+    """Class of DCP that notes each object that is made of it."""
+
+    def __init__(self, place: _torch.DcpGlobal, made: list[str]) -> None:
+        self._name, self._value, self._made = place.name, place.value, made
+
+    def __call__(self, *args: object, **given: object) -> object:
+        self._made.append(self._name)
+        return self._value(*args, **given)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._value, name)
+
+
+def test_the_package_gives_the_classes_that_libraries_take() -> None:
+    added = set(map(str, _torch.dcp_globals(package=True))) - set(map(str, _torch.dcp_globals(package=False)))
+    prefix = "torch.distributed.checkpoint"
+    assert added == {f"{prefix}.FileSystemWriter", f"{prefix}.FileSystemReader"}
+
+
+@pytest.mark.parametrize("kind", ["_ThreadBasedAsyncCheckpointExecutor", "_ProcessBasedAsyncCheckpointExecutor"])
+def test_the_executors_of_dcp_take_writer_and_path_by_name(kind: str) -> None:
+    parameters = inspect.signature(getattr(state_dict_saver, kind).execute_save).parameters
+    for name in ("checkpoint_id", "storage_writer"):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY

@@ -1,0 +1,308 @@
+"""``install`` and ``default``: calls of ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` that pass no writer use ours.
+
+DCP makes what its caller has not passed through globals of its modules. ``install`` puts an object in the place of each
+(:func:`aio_ckpt._torch.dcp_globals`). All faces that these objects make share one runtime. If a face cannot serve a
+call, stock's own class serves it, and a warning is logged.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from torch.distributed.checkpoint import staging
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
+from aio_ckpt.checks import check_flag, check_kind, shown
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.reader import Reader
+from aio_ckpt.dcp.runtime import Runtime, SharedRuntime
+from aio_ckpt.dcp.sources import Sources
+from aio_ckpt.dcp.stager import AsyncStager, stage_whole
+from aio_ckpt.dcp.writer import Writer
+from aio_ckpt.errors import ConfigError, PlanChangedError, RootError
+
+__all__ = ["Installation", "default", "install"]
+
+_log = logging.getLogger("aio_ckpt")
+
+
+def install(config: EngineConfig | None = None, *, package: bool = False) -> Installation:
+    """Let ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` use this package if the caller passes no writer or reader.
+
+    The calls then run on :class:`Writer`, :class:`Reader` and :class:`AsyncStager`, with one set of threads and one
+    staging memory for the process. URLs such as ``s3://`` stay with stock. So does a save that these classes cannot
+    serve, with a warning in the log.
+
+    Args:
+        config: settings of the writer, the reader and the stager. Each describes which ones it uses.
+        package: whether ``FileSystemWriter`` and ``FileSystemReader`` of ``torch.distributed.checkpoint`` are replaced
+            too, for callers that make these themselves. A class that is derived from them later derives from stock's.
+
+    Returns:
+        The handle, whose ``uninstall()`` restores stock. A second call with equal arguments returns the same handle.
+
+    Raises:
+        ConfigError: an argument has the wrong type; another library has put a class of its own in stock's place; or an
+            installation with other arguments stands.
+    """
+    check_kind("config", config, EngineConfig)
+    check_flag("package", package)
+    config = config or EngineConfig()
+    places = dcp_globals(package=package)
+    standing = _standing_in(places)
+    if standing is not None:
+        if (standing.config, standing.package) == (config, package):
+            return standing
+        raise ConfigError(
+            f"aio_ckpt.dcp is installed already, with package={standing.package} and {shown(standing.config)}: call "
+            "uninstall() of its handle first"
+        )
+    for place in places:
+        if place.value is not None and not place.is_of_torch:
+            raise ConfigError(
+                f"{place} is {shown(place.value)}, which is not torch's own and stays: pass "
+                "storage_writer=Writer(path) and storage_reader=Reader(path) to the calls instead"
+            )
+    return Installation(config, package, places)
+
+
+@contextmanager
+def default(config: EngineConfig | None = None, *, package: bool = False) -> Iterator[Installation]:
+    """Do :func:`install` for the block of a ``with``. A block within an equal installation leaves that one standing."""
+    outer = _standing_in(dcp_globals(package=package))
+    handle = install(config, package=package)
+    try:
+        yield handle
+    finally:
+        if handle is not outer:
+            handle.uninstall()
+
+
+class Installation:
+    """Handle of :func:`install`. The block of its ``with`` ends with :meth:`uninstall`."""
+
+    def __init__(self, config: EngineConfig, package: bool, places: Sequence[DcpGlobal]) -> None:
+        self.config = config
+        self.package = package
+        self._runtime = SharedRuntime(config)
+        missing = [str(place) for place in places if place.value is None]
+        if missing:
+            _log.warning(
+                "this torch has no %s: calls of DCP that go through there stay with stock; a newer aio_ckpt may know "
+                "this torch",
+                ", ".join(missing),
+            )
+        self._placed = [(place, self._stand_in(place)) for place in places if place.value is not None]
+        for place, stand_in in self._placed:
+            place.put(stand_in)
+
+    def uninstall(self) -> None:
+        """Put stock's classes back. Pending saves go on, and the threads end behind them. Idempotent."""
+        placed, self._placed = self._placed, []
+        for place, stand_in in placed:
+            if place.value is stand_in:
+                place.put(stand_in.stock)
+            else:
+                _log.warning("%s is %s by now, which stays", place, shown(place.value))
+        self._runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+    # -- what the stand-ins make ------------------------------------------------------------------
+
+    def _stand_in(self, place: DcpGlobal) -> _StandIn:
+        made: dict[DcpRole, tuple[type, Callable[..., object]]] = {
+            "writer": (Writer, self._writer),
+            "reader": (Reader, self._reader),
+            "stager": (AsyncStager, self._stager),
+            "executor": (_Executor, self._executor),
+        }
+        ours, make = made[place.role]
+        return _StandIn(self, place.value, ours, functools.partial(make, place.value))
+
+    def _writer(self, stock: Callable[..., Any], *args: Any, **given: Any) -> StorageWriter:
+        if _is_url(*args, **given):
+            made: StorageWriter = stock(*args, **given)
+            return made
+        try:
+            return _Writer(functools.partial(stock, *args, **given), *args, config=self.config, **given).share(
+                self._runtime
+            )
+        except (ConfigError, RootError, TypeError) as error:
+            _log.warning("stock's FileSystemWriter saves, without checksums or fsync of directories: %s", error)
+            made = stock(*args, **given)
+            return made
+
+    def _reader(self, stock: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        if _is_url(*args, **given):
+            return stock(*args, **given)
+        return Reader(*args, config=self.config, **given).share(self._runtime)
+
+    def _stager(self, stock: Callable[..., Any], *args: Any, **given: Any) -> staging.AsyncStager:
+        return _Stager(functools.partial(stock, *args, **given), self.config).share(self._runtime)
+
+    def _executor(self, stock: Callable[..., Any]) -> _Executor:
+        stand_ins = [stand_in for place, stand_in in self._placed if place.role == "writer"]
+        return _Executor(stock(), stand_ins[0] if stand_ins else None)
+
+
+def _standing_in(places: Sequence[DcpGlobal]) -> Installation | None:
+    """Return the installation that stands in one of ``places``."""
+    return next((place.value.owner for place in places if isinstance(place.value, _StandIn)), None)
+
+
+def _is_url(path: Any = None, *_: object, **given: Any) -> bool:
+    """Return whether the path that a writer or reader is given is none of the local file system, as stock judges."""
+    return not FileSystem.validate_checkpoint_id(given.get("path", path))
+
+
+class _StandIn:
+    """Object in the place of a class of stock. A call makes one of ours. In every other way it is the class."""
+
+    def __init__(self, owner: Installation, stock: Any, ours: type, make: Callable[..., object]) -> None:
+        self.owner = owner
+        self.stock = stock
+        self._ours = ours
+        self._make = make
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        return self._make(*args, **given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["stock"], name)
+
+    def __repr__(self) -> str:
+        return f"<{self.stock.__qualname__} by aio_ckpt.dcp.install()>"
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[Any, ...]:
+        """Return stock's class as the base: a derived class relies on its methods."""
+        return (self.stock,)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, (self.stock, self._ours))
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return issubclass(kind, self.stock)
+
+    def __or__(self, other: Any) -> Any:
+        return self.stock | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.stock
+
+
+class _Writer(Writer):
+    """Writer that serves every call that stock's serves.
+
+    A save without a leader (``use_collectives=False``) is left to stock's writer. If a planner gives other tensors than
+    it has planned, all items are encoded as stock does, in memory.
+    """
+
+    def __init__(self, make_stock: Callable[[], Any], *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._make_stock = make_stock
+        self._instead: Any = None
+        """Stock's writer, if it does this save."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        super().reset(checkpoint_id)
+        self._instead = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_collectives", True):
+            super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+            return
+        _log.warning("%s: use_collectives=False: stock's FileSystemWriter saves, without checksums", self.path)
+        self._instead = self._make_stock()
+        self._instead.reset(self.path)
+        self._instead.set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self._instead is None:
+            return super().prepare_local_plan(plan)
+        prepared: SavePlan = self._instead.prepare_local_plan(plan)
+        return prepared
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self._instead is None:
+            return super().prepare_global_plan(plans)
+        prepared: list[SavePlan] = self._instead.prepare_global_plan(plans)
+        return prepared
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if self._instead is None:
+            return super().write_data(plan, planner)
+        written: Future[list[WriteResult]] = self._instead.write_data(plan, planner)
+        return written
+
+    def _sources(self, runtime: Runtime, plan: SavePlan, planner: SavePlanner, transforms: Any) -> Sources:
+        try:
+            return super()._sources(runtime, plan, planner, transforms)
+        except PlanChangedError as error:
+            _log.warning("%s: encoded in memory, as stock's FileSystemWriter does: %s", self.path, error)
+        return super()._sources(runtime, plan, planner, transforms or writer_transforms(()))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if self._instead is None:
+            super().finish(metadata, results)
+        else:
+            self._instead.finish(metadata, results)
+
+
+class _Stager(AsyncStager):
+    """Stager on shared memory. If that cannot hold a copy of the state, stock's stager copies it."""
+
+    def __init__(self, make_stock: Callable[[], Any], config: EngineConfig) -> None:
+        super().__init__(config)
+        self._make_stock = make_stock
+        self._instead: Any = None
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        try:
+            with self._running() as runtime:
+                return stage_whole(runtime, state_dict)
+        except Exception as error:  # noqa: BLE001 - nothing was written yet, so stock can begin anew
+            _log.warning("stock's stager copies the state, beyond budget_bytes: %s", error)
+        self._instead = self._instead or self._make_stock()
+        copied: dict[str, Any] = self._instead.stage(state_dict)
+        return copied
+
+    def close(self) -> None:
+        super().close()
+        if self._instead is not None:
+            self._instead.close()
+
+
+class _Executor:
+    """Executor of ``dcp.async_save`` that passes a writer on.
+
+    The writer is made in the caller's thread, so that an ``uninstall()`` before the save begins does not change which
+    class saves. It reaches the process of ``AsyncCheckpointerType.PROCESS``, which imports torch anew.
+    """
+
+    def __init__(self, stock: Any, make_writer: Callable[..., Any] | None) -> None:
+        self._stock = stock
+        self._make_writer = make_writer
+
+    def execute_save(self, *args: Any, **given: Any) -> Any:
+        """Do stock's ``execute_save``, with a writer if the caller gave none but a path."""
+        path = given.get("checkpoint_id")
+        if path and not _is_url(path) and given.get("storage_writer", self) is None and self._make_writer is not None:
+            given["storage_writer"] = self._make_writer(path)
+        return self._stock.execute_save(*args, **given)
