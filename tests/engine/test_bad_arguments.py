@@ -85,6 +85,7 @@ Call = Callable[[SyncCheckpointEngine, Any], object]
 ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "save(state)": (lambda engine, odd: engine.save(odd), {"a dict"}, "state"),
     "prepare(state)": (lambda engine, odd: engine.prepare(odd), {"a dict"}, "state"),
+    "prepare(step)": (lambda engine, odd: engine.prepare(STATE, odd), {"None"}, "step="),
     "save(step)": (lambda engine, odd: engine.save(STATE, odd), {"None"}, "step="),
     "save(overwrite)": (lambda engine, odd: engine.save(STATE, overwrite=odd), FLAG, "overwrite="),
     "save(deadline_secs)": (

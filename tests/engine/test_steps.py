@@ -50,8 +50,9 @@ def value(engine: SyncCheckpointEngine, step: int | None = None) -> float:
 def test_a_step_that_does_not_exceed_every_committed_one_is_refused(engine: SyncCheckpointEngine, root: Path) -> None:
     save(engine, 5, 9)
     before = listing(root)
-    for step, hint in ((9, "overwrite=True"), (5, "overwrite=True"), (7, r"rollback\(7\)"), (0, r"rollback\(0\)")):
-        with pytest.raises(StepOrderError, match=rf"step={step} .* 9: {hint}"):
+    ways = r"load\(\) resumes after step 9, rollback\(step\) .*, another root begins anew"
+    for step, hint in ((9, r", save\(overwrite=True\)"), (5, r", save\(overwrite=True\)"), (7, "$"), (0, "$")):
+        with pytest.raises(StepOrderError, match=rf"step={step} .* 9: {ways}{hint}"):
             engine.save(weights(0), step)
     assert listing(root) == before
     assert value(engine) == 9
@@ -318,7 +319,7 @@ def test_overwrite_replaces_no_directory_that_never_was_a_checkpoint(engine: Syn
 
 def test_overwrite_of_a_step_that_is_not_there_needs_the_order_too(engine: SyncCheckpointEngine) -> None:
     save(engine, 3)
-    with pytest.raises(StepOrderError, match=r"rollback\(2\)"):
+    with pytest.raises(StepOrderError, match=r"rollback\(step\) goes back"):
         engine.save(weights(2), 2, overwrite=True)
     assert engine.save(weights(4), 4, overwrite=True).result(TIMEOUT).step == 4
 
