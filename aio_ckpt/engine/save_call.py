@@ -296,7 +296,7 @@ class SaveFrontend:
         with self._lock:
             self.in_flight.check_open()
             if step is not None:
-                self._check_first_step(step)
+                self._check_first_step(step_numbers.check_step_number(step))
             flat = self._flatten(state)
             with naming_all_faults(flat):
                 planned = self.cache.resolve(flat)
