@@ -21,7 +21,7 @@ from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.errors import CheckpointNotFoundError, EngineClosedError, RootError, StallError
+from aio_ckpt.errors import CheckpointNotFoundError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
@@ -131,6 +131,7 @@ class RootSession:
         self._check_open()
         ctx, lock = self._ctx, None
         try:
+            self._call(self._make_root, what="making the root", deadline=deadline)
             with self._lines("taking the lock").beside(self._portal):
                 lock = ctx.storage.lock(ctx.root / LOCK_FILE)
             self._quarantine.is_writer = True
@@ -151,6 +152,16 @@ class RootSession:
             raise
         if cleared:
             _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
+
+    async def _make_root(self) -> None:
+        storage, root = self._ctx.storage, self._ctx.root
+        try:
+            await storage.make_dir(root, parents=True)
+        except WriteError as error:
+            reason = error.strerror or str(error)
+            raise RootError(
+                error.errno, f"the root cannot be made ({reason}): give a directory that can be made", str(root)
+            ) from error
 
     def release(self) -> None:
         """Release the lock. Idempotent."""

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from aio_ckpt.errors import RootError
-from aio_ckpt.storage.paths import make_dirs
+from aio_ckpt.storage.paths import sync_dir
 
 __all__ = ["RootLock"]
 
@@ -111,7 +111,9 @@ class RootLock:
 def _open_locked(path: Path) -> int:
     for is_last in (*[False] * _TRIES, True):
         try:
-            make_dirs(path.parent)
+            if not path.parent.is_dir():
+                path.parent.mkdir(exist_ok=True)
+                sync_dir(path.parent.parent)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as exc:
             message = f"cannot open the lock file ({exc.strerror}): give a writable root"
