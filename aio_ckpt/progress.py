@@ -136,11 +136,9 @@ class _TqdmDisplay:
         self._bar = new_bar(desc=text, total=now.bytes_total, initial=now.bytes_done, **shown)
 
     def show(self, now: Progress, text: str) -> None:
-        if now.bytes_done < self._bar.n:  # another checkpoint is read
-            self._bar.reset()
         self._bar.total = now.bytes_total
         self._bar.set_description(text, refresh=False)
-        self._bar.update(now.bytes_done - self._bar.n)
+        self._bar.update(now.bytes_done - self._bar.n)  # less than 0 if another checkpoint is read
         self._bar.refresh()
 
     def close(self) -> None:

@@ -190,21 +190,22 @@ def test_between_stages_the_function_is_called_once_an_interval(saved: Path, mon
 
 
 @pytest.mark.usefixtures("many_reads", "all_told")
-def test_calls_do_not_overlap_and_the_load_waits_for_the_last_one(saved: Path) -> None:
-    running, most, ended = 0, 0, 0
+def test_calls_do_not_overlap_and_the_caller_goes_on_after_the_last_one(saved: Path) -> None:
+    running, most, ended = 0, 0, list[str]()
 
-    def slow(_: Progress) -> None:
-        nonlocal running, most, ended
+    def slow(now: Progress) -> None:
+        nonlocal running, most
         running += 1
         most = max(most, running)
         threading.Event().wait(0.002)
         running -= 1
-        ended += 1
+        ended.append(now.stage)
 
-    sync_call(saved, "load", state(0), progress=slow)
-    assert most == 1
-    assert running == 0
-    assert ended >= 3
+    with SyncCheckpointEngine(saved) as engine:
+        for call in (lambda: engine.load(state(0), progress=slow), lambda: engine.read(progress=slow)):
+            ended.clear()
+            call()
+            assert (most, running, ended[-1]) == (1, 0, "done")
 
 
 @pytest.mark.usefixtures("many_reads", "all_told")

@@ -114,6 +114,21 @@ def test_a_failure_is_raised_and_shown_and_gives_the_terminal_back(root: Path, n
             assert out.getvalue().count("\x1b[?25h") == out.getvalue().count("\x1b[?25l") == 1, "the cursor is hidden"
 
 
+def test_an_interrupted_wait_gives_the_terminal_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    out = io.StringIO()
+    with gated_engine(root) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        ticket = engine.save(weights(1))
+        gate.wait_reached()
+        monkeypatch.setattr(ticket, "exception", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rich_bar(out).wait(ticket)
+        assert out.getvalue().count("\x1b[?25h") == out.getvalue().count("\x1b[?25l") == 1, "the cursor is hidden"
+
+
 def test_a_wait_for_a_save_of_long_ago_shows_it_and_a_skipped_save_shows_nothing(root: Path) -> None:
     with gated_engine(root, when_busy="skip") as (engine, storage):
         ticket = engine.save(weights(1))
