@@ -200,6 +200,7 @@ def test_a_class_that_is_derived_meanwhile_derives_from_stocks(tmp_path: Path) -
 # -- what stays with stock --------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:fsync not supported for this stream")
 def test_urls_stay_with_stock(caplog: pytest.LogCaptureFixture) -> None:
     url = f"memory://{os.getpid()}/drop-in"
     with default(package=True):
