@@ -33,6 +33,7 @@ from aio_ckpt.format.root_manifest import (
     decode_checked,
     decode_root,
     encode_root,
+    rank_manifest_name,
 )
 from aio_ckpt.format.tensor_table import (
     IntArray,
@@ -69,11 +70,6 @@ __all__ = [
     "encode_static",
     "rank_manifest_name",
 ]
-
-
-def rank_manifest_name(rank: int) -> str:
-    """Return the file name of a rank's manifest."""
-    return f"aio_ckpt.{rank}.bin"
 
 
 def data_file_name(rank: int, n: int = 0) -> str:

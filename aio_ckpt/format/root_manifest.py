@@ -33,6 +33,7 @@ __all__ = [
     "decode_checked",
     "decode_root",
     "encode_root",
+    "rank_manifest_name",
 ]
 
 FORMAT_MAJOR = 1
@@ -43,6 +44,11 @@ METADATA_FILE = ".metadata"
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
 Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 _FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z", max_length=255)]
+
+
+def rank_manifest_name(rank: int) -> str:
+    """Return the file name of a rank's manifest."""
+    return f"aio_ckpt.{rank}.bin"
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True):
