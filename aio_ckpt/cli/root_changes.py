@@ -59,8 +59,8 @@ async def check_committed(storage: Storage, root: Path, names: StepNames, step: 
 
 def _check_among(step: int, committed: Sequence[int], root: Path) -> None:
     if step not in committed:
-        told = ", ".join(map(str, committed)) or "no step"
-        raise CheckpointNotFoundError(f"{root}: step {step} is not committed; committed: {told}")
+        told = ", ".join(map(str, committed)) or "no step is"
+        raise CheckpointNotFoundError(f"step {step}: no such committed step under {root}; committed: {told}")
 
 
 async def check_removable(

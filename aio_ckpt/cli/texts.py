@@ -33,7 +33,7 @@ def time_text(unix: float | None) -> str:
 
 def metrics_text(metrics: Mapping[str, float | None]) -> str:
     """Return what ``save(metrics=)`` was given as ``loss=0.25 acc=0.9``; - if it was given nothing."""
-    values = ((name, "nan" if value is None else f"{value:.6g}") for name, value in metrics.items())
+    values = ((name, "not finite" if value is None else f"{value:.6g}") for name, value in metrics.items())
     return printable(" ".join(f"{name}={value}" for name, value in values)) or "-"
 
 
