@@ -69,8 +69,8 @@ def _tell(found: Comparison, screen: Screen) -> None:
         cells = [
             (
                 printable(change.name),
-                f"{change.differing:,} of {change.elements:,}",
-                "object" if change.largest is None else f"{change.largest:.3g}",
+                "object" if change.largest is None else f"{change.differing:,} of {change.elements:,}",
+                "-" if change.largest is None else f"{change.largest:.3g}",
                 "-" if change.relative is None else f"{change.relative:.3g}",
             )
             for change in found.values

@@ -82,8 +82,8 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
         ("abandoned by rollback", found.abandoned),
         ("damaged, set aside", found.quarantined),
     ):
-        if others:
-            screen.line(f"{kind}: {', '.join(map(printable, others))}")
+        for other in others:
+            screen.line(f"{kind}: {printable(other)}")
 
 
 def _table(rows: tuple[RootRow, ...], now_unix: float) -> tuple[Cells, list[Cells]]:
