@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.cli import commands as cli
-from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.leaves.values import PerRank
+from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import LocalStorage
 
 
