@@ -1,13 +1,15 @@
 """Async-first checkpoint engine for PyTorch.
 
 See README.md for use and guarantees. Each package's docstring says what goes in, what comes out and what it may import.
+
+Names that need torch are imported at first use (PEP 562): torch takes seconds, and ``aio-ckpt ls`` needs none of it.
 """
 
-from aio_ckpt import progress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from aio_ckpt._version import __version__
 from aio_ckpt.config import EngineConfig, KeepBest
-from aio_ckpt.engine.engine import CheckpointEngine
-from aio_ckpt.engine.every import Every
 from aio_ckpt.errors import (
     AioCkptError,
     BudgetExceededError,
@@ -40,12 +42,32 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
-from aio_ckpt.leaves.values import PerRank, Shard, UntrustedObject
-from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator
 from aio_ckpt.reports import EngineStats, LoadReport, Progress, ReadReport, SaveReport
-from aio_ckpt.standalone import load, read
-from aio_ckpt.sync import SyncCheckpointEngine
-from aio_ckpt.ticket import SaveTicket
+
+if TYPE_CHECKING:
+    from aio_ckpt import progress
+    from aio_ckpt.engine.engine import CheckpointEngine
+    from aio_ckpt.engine.every import Every
+    from aio_ckpt.leaves.values import PerRank, Shard, UntrustedObject
+    from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator
+    from aio_ckpt.standalone import load, read
+    from aio_ckpt.sync import SyncCheckpointEngine
+    from aio_ckpt.ticket import SaveTicket
+
+_MODULES = {
+    "CheckpointEngine": "aio_ckpt.engine.engine",
+    "Every": "aio_ckpt.engine.every",
+    "PerRank": "aio_ckpt.leaves.values",
+    "SaveTicket": "aio_ckpt.ticket",
+    "Shard": "aio_ckpt.leaves.values",
+    "SoloCoordinator": "aio_ckpt.ranks.store_coordinator",
+    "StoreCoordinator": "aio_ckpt.ranks.store_coordinator",
+    "SyncCheckpointEngine": "aio_ckpt.sync",
+    "UntrustedObject": "aio_ckpt.leaves.values",
+    "load": "aio_ckpt.standalone",
+    "read": "aio_ckpt.standalone",
+}
+"""Module of each name that is imported at first use. The imports for type checkers above name the same."""
 
 __all__ = [
     "AioCkptError",
@@ -99,6 +121,17 @@ __all__ = [
     "progress",
     "read",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "progress":
+        return import_module("aio_ckpt.progress")  # which sets the attribute
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(module), name)
+    globals()[name] = value  # from now on, the attribute is found without this function
+    return value
 
 
 def __dir__() -> list[str]:

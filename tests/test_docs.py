@@ -286,6 +286,26 @@ def test_the_page_of_the_command_line_names_every_command_and_option() -> None:
             assert f"`{option.opts[0]}" in text, f"{name} {option.opts[0]}"
 
 
+def test_the_output_on_the_page_of_the_command_line_is_real(
+    desk: Path, checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoints, desk / "runs/ckpt")
+    cli.run(["protect", "runs/ckpt", "100"])
+    shown = [block.text.splitlines() for block in BLOCKS["docs/cli.md"] if block.language == "text"]
+    assert len(shown) >= 4
+    for first, *lines in shown:
+        capsys.readouterr()
+        cli.run(shlex.split(first.removeprefix("$ aio-ckpt ")))
+        assert [*map(_shape_of_line, capsys.readouterr().out.splitlines())] == [*map(_shape_of_line, lines)], first
+
+
+def _shape_of_line(line: str) -> str:
+    """A line without what differs between two runs: numbers, units, versions and where the root is."""
+    line = re.sub(r"/\S*/(?=runs/)", "", line)
+    line = re.sub(r"\d\S*( ([kMGT]?B|s|min|h|d)\b)?", "#", line)
+    return re.sub(r"[ -]+", " ", line).strip()
+
+
 def test_the_page_of_the_api_names_every_method_and_every_public_name() -> None:
     text = (REPOSITORY / "docs/api.md").read_text()
     methods = [name for name in dir(aio_ckpt.SyncCheckpointEngine) if not name.startswith("_")]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from aio_ckpt.commit.step_numbers import MAX_STEP, check_step_number
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError
-from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.format.names import ABANDONED_DIR, StepNames
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage, names_in, read_small_file, sync_parents
 
 __all__ = [

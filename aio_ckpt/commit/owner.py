@@ -23,7 +23,6 @@ import msgspec
 import psutil
 
 from aio_ckpt.errors import AioCkptError, WriteError
-from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.names import (
     ENGINE_DIRS,
     LOCK_FILE,
@@ -33,6 +32,7 @@ from aio_ckpt.format.names import (
     StepNames,
     protected_name,
 )
+from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
 __all__ = [

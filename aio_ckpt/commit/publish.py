@@ -15,8 +15,8 @@ import anyio
 
 from aio_ckpt.commit.owner import read_owner
 from aio_ckpt.errors import AioCkptError, WriteError
-from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.format.names import OWNER_FILE, TRASH_DIR
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.storage.local import Storage, sync_parents
 
 __all__ = ["publish", "sync_pending"]

@@ -24,8 +24,8 @@ from aio_ckpt.errors import (
     StepOrderError,
     WriteError,
 )
-from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.format.names import PROTECTED_DIR, TRASH_DIR, StepNames, protected_name, protected_step
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
 __all__ = [

@@ -3,11 +3,10 @@
 In: tensor specs, tables and manifests, or bytes that are not trusted. Out: the ``torch.save`` zip of one tensor,
 our root and rank manifests, DCP's ``.metadata``, the names of files and directories; and all of these parsed, which
 runs no code. Imports ``errors``, ``config`` and ``reports`` only.
+Names, constants and the root manifest need neither torch nor numpy.
 """
 
-from aio_ckpt.format.dcp_metadata_read import parse_metadata
-from aio_ckpt.format.manifests import RankManifest, RootManifest
 from aio_ckpt.format.names import StepNames
-from aio_ckpt.format.tensor_zip import parse, render
+from aio_ckpt.format.root_manifest import RootManifest
 
-__all__ = ["RankManifest", "RootManifest", "StepNames", "parse", "parse_metadata", "render"]
+__all__ = ["RootManifest", "StepNames"]

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-import torch
+import msgspec
 
-__all__ = ["BLOCK_BYTES", "MAX_DIMS", "PAGE_BYTES", "RAW_ALIGN_BYTES", "Envelope", "TensorSpec", "align_up"]
+if TYPE_CHECKING:  # manifests are read without torch, see aio_ckpt.cli
+    import torch
+
+__all__ = ["BLOCK_BYTES", "MAX_BYTES", "MAX_DIMS", "PAGE_BYTES", "RAW_ALIGN_BYTES", "Envelope", "Size"]
+__all__ += ["TensorSpec", "align_up"]
 
 BLOCK_BYTES = 1 << 20
 """Raw bytes of an item that one stored CRC32 covers (format)."""
+
+MAX_BYTES = 1 << 62
+"""Largest size or offset taken from disk: two of them still add up inside 64 bits."""
+
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+"""A length or an offset."""
 
 MAX_DIMS = 64
 """Dimensions of a tensor, at most (format)."""

@@ -27,14 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from aio_ckpt.format.constants import MAX_BYTES
 from aio_ckpt.format.pickle_scan import scan
 
-__all__ = ["DTYPES", "MAX_BYTES", "OLDEST_FIELDS", "parse_metadata"]
+__all__ = ["DTYPES", "OLDEST_FIELDS", "parse_metadata"]
 
 _log = logging.getLogger("aio_ckpt")
-
-MAX_BYTES = 1 << 62
-"""Largest size or offset taken from disk: two of them still add up inside 64 bits."""
 
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)

@@ -13,13 +13,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from aio_ckpt.format.constants import MAX_DIMS
-from aio_ckpt.format.dcp_metadata_read import DTYPES, MAX_BYTES
+from aio_ckpt.format.constants import MAX_BYTES, MAX_DIMS, Size
 
 __all__ = [
     "IntArray",
     "Names",
-    "Size",
     "StoredColumns",
     "TensorColumns",
     "TensorEntry",
@@ -32,8 +30,6 @@ __all__ = [
     "stored_columns",
 ]
 
-Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
-"""A length or an offset."""
 Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 """One name or several."""
 _Dims: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMS)]
@@ -222,6 +218,8 @@ def _named(columns: TensorColumns, signature: int) -> str:
 def _signature_fault(
     dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...], dims: int, raw_bytes: int
 ) -> str:
+    from aio_ckpt.format.dcp_metadata_read import DTYPES  # here: the root manifest is read without torch
+
     dtype = DTYPES.get(dtype_name)
     if dtype is None or dtype_name.startswith(_QUANTIZED):
         return f"unknown dtype {dtype_name!r}"

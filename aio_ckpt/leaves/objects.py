@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+# numpy.ma is imported here, because numpy would import it at first use, on a thread. A fork during such an import would
+# keep its locks for ever.
 import numpy as np
+import numpy.ma
 import torch
 
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.format.dcp_metadata_read import DTYPES, MAX_BYTES
+from aio_ckpt.format.constants import MAX_BYTES
+from aio_ckpt.format.dcp_metadata_read import DTYPES
 from aio_ckpt.format.tensor_table import IntArray
 
 __all__ = [

@@ -17,8 +17,8 @@ from isal import isal_zlib
 
 from aio_ckpt.commit.manifests import object_entries, render_rank
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec
-from aio_ckpt.format.dcp_metadata_read import DTYPES, MAX_BYTES
+from aio_ckpt.format.constants import BLOCK_BYTES, MAX_BYTES, PAGE_BYTES, TensorSpec
+from aio_ckpt.format.dcp_metadata_read import DTYPES
 from aio_ckpt.format.manifests import RankManifest, decode_rank
 from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.leaves.objects import ObjectBytes

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aio_ckpt.checkpoint.open import open_checkpoint
+from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.leaves.values import UntrustedObject
 from aio_ckpt.match.open_places import dcp_paths_of
 from aio_ckpt.match.rank_names import skeleton_of, wanted_names
-from aio_ckpt.restore.fetch_values import fetch_values
+from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
 from aio_ckpt.restore.load_plan import LoadPlan, locate
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.restore.progress import NO_METER, Meter
@@ -20,7 +20,7 @@ from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.state.build import build
 from aio_ckpt.state.dcp_paths import unflatten_dcp
 
-__all__ = ["ReadOutcome", "read_state"]
+__all__ = ["ReadOutcome", "read_leaves", "read_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +71,9 @@ async def read_state(
             f"{checkpoint.path}: rank {ctx.rank} of {ctx.world_size} has no {absent[:5]} among the "
             f"{len(checkpoint.ranks)} ranks that saved; leave it out with only=[...]"
         )
-    objects = [name for name in names if name in catalog.objects]
-    tensors = [name for name in names if name in catalog.shards]
-    async with ctx.files(checkpoint.path, past_page_cache=past_page_cache) as files:
-        source = await locate(ctx, files, checkpoint, names)
-        plan = LoadPlan(source=source, skip_untrusted=skip_untrusted)
-        await run_blocking(ctx.executor, plan.add_all, [], tensors, objects, ctx.trusted)
-        requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
-        await meter.begin_reading(requests)
-        fetched = await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)
+    fetched = await read_leaves(
+        ctx, checkpoint, names, skip_untrusted=skip_untrusted, past_page_cache=past_page_cache, meter=meter
+    )
     values = fetched.values | {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
     plain: list[str] = []
     if checkpoint.has_skeleton:
@@ -103,3 +97,28 @@ async def read_state(
         bytes_read=fetched.bytes_read,
         verified=fetched.is_verified(verify=ctx.verify),
     )
+
+
+async def read_leaves(
+    ctx: ReadContext,
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    *,
+    skip_untrusted: bool = False,
+    past_page_cache: bool = False,
+    meter: Meter = NO_METER,
+) -> FetchedValues:
+    """Return the values of stored leaves by name, in new host memory. Tied names share a tensor.
+
+    Raises:
+        CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.load_checkpoint`.
+    """
+    objects = [name for name in names if name in checkpoint.catalog.objects]
+    tensors = [name for name in names if name in checkpoint.catalog.shards]
+    async with ctx.files(checkpoint.path, past_page_cache=past_page_cache) as files:
+        source = await locate(ctx, files, checkpoint, names)
+        plan = LoadPlan(source=source, skip_untrusted=skip_untrusted)
+        await run_blocking(ctx.executor, plan.add_all, [], tensors, objects, ctx.trusted)
+        requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
+        await meter.begin_reading(requests)
+        return await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)

@@ -27,13 +27,12 @@ from multiprocessing.util import Finalize
 from threading import Condition, Lock
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
-# Imported here, because their packages would import the last three at first use, on a thread. A fork during such an
-# import would keep its locks for ever.
+# Imported here, because anyio would import the last three at first use, on a thread. A fork during such an import would
+# keep its locks for ever.
 import anyio
 import anyio._backends._asyncio
 import anyio.abc
 import anyio.to_thread
-import numpy.ma  # noqa: F401
 
 from aio_ckpt.errors import (
     AioCkptError,

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-import numpy as np
-
 from aio_ckpt.format.constants import PAGE_BYTES
 
 __all__ = ["NOT_SUPPORTED", "RWF_DONTCACHE", "PageCache", "Probe", "aligned_span", "probe_read", "probe_write"]
@@ -89,5 +87,7 @@ def probe_refusal(probe: Probe, descriptor: int, rwf_flags: int) -> OSError | No
 
 def aligned_span(view: memoryview, offset: int) -> int:
     """Return the number of first bytes of ``view`` that O_DIRECT takes in one call at ``offset`` of a file."""
+    import numpy as np  # here: files are listed and read without it, see aio_ckpt.cli
+
     address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
     return 0 if (address | offset) % PAGE_BYTES else view.nbytes - view.nbytes % PAGE_BYTES

@@ -5,93 +5,24 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
-import warnings
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from child_python import child_environment
+from command_line import called, document, flip, save_by_dcp, state
 
-from aio_ckpt.checkpoint.catalog import Item
-from aio_ckpt.checkpoint.open import open_checkpoint
+from aio_ckpt.checkpoint import verify
 from aio_ckpt.cli import commands as cli
-from aio_ckpt.cli.console import Screen
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.format.manifests import FORMAT_MAJOR, FORMAT_MINOR
-from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.reports import amount
-from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
 from aio_ckpt.sync import SyncCheckpointEngine
-
-
-def state() -> dict[str, object]:
-    embed = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
-    return {
-        "model": OrderedDict(embed=embed, head=embed, bias=torch.ones(7, dtype=torch.bfloat16)),
-        "lr": 1e-3,
-        "rng": PerRank(torch.zeros(16, dtype=torch.uint8)),
-    }
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("cli") / "root"
-    with SyncCheckpointEngine(root, EngineConfig()) as engine:
-        engine.save(state(), step=10).result()
-        engine.save(state(), step=20).result()
-    return root
-
-
-@pytest.fixture
-def root(saved, tmp_path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "root"))
-
-
-def called(capsys, *arguments: object) -> tuple[int, str, str]:
-    code = cli.run([str(argument) for argument in arguments])
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
-
-
-def document(capsys, *arguments: object) -> tuple[int, dict]:
-    code, out, _ = called(capsys, *arguments, "--json")
-    return code, json.loads(out)
-
-
-def save_by_dcp(values: dict[str, object], path: Path) -> None:
-    with warnings.catch_warnings(action="ignore"):  # of one process being alone
-        dcp.save(values, checkpoint_id=path, no_dist=True)
-
-
-async def stored(checkpoint: Path, name: str) -> Item:
-    """Where the bytes of a tensor are."""
-    executor = Executor("test", 1)
-    try:
-        opened = await open_checkpoint(LocalStorage(executor), checkpoint, executor=executor)
-        item = opened.catalog.shards[name][0]
-    finally:
-        executor.close(5.0)
-    assert isinstance(item, Item)
-    return item
-
-
-async def flip(checkpoint: Path, name: str) -> Item:
-    """Flip one bit in the middle of a tensor."""
-    item = await stored(checkpoint, name)
-    with (checkpoint / item.file).open("r+b") as file:
-        file.seek(item.raw_offset + item.raw_bytes // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 0x10]))
-    return item
-
 
 # -- ls ---------------------------------------------------------------------------------------------
 
@@ -100,8 +31,8 @@ def test_ls_shows_each_step_with_its_bytes_ranks_and_torch(root, capsys):
     code, out, _ = called(capsys, "ls", root)
     lines = out.splitlines()
     assert code == 0
-    assert len(lines) == 3
-    for line, step in zip(lines[1:], (10, 20), strict=True):
+    assert len(lines) == 4
+    for line, step in zip(lines[1:3], (10, 20), strict=True):
         assert line.startswith(f"step_{step:09d}")
         assert torch.__version__ in line
         assert "2.4" in line
@@ -146,16 +77,6 @@ def test_inspect_shows_the_whole_extra(root, capsys):
     assert document(capsys, "inspect", root)[1]["extra"] == extra
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_no_table_folds_or_cuts_anything_at_80_columns(capsys, monkeypatch, is_terminal):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("FORCE_COLOR", "1") if is_terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
-    rows = [("x" * 100, "a b", "10"), ("日本", "c", "9")]
-    Screen(as_json=False).table(("name", "words", "number"), rows, left=2)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:] == ["x" * 100 + "  a b        10", "日本" + " " * 96 + "  c           9"]
-
-
 def test_ls_lists_a_checkpoint_with_a_broken_manifest_and_says_so(root, capsys):
     (root / "step_000000010" / "aio_ckpt.json").write_text("{")
     code, out, _ = called(capsys, "ls", root)
@@ -168,7 +89,7 @@ def test_ls_lists_a_checkpoint_with_a_broken_manifest_and_says_so(root, capsys):
 def test_ls_of_a_checkpoint_says_so_and_where_to_look(root, capsys, options):
     checkpoint = root / "step_000000020"
     code, out, err = called(capsys, "ls", checkpoint, *options)
-    assert (code, out) == (2, "")
+    assert (code, out) == (1, "")
     assert f"{checkpoint} is a checkpoint, no root" in err
     assert f"'aio-ckpt inspect {checkpoint}'" in err
     assert f"'aio-ckpt ls {root}'" in err
@@ -194,12 +115,13 @@ def test_a_path_that_is_no_utf8_is_shown_escaped_and_told_whole(root, capsysbina
 
 def test_an_empty_root_whose_path_is_no_utf8_is_listed(tmp_path, capsysbinary):
     odd = os.fsdecode(os.fsencode(tmp_path / "empty") + b"-\xff")
-    Path(odd).mkdir()
+    (Path(odd) / ".aio_ckpt").mkdir(parents=True)
     assert cli.run(["ls", odd]) == 0
     assert b"no committed checkpoint under" in capsysbinary.readouterr().out
 
 
-def test_ls_of_an_empty_root_is_no_error(tmp_path, capsys):
+def test_ls_of_a_root_without_a_step_is_no_error(tmp_path, capsys):
+    (tmp_path / ".aio_ckpt").mkdir()
     code, out, _ = called(capsys, "ls", tmp_path)
     assert code == 0
     assert out.startswith("no committed checkpoint")
@@ -277,8 +199,8 @@ def test_verify_of_a_good_root_ends_with_0(root, capsys):
 
 
 def test_verify_shows_how_far_it_is(root, capsys):
-    _, out, _ = called(capsys, "verify", root / "step_000000020")
-    assert "verify step_000000020: 2.4" in out
+    _, _, err = called(capsys, "verify", root / "step_000000020")
+    assert re.fullmatch(r"verify: 2.4\d* MB of 2.4\d* MB, \S+ .B/s, 0 s left", err.splitlines()[-1])
 
 
 async def test_verify_names_file_and_tensor_of_a_flipped_bit_and_ends_with_1(root, capsys):
@@ -349,7 +271,6 @@ def test_verify_reads_what_stock_dcp_wrote(tmp_path, capsys):
     [
         ["frobnicate"],
         ["verify"],
-        ["ls", "/nonexistent"],
         ["ls", "--step-dir", "nostep", "."],
         ["verify", ".", "--workers", "0"],
         ["demo", "--steps", "1"],
@@ -363,13 +284,6 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(arguments, capsys):
     assert out == ""
     assert err.startswith("aio-ckpt: ")
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_a_directory_that_holds_no_checkpoint_is_a_wrong_call(command, tmp_path, capsys):
-    code, _, err = called(capsys, command, tmp_path)
-    assert code == 2
-    assert str(tmp_path) in err
 
 
 def test_a_corrupt_checkpoint_is_one_line_and_exit_code_1(root, capsys):
@@ -483,7 +397,7 @@ def test_workers_is_how_many_reads_verify_has_in_flight(root, capsys, monkeypatc
         seen.append(readers)
         return ()
 
-    monkeypatch.setattr(cli, "verify_checkpoint", look)
+    monkeypatch.setattr(verify, "verify_checkpoint", look)
     assert called(capsys, "verify", root, "--workers", "3")[0] == 0
     assert seen == [3, 3]
 

@@ -18,6 +18,7 @@ from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.storage import local
 from aio_ckpt.storage.local import FileStatus, LocalStorage, PageCache, ReadFile
 
 KEEP_ONE = EngineConfig(keep_last=1)
@@ -243,7 +244,7 @@ def called(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object], at: i
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "LocalStorage", make)
+        patch.setattr(local, "LocalStorage", make)
         code = cli.run([str(argument) for argument in arguments])
     disturbed.reached = sum(storage.count for storage in made) >= at  # type: ignore[attr-defined]
     return code

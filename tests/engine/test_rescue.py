@@ -879,7 +879,10 @@ def test_the_words_of_the_command(killed: Killed, root: Path, shm: Path, capsys:
     assert capsys.readouterr().out == f"nothing to rescue for {root}\n"
 
 
-def test_there_is_nothing_to_rescue_before_the_first_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["rescue", str(tmp_path / "none")]) == 0
-    assert capsys.readouterr().out == f"nothing to rescue for {tmp_path / 'none'}\n"
+def test_a_root_that_is_not_there_has_nothing_to_rescue_and_fails_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first start, and if it is mistyped: nothing else would tell that a snapshot is left elsewhere."""
+    assert cli.run(["rescue", str(tmp_path / "none")]) == 1
+    assert f"{tmp_path / 'none'}: no such directory" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()

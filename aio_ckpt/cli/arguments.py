@@ -1,0 +1,112 @@
+"""Arguments and options that several commands have, and their checks. A mistyped path fails by its name."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from aio_ckpt.checks import check_path
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.errors import AioCkptError, ConfigError
+from aio_ckpt.format.names import ENGINE_DIR, StepNames
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
+
+__all__ = ["Directory", "MistypedPathError", "check_root", "example", "json_option", "root_argument", "step_dir_option"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class MistypedPathError(AioCkptError, ValueError):
+    """The path is not what the command needs. Names the path, and what it is."""
+
+
+class Directory(click.Path):
+    """Directory that exists, as an absolute path. The shell completes it."""
+
+    name = "directory"
+
+    def __init__(self, *, must_exist: bool = True) -> None:
+        super().__init__(file_okay=False)
+        self._must_exist = must_exist
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Return the path.
+
+        Raises:
+            MistypedPathError: it is a URL, a file, or does not exist.
+        """
+        del ctx
+        try:
+            path = check_path(param.human_readable_name if param else "path", value)
+        except ConfigError as error:
+            raise MistypedPathError(str(error)) from error
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise MistypedPathError(f"{value}: is a file: give a directory")
+        if self._must_exist:
+            raise MistypedPathError(f"{value}: no such directory{_suggestion(path)}")
+        return path
+
+
+def _suggestion(path: Path) -> str:
+    try:
+        siblings = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, siblings, n=1)
+    return f": did you mean {path.parent / close[0]}?" if close else ""
+
+
+def check_root(path: Path, names: StepNames) -> Path:
+    """Return ``path`` if it is a root: it holds a step, or the directory of an engine. Creates nothing.
+
+    Raises:
+        MistypedPathError: it is a checkpoint, is empty, or holds other things.
+    """
+    entries = os.listdir(path)
+    if ENGINE_DIR in entries or any(names.step(name) is not None for name in entries):
+        return path
+    if METADATA_FILE in entries or ROOT_MANIFEST in entries:
+        raise MistypedPathError(
+            f"{path} is a checkpoint, no root: 'aio-ckpt inspect {path}' shows it, 'aio-ckpt ls {path.parent}' lists it"
+        )
+    what = "holds no step and nothing of an engine" if entries else "is empty"
+    raise MistypedPathError(f"{path} {what}: give the directory that an engine saves into")
+
+
+def root_argument(command: F) -> F:
+    """Add the argument ROOT."""
+    return click.argument("root", type=Directory())(command)
+
+
+def json_option(command: F) -> F:
+    """Add the option ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")(command)
+
+
+def step_dir_option(command: F) -> F:
+    """Add the option ``--step-dir``, which is passed as ``names``."""
+    return click.option(
+        "--step-dir",
+        "names",
+        default=EngineConfig().step_dir,
+        show_default=True,
+        callback=_step_names,
+        metavar="NAME",
+        help="Name of the checkpoints' directories, as in EngineConfig.",
+    )(command)
+
+
+def _step_names(_: click.Context, __: click.Parameter, value: str) -> StepNames:
+    return StepNames(EngineConfig(step_dir=value).step_dir)
+
+
+def example(line: str) -> str:
+    """Return the last line of a help text: an example."""
+    return f"Example: {line}"

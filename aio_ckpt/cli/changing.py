@@ -1,0 +1,196 @@
+"""``protect``, ``unprotect``, ``rm``, ``prune`` and ``rollback``: changes of a root from outside of its trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from aio_ckpt.cli.arguments import check_root, example, json_option, root_argument, step_dir_option
+from aio_ckpt.cli.console import Screen
+from aio_ckpt.cli.listing import best_rule
+from aio_ckpt.cli.texts import plural
+from aio_ckpt.config import KeepBest
+from aio_ckpt.format.names import ABANDONED_DIR, StepNames
+from aio_ckpt.reports import amount
+
+if TYPE_CHECKING:
+    from aio_ckpt.cli.root_changes import PrunePlan
+    from aio_ckpt.runtime.portal import Executor
+    from aio_ckpt.storage.local import Storage
+
+__all__ = ["protect_command", "prune_command", "rm_command", "rollback_command", "unprotect_command"]
+
+_STEP = click.IntRange(0)
+
+
+@click.command("protect", epilog=example("aio-ckpt protect runs/ckpt 100"))
+@root_argument
+@click.argument("step", type=_STEP)
+@step_dir_option
+@json_option
+def protect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -> None:
+    """Never let retention delete STEP under ROOT. Works beside a trainer that saves there."""
+    from aio_ckpt.cli.root_changes import check_committed
+    from aio_ckpt.cli.work import call
+    from aio_ckpt.commit.retention import protect
+
+    check_root(root, names)
+
+    async def work(storage: Storage, _: Executor) -> None:
+        await check_committed(storage, root, names, step)
+        await protect(storage, root, names, step)
+
+    call(work)
+    _tell_protection(step, is_protected=True, as_json=as_json)
+
+
+@click.command("unprotect", epilog=example("aio-ckpt unprotect runs/ckpt 100"))
+@root_argument
+@click.argument("step", type=_STEP)
+@step_dir_option
+@json_option
+def unprotect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -> None:
+    """Let STEP under ROOT expire again."""
+    from aio_ckpt.cli.work import call
+    from aio_ckpt.commit.retention import unprotect
+
+    check_root(root, names)
+    call(lambda storage, _: unprotect(storage, root, step))
+    _tell_protection(step, is_protected=False, as_json=as_json)
+
+
+def _tell_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
+    screen = Screen(as_json=as_json)
+    if as_json:
+        screen.json({"step": step, "is_protected": is_protected})
+    else:
+        screen.line(f"step {step} is {'protected' if is_protected else 'not protected'}")
+
+
+@click.command("rm", epilog=example("aio-ckpt rm runs/ckpt 100 200"))
+@root_argument
+@click.argument("steps", metavar="STEP...", type=_STEP, nargs=-1, required=True)
+@click.option("--allow-newest", is_flag=True, help="Delete the newest step, too.")
+@step_dir_option
+@json_option
+def rm_command(root: Path, steps: tuple[int, ...], names: StepNames, *, allow_newest: bool, as_json: bool) -> None:
+    """Delete each STEP under ROOT, durably. Refuses protected steps, and all if it refuses one.
+
+    No trainer may save there meanwhile: inside of it, call engine.delete(step).
+    """
+    from aio_ckpt.cli.root_changes import as_writer, check_removable, delete_steps
+    from aio_ckpt.cli.work import call
+
+    check_root(root, names)
+
+    async def work(storage: Storage, _: Executor) -> None:
+        await check_removable(storage, root, names, steps, allow_newest=allow_newest)
+        async with as_writer(storage, root, names, instead=f"engine.delete({steps[0]})"):
+            await delete_steps(storage, root, names, set(steps), allow_newest=allow_newest)
+
+    call(work)
+    _tell_deleted(sorted(set(steps)), Screen(as_json=as_json))
+
+
+def _tell_deleted(steps: list[int], screen: Screen) -> None:
+    if screen.as_json:
+        screen.json({"deleted": steps})
+    elif steps:
+        screen.line(f"deleted: {', '.join(map(str, steps))}")
+    else:
+        screen.line("nothing to delete")
+
+
+@click.command("prune", epilog=example("aio-ckpt prune runs/ckpt --keep-last 3 --keep-every 1000"))
+@root_argument
+@click.option("--keep-last", type=click.IntRange(1), required=True, help="Newest steps to keep.")
+@click.option("--keep-every", type=click.IntRange(1), help="Keep the steps that are multiples of this, too.")
+@click.option(
+    "--keep-best",
+    callback=best_rule,
+    metavar="METRIC[:max]",
+    help="Keep the best step, too: the one with the lowest metric, or the highest with :max.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@step_dir_option
+@json_option
+def prune_command(
+    root: Path,
+    keep_last: int,
+    keep_every: int | None,
+    keep_best: KeepBest | None,
+    names: StepNames,
+    *,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Delete the steps under ROOT that the rules do not keep. Shows them and asks first.
+
+    Protected steps stay. Steps that look damaged stay and do not count. No trainer may save there meanwhile: give it
+    EngineConfig(keep_last=...) instead.
+    """
+    from aio_ckpt.cli.root_changes import as_writer, delete_steps, plan_prune
+    from aio_ckpt.cli.work import call
+
+    check_root(root, names)
+    screen = Screen(as_json=as_json)
+
+    async def plan(storage: Storage, executor: Executor) -> PrunePlan:
+        return await plan_prune(
+            storage, executor, root, names, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best
+        )
+
+    wanted = call(plan)
+    if not wanted.expired:
+        _tell_deleted([], screen)
+        return 0
+    steps = [row.step for row in wanted.expired]
+    told = ", ".join(map(str, steps))
+    summary = f"{plural(len(steps), 'checkpoint')}, {amount(wanted.nbytes)}"
+    if not yes:
+        click.echo(f"to be deleted: {told}\n{summary}; {len(wanted.kept)} stay", err=as_json)
+        if not click.confirm("Delete them?", err=as_json):
+            return 1
+
+    async def delete(storage: Storage, executor: Executor) -> list[int]:
+        async with as_writer(storage, root, names, instead="engine.delete(step)"):
+            # Judged anew under the lock: a step may have been protected since. What was not shown is not deleted.
+            still = {row.step for row in (await plan(storage, executor)).expired}
+            chosen = [step for step in steps if step in still]
+            await delete_steps(storage, root, names, chosen, allow_newest=False)
+            return chosen
+
+    _tell_deleted(call(delete), screen)
+    return 0
+
+
+@click.command("rollback", epilog=example("aio-ckpt rollback runs/ckpt 100"))
+@root_argument
+@click.argument("step", type=_STEP)
+@step_dir_option
+@json_option
+def rollback_command(root: Path, step: int, names: StepNames, *, as_json: bool) -> None:
+    """Go back to STEP: set all later steps of ROOT aside, so that a run resumes from it. Deletes nothing.
+
+    No trainer may save there meanwhile: inside of it, call engine.rollback(step).
+    """
+    from aio_ckpt.cli.root_changes import as_writer, check_committed, roll_back
+    from aio_ckpt.cli.work import call
+
+    check_root(root, names)
+
+    async def work(storage: Storage, _: Executor) -> list[int]:
+        await check_committed(storage, root, names, step)
+        async with as_writer(storage, root, names, instead=f"engine.rollback({step})"):
+            return await roll_back(storage, root, names, step)
+
+    abandoned = call(work)
+    screen = Screen(as_json=as_json)
+    if as_json:
+        screen.json({"newest": step, "abandoned": abandoned})
+    elif abandoned:
+        screen.line(f"step {step} is the newest; set aside in {ABANDONED_DIR}: {', '.join(map(str, abandoned))}")
+    else:
+        screen.line(f"step {step} is the newest already")

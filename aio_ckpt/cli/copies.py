@@ -1,0 +1,152 @@
+"""Copy a checkpoint into another root: pending there first, verified, then published by the engine's own commit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from aio_ckpt.checkpoint.verify import Fault, verify_checkpoint
+from aio_ckpt.cli.contents import locate
+from aio_ckpt.cli.root_changes import as_writer
+from aio_ckpt.commit.directory import ASIDE, LOCK, PENDING
+from aio_ckpt.commit.discovery import discover
+from aio_ckpt.commit.owner import pending_path, write_owner
+from aio_ckpt.commit.publish import publish
+from aio_ckpt.errors import AioCkptError, CheckpointExistsError, CorruptCheckpointError, StepOrderError
+from aio_ckpt.format.names import OWNER_FILE, StepNames
+from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
+from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.storage.paths import make_dirs, sync_dir
+
+__all__ = ["Copied", "copied_files", "copy_checkpoint"]
+
+_READERS = 4
+_PART_BYTES = 64 << 20
+"""Bytes that one call of the system copies."""
+
+
+class Copied(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was copied and verified."""
+
+    step: int
+    source: str
+    """Directory that was copied."""
+    path: str
+    """Committed directory in the other root."""
+    nbytes: int
+    """Length of all its files, in bytes."""
+
+
+async def copy_checkpoint(
+    storage: Storage,
+    executor: Executor,
+    source: Path,
+    root: Path,
+    names: StepNames,
+    *,
+    step: int | None,
+    on_progress: Callable[[int, int], None],
+) -> Copied:
+    """Copy the checkpoint at ``source`` (of a root: its newest) into ``root``, durably and as a whole.
+
+    Args:
+        step: its step there; None for the one that manifest or directory tell.
+        on_progress: called with the bytes done so far, and those in all: each is copied, then verified.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointExistsError: ``root`` holds the step.
+        StepOrderError: nothing tells the step, or the manifest tells another one than ``step``.
+        CorruptCheckpointError: the copy does not verify; nothing becomes visible.
+        RootError, WriteError, ReadError: the root is held by a writer, or the system failed.
+    """
+    source = (await locate(storage, source, names))[-1]
+    number = await _step_of(storage, source, names, step)
+    files = await run_blocking(executor, lambda: dict(copied_files(source)))
+    total, done = 2 * sum(files.values()), 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done = min(done + more, total)
+        on_progress(done, total)
+
+    if await storage.exists(root):
+        await _check_free(storage, root, names, number)
+    await run_blocking(executor, make_dirs, root)
+    async with as_writer(storage, root, names, instead="aio-ckpt cp") as here:
+        await _check_free(storage, root, names, number)
+        pending, final = pending_path(root, here, 1), root / names.name(number)
+        await storage.make_dir(pending)
+        try:
+            await write_owner(storage, pending, here)
+            for name in files:
+                await run_blocking(executor, _copy_file, source / name, pending / name, advance)
+            await run_blocking(executor, _sync_dirs, pending)
+            faults = await verify_checkpoint(
+                storage, pending, step=number, executor=executor, readers=_READERS, on_progress=advance
+            )
+            _check_none(faults, source)
+            await publish(storage, pending=pending, final=final, overwrite=False)
+        except BaseException as error:
+            if not (isinstance(error, AioCkptError) and error.in_doubt):
+                with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
+                    await storage.remove_tree(pending)
+            raise
+    on_progress(total, total)
+    return Copied(step=number, source=str(source), path=str(final), nbytes=sum(files.values()))
+
+
+def _check_none(faults: Sequence[Fault], source: Path) -> None:
+    if faults:
+        raise CorruptCheckpointError(
+            f"{source}: the copy does not verify: {faults[0].file}: {faults[0].message}: "
+            f"'aio-ckpt verify {source}' tells whether the source is damaged"
+        )
+
+
+async def _step_of(storage: Storage, source: Path, names: StepNames, step: int | None) -> int:
+    data = await read_small_file(storage, source / ROOT_MANIFEST)
+    told = names.step(source.name) if data is None else decode_root(data, name=ROOT_MANIFEST).step
+    if data is not None and step not in (None, told):
+        raise StepOrderError(f"--step={step}: {source} is step {told} by its manifest, and so is a copy of it")
+    number = told if step is None else step
+    if number is None:
+        raise StepOrderError(f"{source}: nothing tells its step: give --step")
+    return number
+
+
+async def _check_free(storage: Storage, root: Path, names: StepNames, step: int) -> None:
+    for found in await discover(storage, root, names):
+        if found.step == step:
+            raise CheckpointExistsError(f"{found.path}: step {step} is there already: delete it, or copy elsewhere")
+
+
+def copied_files(source: Path) -> Iterator[tuple[str, int]]:
+    """Yield name and length of each regular file below ``source``, but those of saves that are under way there."""
+    for directory, _, files in os.walk(source):
+        for name in sorted(files):
+            path = Path(directory, name)
+            if not (name in (OWNER_FILE, LOCK) or name.startswith(PENDING) or ASIDE in name) and path.is_file():
+                yield str(path.relative_to(source)), path.stat().st_size
+
+
+def _copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> None:
+    """Copy and fsync a file, with its modification time."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as src, target.open("xb") as dst:
+        while part := os.sendfile(dst.fileno(), src.fileno(), None, _PART_BYTES):
+            advance(part)
+        os.fsync(dst.fileno())
+    shutil.copystat(source, target)
+
+
+def _sync_dirs(pending: Path) -> None:
+    for directory, _, _ in os.walk(pending, topdown=False):
+        sync_dir(Path(directory))

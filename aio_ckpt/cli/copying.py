@@ -1,0 +1,56 @@
+"""``cp``: copy a checkpoint into another root."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from aio_ckpt.cli.arguments import Directory, MistypedPathError, check_root, example, json_option, step_dir_option
+from aio_ckpt.cli.console import Screen, printable
+from aio_ckpt.cli.pace import bytes_progress
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.reports import amount
+
+if TYPE_CHECKING:
+    from aio_ckpt.cli.copies import Copied
+    from aio_ckpt.runtime.portal import Executor
+    from aio_ckpt.storage.local import Storage
+
+__all__ = ["cp_command"]
+
+
+@click.command("cp", epilog=example("aio-ckpt cp runs/ckpt/step_000000100 /backup/ckpt"))
+@click.argument("path", type=Directory())
+@click.argument("root", type=Directory(must_exist=False))
+@click.option("--step", type=click.IntRange(0), help="Its step there, if neither manifest nor directory tells it.")
+@step_dir_option
+@json_option
+def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as_json: bool) -> None:
+    """Copy the checkpoint at PATH (of a root: its newest) into another ROOT, and verify the copy.
+
+    It becomes visible as a whole, once every byte is durable and was read back. ROOT is made if its parent exists.
+    """
+    from aio_ckpt.cli.copies import copy_checkpoint
+    from aio_ckpt.cli.work import call
+
+    if not root.exists():
+        if not root.parent.is_dir():
+            raise MistypedPathError(f"{root}: no such directory, and none above it")
+    elif os.listdir(root):
+        check_root(root, names)
+    screen = Screen(as_json=as_json)
+    with bytes_progress(screen, "cp") as on_progress:
+
+        async def work(storage: Storage, executor: Executor) -> Copied:
+            return await copy_checkpoint(storage, executor, path, root, names, step=step, on_progress=on_progress)
+
+        copied = call(work)
+    if as_json:
+        screen.json(copied)
+    else:
+        screen.line(
+            f"step {copied.step}: {amount(copied.nbytes)} copied and verified, {printable(copied.path)}", style="green"
+        )

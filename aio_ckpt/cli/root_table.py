@@ -1,0 +1,291 @@
+"""Contents of a root: its checkpoints, which of them are newest, best, protected and damaged, and what was set aside.
+
+Reads manifests, never data, and needs no torch unless a checkpoint looks damaged.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aio_ckpt.cli.quick_check import check_files, file_lengths
+from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
+from aio_ckpt.commit.retention import best, protected_steps
+from aio_ckpt.config import KeepBest
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, ReadError
+from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, StepNames
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, RootManifest, decode_root, rank_manifest_name
+from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.storage.local import Storage, names_in, read_small_file
+
+__all__ = ["RootRow", "RootTable", "RootUsage", "list_root", "rows_of", "use_of"]
+
+
+class RootRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed checkpoint of a root."""
+
+    step: int
+    """Step in the name of the directory."""
+    path: str
+    """Directory of the checkpoint."""
+    nbytes: int
+    """Length of all its files, in bytes."""
+    world_size: int | None = None
+    """Ranks that wrote it; None for plain DCP."""
+    torch: str | None = None
+    """Version of torch that wrote it; None if the manifest does not hold it."""
+    created_unix: float | None = None
+    """Seconds since 1970; None for plain DCP."""
+    metrics: dict[str, float | None] = {}
+    """What ``save(metrics=)`` was given; None stands for a value that is not finite."""
+    extra: dict[str, Any] = {}
+    """What ``save(extra=)`` was given."""
+    is_newest: bool = False
+    """Whether no step is newer."""
+    best_of: str | None = None
+    """Rule by which it is the best step: ``lowest loss``; None if it is not."""
+    is_protected: bool = False
+    """Whether retention never deletes it."""
+    is_damaged: bool = False
+    """Whether its manifests or the lengths of its files are not as written. Data is not read."""
+    fault: str | None = None
+    """What is damaged, or why its manifests cannot be read; None if nothing is known to be wrong."""
+
+
+class RootTable(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of a root."""
+
+    root: str
+    """Absolute path of the root."""
+    checkpoints: tuple[RootRow, ...]
+    """Committed, ascending by step."""
+    pending: tuple[str, ...]
+    """Directories of saves that are being written, or whose writer died."""
+    abandoned: tuple[str, ...]
+    """Directories that ``rollback`` set aside."""
+    quarantined: tuple[str, ...]
+    """Directories of damaged checkpoints that a load set aside."""
+    nbytes: int
+    """Length of all checkpoints, in bytes."""
+
+
+async def list_root(
+    storage: Storage, executor: Executor, root: Path, names: StepNames, *, rule: KeepBest | None
+) -> RootTable:
+    """List every checkpoint under ``root``, with its faults.
+
+    Args:
+        rule: how the best step is found; None for the lowest value of the first metric that a step has.
+
+    Raises:
+        ReadError: the root cannot be read.
+    """
+    rows = await rows_of(storage, executor, root, names)
+    return RootTable(
+        root=str(root),
+        checkpoints=_marked(rows, rule),
+        pending=await _below(storage, root, PENDING_DIR),
+        abandoned=await _below(storage, root, ABANDONED_DIR),
+        quarantined=await _below(storage, root, CORRUPT_DIR),
+        nbytes=sum(row.nbytes for row in rows),
+    )
+
+
+async def rows_of(storage: Storage, executor: Executor, root: Path, names: StepNames) -> list[RootRow]:
+    """Return a row for each committed checkpoint, and for each that has lost its ``.metadata``, ascending by step."""
+    marked = await protected_steps(storage, root)
+    committed, torn = await discover_all(storage, root, names)
+    found = sorted([*committed, *torn], key=lambda checkpoint: checkpoint.step)
+    rows = [await _row(storage, executor, each, is_protected=each.step in marked) for each in found]
+    return [row for row in rows if row is not None]
+
+
+async def _below(storage: Storage, root: Path, directory: str) -> tuple[str, ...]:
+    """Return the entries of one of the engine's own directories, as paths below the root."""
+    return tuple(f"{directory}/{name}" for name in await names_in(storage, root / directory))
+
+
+async def _row(
+    storage: Storage, executor: Executor, found: CommittedCheckpoint, *, is_protected: bool
+) -> RootRow | None:
+    """Return the row of one checkpoint; None if its writer has deleted it since it was found."""
+    row = None
+    for _ in range(MAX_RETRIES):
+        before = await storage.status(found.path)
+        try:
+            row = await _row_now(storage, executor, found, is_protected=is_protected)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
+            row = None
+        after = await storage.status(found.path)
+        if after is None:
+            return None
+        if before == after or (row is not None and row.fault is None):
+            break  # otherwise its writer replaced it while it was read
+    return row
+
+
+async def _row_now(
+    storage: Storage, executor: Executor, found: CommittedCheckpoint, *, is_protected: bool
+) -> RootRow | None:
+    lengths = await run_blocking(executor, file_lengths, found.path)
+    row = RootRow(step=found.step, path=str(found.path), nbytes=sum(lengths.values()), is_protected=is_protected)
+    root: RootManifest | None = None
+    try:
+        data = await read_small_file(storage, found.path / ROOT_MANIFEST)
+        if data is None:
+            if not await storage.exists(found.path):
+                return None
+            await _check_plain(found.path, lengths)
+            return row
+        root = decode_root(data, name=ROOT_MANIFEST)
+        await run_blocking(executor, check_files, found.path, root, found.step, lengths)
+    except AioCkptError as error:
+        if isinstance(error, CorruptCheckpointError) and await _is_foreign(storage, executor, found.path):
+            return row
+        if isinstance(error, ReadError):
+            raise
+        row = msgspec.structs.replace(row, fault=str(error), is_damaged=isinstance(error, CorruptCheckpointError))
+    if root is None:
+        return row
+    return msgspec.structs.replace(
+        row,
+        metrics=root.metrics,
+        extra=root.extra,
+        world_size=root.world_size,
+        torch=root.written_by.get("torch"),
+        created_unix=root.created_unix,
+    )
+
+
+async def _check_plain(path: Path, lengths: dict[str, int]) -> None:
+    if rank_manifest_name(0) in lengths:
+        raise CorruptCheckpointError(f"{ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
+    if not lengths.get(METADATA_FILE):
+        raise CorruptCheckpointError(f"{METADATA_FILE}: empty")
+
+
+async def _is_foreign(storage: Storage, executor: Executor, path: Path) -> bool:
+    """Return whether stock ``dcp.save`` wrote over a checkpoint of aio_ckpt, so that the manifests do not count."""
+    from aio_ckpt.checkpoint.open import open_checkpoint  # needs torch
+
+    try:
+        return (await open_checkpoint(storage, path, executor=executor)).is_plain_dcp
+    except (AioCkptError, CheckpointNotFoundError):
+        return False
+
+
+# -- marks ------------------------------------------------------------------------------------------
+
+
+def _marked(rows: Sequence[RootRow], rule: KeepBest | None) -> tuple[RootRow, ...]:
+    if rule is None:
+        metric = next((name for row in rows for name in row.metrics), None)
+        rule = None if metric is None else KeepBest(metric=metric)
+    ranked = (
+        []
+        if rule is None
+        else best({row.step: row.metrics.get(rule.metric) for row in rows if row.fault is None}, rule)
+    )
+    newest = max((row.step for row in rows), default=None)
+    words = "" if rule is None else f"{'lowest' if rule.mode == 'min' else 'highest'} {rule.metric}"
+    return tuple(
+        msgspec.structs.replace(row, is_newest=row.step == newest, best_of=words if row.step in ranked else None)
+        for row in rows
+    )
+
+
+# -- disk usage -------------------------------------------------------------------------------------
+
+
+class RootUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a root holds on the disk. All numbers are lengths of files, in bytes."""
+
+    root: str
+    """Absolute path of the root."""
+    checkpoints: int
+    """Committed steps."""
+    protected: int
+    """Those of them that are protected."""
+    pending: int
+    """Saves that are being written, or whose writer died; the next writer clears the dead ones."""
+    abandoned: int
+    """What ``rollback`` set aside. Nothing deletes it."""
+    quarantined: int
+    """Damaged checkpoints that a load set aside. Nothing deletes them."""
+    trash: int
+    """What is being deleted; the next writer deletes the rest."""
+    other: int
+    """Everything else in the root."""
+    nbytes: int
+    """All of these."""
+    free: int
+    """Bytes that the file system has free for this user."""
+
+
+@dataclass(slots=True)
+class _Parts:
+    checkpoints: int = 0
+    protected: int = 0
+    other: int = 0
+
+
+async def use_of(storage: Storage, executor: Executor, root: Path, names: StepNames) -> RootUsage:
+    """Return what ``root`` holds on the disk."""
+    marked = await protected_steps(storage, root)
+    committed, torn = await discover_all(storage, root, names)
+    steps = {found.path.name: found.step for found in (*committed, *torn)}
+
+    def measure() -> RootUsage:
+        parts = _Parts()
+        for entry in os.scandir(root):
+            if entry.name == ENGINE_DIR:
+                continue
+            nbytes = _tree_bytes(entry.path) if entry.is_dir(follow_symlinks=False) else _bytes(entry)
+            if entry.name not in steps:
+                parts.other += nbytes
+                continue
+            parts.checkpoints += nbytes
+            parts.protected += nbytes if steps[entry.name] in marked else 0
+        own = _tree_bytes(root / ENGINE_DIR)
+        below = {name: _tree_bytes(root / name) for name in (PENDING_DIR, ABANDONED_DIR, CORRUPT_DIR, TRASH_DIR)}
+        return RootUsage(
+            root=str(root),
+            checkpoints=parts.checkpoints,
+            protected=parts.protected,
+            pending=below[PENDING_DIR],
+            abandoned=below[ABANDONED_DIR],
+            quarantined=below[CORRUPT_DIR],
+            trash=below[TRASH_DIR],
+            other=parts.other + own - sum(below.values()),
+            nbytes=parts.checkpoints + parts.other + own,
+            free=shutil.disk_usage(root).free,
+        )
+
+    return await run_blocking(executor, measure)
+
+
+def _bytes(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:  # deleted meanwhile
+        return 0
+
+
+def _tree_bytes(path: str | Path) -> int:
+    """Return the length of all files below ``path``. What is deleted meanwhile counts as far as it was seen."""
+    try:
+        with os.scandir(path) as entries:
+            return sum(
+                _tree_bytes(entry.path) if entry.is_dir(follow_symlinks=False) else _bytes(entry) for entry in entries
+            )
+    except (FileNotFoundError, NotADirectoryError):
+        return 0

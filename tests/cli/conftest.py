@@ -1,0 +1,26 @@
+"""What the tests of the command line share: a root with the steps 10 and 20."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import state
+
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.sync import SyncCheckpointEngine
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("cli") / "root"
+    with SyncCheckpointEngine(root, EngineConfig()) as engine:
+        engine.save(state(), step=10).result()
+        engine.save(state(), step=20).result()
+    return root
+
+
+@pytest.fixture
+def root(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "root"))

@@ -1,0 +1,131 @@
+"""``rm``, ``prune`` and ``rollback``: changes under the root's lock, by the routes of the engine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from click.testing import CliRunner
+from command_line import called, document, state
+
+from aio_ckpt.cli import commands as cli
+from aio_ckpt.storage.local import RootLock
+from aio_ckpt.sync import SyncCheckpointEngine
+
+
+@pytest.fixture
+def many(tmp_path):
+    """A root with the steps 1 to 6; the lowest loss is that of step 2, and step 3 is protected."""
+    with SyncCheckpointEngine(tmp_path / "many") as engine:
+        for step in range(1, 7):
+            engine.save({"w": torch.ones(3)}, step=step, metrics={"loss": abs(step - 2)}).result()
+        engine.protect(3)
+    return tmp_path / "many"
+
+
+def steps(capsys, root) -> list[int]:
+    return [row["step"] for row in document(capsys, "ls", root)[1]["checkpoints"]]
+
+
+def test_rm_deletes_steps(many, capsys):
+    assert called(capsys, "rm", many, 1, 2)[:2] == (0, "deleted: 1, 2\n")
+    assert steps(capsys, many) == [3, 4, 5, 6]
+    assert not list((many / ".aio_ckpt/trash").iterdir())
+    assert document(capsys, "rm", many, 4)[1] == {"deleted": [4]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((1, 3), "'aio-ckpt unprotect"), ((1, 6), "--allow-newest"), ((1, 9), "no such committed step")],
+)
+def test_rm_that_refuses_one_step_deletes_none(many, capsys, arguments, words):
+    code, out, err = called(capsys, "rm", many, *arguments)
+    assert (code, out) == (1, "")
+    assert words in err
+    assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
+
+
+def test_rm_of_the_newest_step_is_possible(many, capsys):
+    assert called(capsys, "rm", many, 6, "--allow-newest")[0] == 0
+    assert steps(capsys, many) == [1, 2, 3, 4, 5]
+
+
+def test_prune_keeps_what_the_rules_keep(many, capsys):
+    assert called(capsys, "prune", many, "--keep-last", 1, "--keep-every", 4, "--yes")[:2] == (0, "deleted: 1, 2, 5\n")
+    assert steps(capsys, many) == [3, 4, 6]
+    assert called(capsys, "prune", many, "--keep-last", 9, "--yes")[1] == "nothing to delete\n"
+
+
+@pytest.mark.parametrize(("rule", "kept"), [("loss", [2, 3, 6]), ("loss:max", [3, 6])])
+def test_prune_keeps_the_best_step(many, capsys, rule, kept):
+    assert called(capsys, "prune", many, "--keep-last", 1, "--keep-best", rule, "--yes")[0] == 0
+    assert steps(capsys, many) == kept
+
+
+@pytest.mark.parametrize(
+    ("answer", "left"), [("y\n", [3, 5, 6]), ("n\n", [1, 2, 3, 4, 5, 6]), ("", [1, 2, 3, 4, 5, 6])]
+)
+def test_prune_shows_what_it_deletes_and_asks(many, capsys, answer, left):
+    done = CliRunner().invoke(cli.commands, ["prune", str(many), "--keep-last", "2"], input=answer)
+    assert "to be deleted: 1, 2, 4\n3 checkpoints, " in done.output
+    assert "Delete them?" in done.output
+    assert steps(capsys, many) == left
+
+
+def test_prune_counts_no_damaged_step_and_keeps_it(many, capsys):
+    (many / "step_000000006/aio_ckpt.json").write_text("{")
+    assert called(capsys, "prune", many, "--keep-last", 1, "--yes")[1] == "deleted: 1, 2, 4\n"
+    assert steps(capsys, many) == [3, 5, 6]
+
+
+def test_rollback_sets_later_steps_aside(many, capsys):
+    code, out, _ = called(capsys, "rollback", many, 2)
+    assert code == 0
+    assert out == "step 2 is the newest; set aside in .aio_ckpt/abandoned: 6, 5, 4, 3\n"
+    assert steps(capsys, many) == [1, 2]
+    assert not list((many / ".aio_ckpt/protected").iterdir())
+    assert document(capsys, "rollback", many, 2)[1] == {"newest": 2, "abandoned": []}
+    with SyncCheckpointEngine(many) as engine:
+        engine.save({"w": torch.ones(3)}, step=3).result()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        (("rm", "R", "10"), "engine.delete(10)"),
+        (("prune", "R", "--keep-last", "1", "--yes"), "engine.delete(step)"),
+        (("rollback", "R", "10"), "engine.rollback(10)"),
+    ],
+)
+def test_a_running_trainer_is_named_and_nothing_changes(root, capsys, monkeypatch, arguments, call):
+    words = [str(root) if word == "R" else word for word in arguments]
+    # A lock of another process: that of this process would be refused without a look at the file.
+    reading, writing = os.pipe()
+    trainer = os.fork()
+    if not trainer:
+        lock = RootLock(root / ".aio_ckpt/lock")
+        os.write(writing, b"x")
+        os.read(os.pipe()[0], 1)
+        lock.release()
+        os._exit(0)
+    try:
+        os.read(reading, 1)
+        code, out, err = called(capsys, *words)
+    finally:
+        os.kill(trainer, 9)
+        os.waitpid(trainer, 0)
+        os.close(reading)
+        os.close(writing)
+    assert (code, out) == (1, "")
+    assert f"process {trainer} on {os.uname().nodename}" in err
+    assert f"call {call} in it, or wait until it has ended" in err
+    assert steps(capsys, root) == [10, 20]
+
+
+def test_an_engine_of_this_process_is_a_running_trainer_too(root, capsys):
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(state(), step=30).result()
+        code, _, err = called(capsys, "rm", root, 10)
+    assert code == 1
+    assert "call engine.delete(10)" in err

@@ -1,0 +1,84 @@
+"""``diff``: names, shapes, dtypes and values of two checkpoints."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from command_line import called, document, save_by_dcp
+
+from aio_ckpt.cli.differences import distance
+from aio_ckpt.sync import SyncCheckpointEngine
+
+
+def saved(path, **state):
+    with SyncCheckpointEngine(path) as engine:
+        engine.save(state, step=1).result()
+    return path
+
+
+def test_equal_checkpoints_are_alike(root, capsys):
+    code, out, _ = called(capsys, "diff", root / "step_000000010", root, "--values")
+    assert code == 0
+    assert out.splitlines()[-1] == "5 leaves alike, 0 not (names, shapes, dtypes and values)"
+
+
+def test_diff_names_what_one_lacks_and_what_has_another_shape_or_dtype(tmp_path, capsys):
+    a = saved(tmp_path / "a", w=torch.ones(2, 3), v=torch.ones(2), n=1, only_a=2, same=torch.ones(4))
+    b = saved(tmp_path / "b", w=torch.ones(3, 2), v=torch.ones(2).half(), n=torch.ones(1), same=torch.ones(4), z=1)
+    code, told = document(capsys, "diff", a, b)
+    assert code == 1
+    assert (told["only_in_a"], told["only_in_b"]) == (["only_a"], ["z"])
+    assert {change["name"]: (change["a"], change["b"]) for change in told["kinds"]} == {
+        "w": ("float32 (2, 3)", "float32 (3, 2)"),
+        "v": ("float32 (2)", "float16 (2)"),
+        "n": ("object", "float32 (1)"),
+    }
+    assert (told["values"], told["alike"]) == (None, 1)
+    out = called(capsys, "diff", a, b)[1]
+    assert "only in A: only_a\n" in out
+    assert "only in B: z\n" in out
+    assert "float32 (3, 2)" in out
+
+
+def test_diff_tells_how_far_values_are_apart(tmp_path, capsys):
+    a = saved(tmp_path / "a", w=torch.tensor([1.0, 4.0, 2.0]), same=torch.ones(4), lr=0.1, name="x")
+    b = saved(tmp_path / "b", w=torch.tensor([1.0, 4.5, 1.0]), same=torch.ones(4), lr=0.2, name="x")
+    assert called(capsys, "diff", a, b)[0] == 0
+    code, told = document(capsys, "diff", a, b, "--values")
+    assert code == 1
+    assert told["values"] == [
+        {"name": "w", "differing": 2, "elements": 3, "largest": 1.0, "relative": 0.25},
+        {"name": "lr", "differing": 1, "elements": 1, "largest": None, "relative": None},
+    ]
+    assert told["alike"] == 2
+    assert "2 of 3" in called(capsys, "diff", a, b, "--values")[1]
+
+
+def test_diff_compares_with_what_stock_dcp_wrote(tmp_path, capsys):
+    a = saved(tmp_path / "a", w=torch.ones(3), n=5)
+    save_by_dcp({"w": torch.ones(3), "n": 5}, tmp_path / "b")
+    save_by_dcp({"w": torch.ones(3), "n": 6}, tmp_path / "c")
+    assert document(capsys, "diff", a, tmp_path / "b")[0] == 0
+    told = document(capsys, "diff", tmp_path / "b", tmp_path / "c", "--values")[1]
+    assert [change["name"] for change in told["values"]] == ["n"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "wanted"),
+    [
+        (torch.tensor([1, 2**60 + 1]), torch.tensor([1, 2**60]), (1, 0.0)),
+        (torch.tensor([True, False]), torch.tensor([True, True]), (1, 1.0)),
+        (torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0]), (0, 0.0)),
+        (torch.tensor([math.nan, 1.0]), torch.tensor([0.0, 1.0]), (1, math.inf)),
+        (torch.tensor([math.inf]), torch.tensor([math.inf]), (0, 0.0)),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 4j]), (1, 2.0)),
+        (torch.ones(2).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn), (2, 1.0)),
+        (torch.ones(2, dtype=torch.uint32), torch.zeros(2, dtype=torch.uint32), (2, 1.0)),
+        (torch.ones(0), torch.ones(0), (0, 0.0)),
+        (torch.ones(2, 2, dtype=torch.bfloat16).t(), torch.ones(2, 2, dtype=torch.bfloat16), (0, 0.0)),
+    ],
+)
+def test_the_distance_of_tensors_of_every_kind(a, b, wanted):
+    assert distance(a, b)[:2] == wanted

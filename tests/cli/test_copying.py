@@ -1,0 +1,115 @@
+"""``cp``: a copy in another root is whole, verified and durable, or there is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import called, document, flip, save_by_dcp
+
+import aio_ckpt
+from aio_ckpt.cli import copies
+from aio_ckpt.errors import WriteError
+from aio_ckpt.sync import SyncCheckpointEngine
+
+STEP = "step_000000010"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_cp_makes_the_same_checkpoint_in_a_new_root(root, tmp_path, capsys):
+    (root / STEP / "notes").mkdir()
+    (root / STEP / "notes/config.json").write_text("{}")
+    code, told = document(capsys, "cp", root / STEP, tmp_path / "new")
+    assert (code, told["step"], told["path"]) == (0, 10, str(tmp_path / "new" / STEP))
+    assert contents(tmp_path / "new" / STEP) == contents(root / STEP)
+    assert told["nbytes"] == sum(map(len, contents(root / STEP).values()))
+    assert not list((tmp_path / "new/.aio_ckpt/pending").iterdir())
+    with SyncCheckpointEngine(tmp_path / "new") as engine:
+        assert engine.steps() == [10]
+
+
+def test_cp_of_a_root_takes_its_newest_step(root, tmp_path, capsys):
+    assert called(capsys, "cp", root, tmp_path / "new")[0] == 0
+    assert (tmp_path / "new/step_000000020").is_dir()
+
+
+def test_cp_refuses_a_step_that_is_there(root, tmp_path, capsys):
+    assert called(capsys, "cp", root, tmp_path / "new")[0] == 0
+    before = contents(tmp_path / "new")
+    code, _, err = called(capsys, "cp", root, tmp_path / "new")
+    assert code == 1
+    assert "step 20 is there already" in err
+    assert contents(tmp_path / "new") == before
+
+
+async def test_cp_of_a_damaged_checkpoint_makes_nothing_visible(root, tmp_path, capsys):
+    await flip(root / STEP, "model.embed")
+    code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
+    assert code == 1
+    assert "does not verify" in err
+    assert os.listdir(tmp_path / "new") == [".aio_ckpt"]
+    assert not list((tmp_path / "new/.aio_ckpt/pending").iterdir())
+
+
+def test_cp_that_fails_midway_leaves_no_file(root, tmp_path, capsys, monkeypatch):
+    def full(*_: object) -> None:
+        raise WriteError(28, "No space left on device", str(tmp_path / "new"))
+
+    monkeypatch.setattr(copies, "_sync_dirs", full)
+    code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
+    assert code == 1
+    assert "No space left" in err
+    assert os.listdir(tmp_path / "new") == [".aio_ckpt"]
+    assert not list((tmp_path / "new/.aio_ckpt/pending").iterdir())
+
+
+def test_every_file_and_directory_of_a_copy_is_fsynced_before_it_is_visible(root, tmp_path, capsys, monkeypatch):
+    synced, fsync = list[str](), os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    assert called(capsys, "cp", root / STEP, tmp_path / "new")[0] == 0
+    pending = {path for path in synced if "/pending/" in path}
+    assert {os.path.basename(path) for path in pending} >= {*os.listdir(root / STEP)}
+    assert any(os.path.dirname(path).endswith("/pending") for path in pending)  # the directory itself
+    assert synced.index(max(pending, key=synced.index)) < len(synced) - 1 - synced[::-1].index(str(tmp_path / "new"))
+
+
+def test_cp_of_plain_dcp_needs_a_step_if_its_name_tells_none(tmp_path, capsys):
+    save_by_dcp({"w": torch.ones(3)}, tmp_path / "plain")
+    code, _, err = called(capsys, "cp", tmp_path / "plain", tmp_path / "new")
+    assert code == 1
+    assert "give --step" in err
+    assert not (tmp_path / "new").exists()
+    assert called(capsys, "cp", tmp_path / "plain", tmp_path / "new", "--step", 7)[0] == 0
+    assert aio_ckpt.read(tmp_path / "new/step_000000007")["w"].tolist() == [1, 1, 1]
+
+
+def test_cp_gives_no_checkpoint_another_step(root, tmp_path, capsys):
+    code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new", "--step", 11)
+    assert code == 1
+    assert "is step 10 by its manifest" in err
+    assert not (tmp_path / "new").exists()
+
+
+def test_cp_names_the_trainer_that_holds_the_other_root(root, tmp_path, capsys):
+    with SyncCheckpointEngine(tmp_path / "new") as engine:
+        engine.save({"w": torch.ones(2)}, step=1).result()
+        code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
+    assert code == 1
+    assert "wait until it has ended" in err
+
+
+@pytest.mark.parametrize("name", ["aio_ckpt.pending-x", "aio_ckpt.lock", ".metadata.replaced-x", "writer.json"])
+def test_cp_leaves_what_a_save_under_way_has_there(root, tmp_path, capsys, name):
+    (root / STEP / name).write_text("")
+    assert called(capsys, "cp", root / STEP, tmp_path / "new")[0] == 0
+    assert not (tmp_path / "new" / STEP / name).exists()

@@ -1,0 +1,176 @@
+"""``ls`` and ``du``: what an operator sees of a root, at the cost of its manifests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+from command_line import called, document, save_by_dcp
+
+import aio_ckpt.dcp
+from aio_ckpt.cli.listing import best_rule
+from aio_ckpt.config import EngineConfig, KeepBest
+from aio_ckpt.sync import SyncCheckpointEngine
+
+STEP = "step_000000010"
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A root whose steps 1 to 4 have a metric; 1 is protected."""
+    with SyncCheckpointEngine(tmp_path / "m", EngineConfig(step_dir="step_{step:09d}")) as engine:
+        for step, loss in enumerate((0.9, 0.2, 0.5, float("nan")), start=1):
+            engine.save({"w": torch.ones(3)}, step=step, metrics={"loss": loss}).result()
+        engine.protect(1)
+    return tmp_path / "m"
+
+
+def test_ls_marks_newest_best_and_protected_and_shows_age_and_totals(measured, capsys):
+    out = called(capsys, "ls", measured)[1].splitlines()
+    assert out[0].split() == ["directory", "bytes", "ranks", "age", "marks", "metrics", "written", "torch"]
+    for line, word in zip(out[1:5], ("  protected  ", "  best (lowest loss)  ", "  -  ", "  newest  "), strict=True):
+        assert word in line
+        assert " s  " in line
+    assert out[5].startswith("4 checkpoints, ")
+    assert out[5].endswith(" kB, 1 protected")
+    rows = document(capsys, "ls", measured)[1]["checkpoints"]
+    assert [(row["is_newest"], row["best_of"], row["is_protected"]) for row in rows] == [
+        (False, None, True),
+        (False, "lowest loss", False),
+        (False, None, False),
+        (True, None, False),
+    ]
+
+
+def test_ls_takes_the_rule_of_the_best_step(measured, capsys):
+    found = document(capsys, "ls", measured, "--best", "loss:max")[1]["checkpoints"]
+    assert [row["best_of"] for row in found] == ["highest loss", None, None, None]
+    assert not any(row["best_of"] for row in document(capsys, "ls", measured, "--best", "acc")[1]["checkpoints"])
+
+
+def test_the_rule_of_the_best_step_may_hold_a_colon():
+    assert best_rule(None, None, "val:loss") == KeepBest(metric="val:loss", mode="min")
+    assert best_rule(None, None, "val:loss:max") == KeepBest(metric="val:loss", mode="max")
+
+
+def cut_data(path):
+    os.truncate(path / "__0_0.distcp", 4096)
+
+
+def remove_data(path):
+    (path / "__0_0.distcp").unlink()
+
+
+def flip_manifest(path):
+    data = bytearray((path / "aio_ckpt.0.bin").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "aio_ckpt.0.bin").write_bytes(data)
+
+
+def flip_metadata(path):
+    data = bytearray((path / ".metadata").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / ".metadata").write_bytes(data)
+
+
+def flip_root(path):
+    (path / "aio_ckpt.json").write_text((path / "aio_ckpt.json").read_text().replace("torch", "totch"))
+
+
+def remove_root(path):
+    (path / "aio_ckpt.json").unlink()
+
+
+def remove_metadata(path):
+    (path / ".metadata").unlink()
+
+
+def swap(path):
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("step_000000020"), path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        (cut_data, "__0_0.distcp"),
+        (remove_data, "__0_0.distcp"),
+        (flip_manifest, "aio_ckpt.0.bin"),
+        (flip_metadata, ".metadata"),
+        (flip_root, "aio_ckpt.json"),
+        (remove_root, "aio_ckpt.json"),
+        (remove_metadata, ".metadata"),
+        (swap, "aio_ckpt.json"),
+    ],
+)
+def test_ls_marks_a_damaged_step(root, capsys, damage, file):
+    damage(root / STEP)
+    code, out, _ = called(capsys, "ls", root)
+    assert code == 0
+    assert "damaged" in next(line for line in out.splitlines() if line.startswith(STEP))
+    assert f"step 10: {file}" in out
+    assert "1 damaged" in out
+    rows = document(capsys, "ls", root)[1]["checkpoints"]
+    assert [(row["step"], row["is_damaged"], row["fault"] is None) for row in rows] == [
+        (10, True, False),
+        (20, False, True),
+    ]
+
+
+def test_ls_of_a_newer_format_calls_it_unreadable_and_not_damaged(root, capsys):
+    from aio_ckpt.format.root_manifest import add_checksum
+
+    manifest = root / STEP / "aio_ckpt.json"
+    text = manifest.read_bytes().split(b',\n "blake2b"')[0].replace(b'"format": [\n  1', b'"format": [\n  99')
+    manifest.write_bytes(add_checksum(text + b"\n}\n"))
+    first = document(capsys, "ls", root)[1]["checkpoints"][0]
+    assert "99.0" in first["fault"]
+    assert not first["is_damaged"]
+    assert "unreadable" in called(capsys, "ls", root)[1]
+
+
+def test_a_step_that_stock_dcp_wrote_over_is_not_damaged(root, capsys):
+    shutil.rmtree(root / STEP)
+    save_by_dcp({"w": torch.ones(3)}, root / STEP, aio_ckpt.dcp.Writer(root / STEP))
+    save_by_dcp({"w": torch.ones(4)}, root / STEP)
+    assert document(capsys, "ls", root)[1]["checkpoints"][0]["fault"] is None
+
+
+def test_ls_reads_no_data(root, capsys):
+    size = (root / STEP / "__0_0.distcp").stat().st_size
+    (root / STEP / "__0_0.distcp").write_bytes(bytes(size))  # only verify finds that
+    assert document(capsys, "ls", root)[1]["checkpoints"][0]["fault"] is None
+    assert called(capsys, "verify", root / STEP)[0] == 1
+
+
+@pytest.mark.parametrize("columns", [80, 130])
+def test_ls_of_long_metrics_fits_the_terminal(measured, capsys, monkeypatch, columns):
+    with SyncCheckpointEngine(measured) as engine:
+        metrics = {f"metric/{number}": number / 3 for number in range(6)}
+        engine.save({"w": torch.ones(3)}, step=5, metrics=metrics, extra={"commit": "c" * 60}).result()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    lines = called(capsys, "ls", measured)[1].splitlines()
+    assert max(map(len, lines)) <= columns
+    assert all("step_00000000" in line for line in lines[1:6])
+    assert lines[6].startswith("left out")
+
+
+def test_du_tells_the_parts_of_a_root(root, capsys):
+    (root / ".aio_ckpt/pending/x-1").mkdir(parents=True)
+    (root / ".aio_ckpt/pending/x-1/f").write_bytes(bytes(1000))
+    (root / "notes.txt").write_bytes(bytes(77))
+    called(capsys, "protect", root, 10)
+    found = document(capsys, "du", root)[1]
+    sizes = [sum(file.stat().st_size for file in step.iterdir()) for step in sorted(root.glob("step_*"))]
+    assert found["checkpoints"] == sum(sizes)
+    assert found["protected"] == sizes[0]
+    assert found["pending"] == 1000
+    assert found["nbytes"] == sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    assert found["nbytes"] == found["checkpoints"] + found["pending"] + found["other"]
+    out = called(capsys, "du", root)[1]
+    assert "pending" in out
+    assert "abandoned" not in out
