@@ -481,10 +481,12 @@ def tensors_later(gate: Gate) -> Any:
     """``fetch_values`` behind a gate where it reads tensors; objects are read before the ranks agree."""
     act = restore.fetch_values
 
-    async def fetch_later(ctx: Any, files: Any, checkpoint: Any, plan: LoadPlan, requests: Any) -> FetchedValues:
+    async def fetch_later(
+        ctx: Any, files: Any, checkpoint: Any, plan: LoadPlan, requests: Any, **options: Any
+    ) -> FetchedValues:
         if plan.reads.filled:
             await gate.wait()
-        return await act(ctx, files, checkpoint, plan, requests)
+        return await act(ctx, files, checkpoint, plan, requests, **options)
 
     return fetch_later
 
