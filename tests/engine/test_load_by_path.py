@@ -147,6 +147,7 @@ def test_a_checkpoint_in_the_place_of_a_root_is_told_with_the_root_to_give(tmp_p
 
 
 def test_a_root_that_holds_nothing_or_is_gone_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rot").mkdir()
     with SyncCheckpointEngine(tmp_path / "rot") as engine:
         with pytest.raises(CheckpointNotFoundError, match="the directory is empty: check the path"):
             engine.read()

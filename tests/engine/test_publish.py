@@ -145,7 +145,8 @@ def test_a_root_that_the_engine_makes_is_durable_with_all_its_parents(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    with gated_engine(tmp_path / "runs" / "today" / "ckpt"):
+    with gated_engine(tmp_path / "runs" / "today" / "ckpt") as (engine, _):
+        engine.save(weights(1)).result(TIMEOUT)
         assert {str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "today")} <= set(synced)
 
 
