@@ -155,6 +155,8 @@ class RootSession:
 
     async def _make_root(self) -> None:
         storage, root = self._ctx.storage, self._ctx.root
+        if await storage.exists(root):
+            return
         try:
             await storage.make_dir(root, parents=True)
         except WriteError as error:

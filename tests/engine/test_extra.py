@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch.distributed.checkpoint as dcp
-from builders import listing, save, steps_dir, weights
+from builders import save, steps_dir, weights
 from format_reader import read_checkpoint
 from gated_storage import TIMEOUT, gated_engine
 

@@ -415,7 +415,7 @@ def test_an_expired_step_cannot_be_overwritten_but_a_committed_one_can(root: Pat
         for step in (1, 2):
             engine.save(weights(step), step).result(TIMEOUT)
         storage.wait_for("remove_tree", "trash/step_000000001")
-        with pytest.raises(StepOrderError, match="step=1 .* pending step 2: .*begins anew$"):
+        with pytest.raises(StepOrderError, match=r"step=1 .* pending step 2: .*begins anew$"):
             engine.save(weights(10), 1, overwrite=True)
         engine.save(weights(20), 2, overwrite=True).result(TIMEOUT)
         assert engine.steps() == [2]
