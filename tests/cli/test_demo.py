@@ -44,7 +44,7 @@ class Shown:
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     out, text = tmp_path_factory.mktemp("demo") / "out", io.StringIO()
-    with contextlib.redirect_stdout(text):
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         report = run_demo(DemoSpec(out=out, steps=30, seed=11, size=SMALL), Screen(as_json=False))
     return Shown(report, text.getvalue(), out)
 
