@@ -842,9 +842,9 @@ def test_settings_that_make_no_sense_with_it_are_refused(settings: dict[str, Any
 
 
 def test_a_root_that_nobody_staged_for_is_not_touched(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root.mkdir()
+    (root / ".aio_ckpt").mkdir(parents=True)
     assert called(capsys, root) == (0, {"root": str(root), "rescued": [], "refused": []})
-    assert list(root.iterdir()) == []
+    assert list(root.rglob("*")) == [root / ".aio_ckpt"]
 
 
 def test_steps_of_another_pattern_are_not_committed_without_it(
