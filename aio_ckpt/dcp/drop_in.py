@@ -18,14 +18,14 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
 from aio_ckpt.checks import check_flag, check_kind, shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.reader import Reader
-from aio_ckpt.dcp.runtime import Runtime, SharedRuntime
+from aio_ckpt.dcp.runtime import Face, Runtime, SharedRuntime
 from aio_ckpt.dcp.sources import Sources
 from aio_ckpt.dcp.stager import AsyncStager, stage_whole
 from aio_ckpt.dcp.writer import Writer
@@ -49,19 +49,19 @@ def install(config: EngineConfig | None = None, *, package: bool = False) -> Ins
             too, for callers that make these themselves. A class that is derived from them later derives from stock's.
 
     Returns:
-        The handle, whose ``uninstall()`` restores stock. A second call with equal arguments returns the same handle.
+        The handle, whose ``uninstall()`` restores stock. A second call that asks for nothing else returns the same
+        handle.
 
     Raises:
         ConfigError: an argument has the wrong type; another library has put a class of its own in stock's place; or an
-            installation with other arguments stands.
+            installation stands that has another ``config`` or lacks ``package``.
     """
     check_kind("config", config, EngineConfig)
     check_flag("package", package)
-    config = config or EngineConfig()
     places = dcp_globals(package=package)
     standing = _standing_in(places)
     if standing is not None:
-        if (standing.config, standing.package) == (config, package):
+        if config in (None, standing.config) and package <= standing.package:
             return standing
         raise ConfigError(
             f"aio_ckpt.dcp is installed already, with package={standing.package} and {shown(standing.config)}: call "
@@ -73,12 +73,12 @@ def install(config: EngineConfig | None = None, *, package: bool = False) -> Ins
                 f"{place} is {shown(place.value)}, which is not torch's own and stays: pass "
                 "storage_writer=Writer(path) and storage_reader=Reader(path) to the calls instead"
             )
-    return Installation(config, package, places)
+    return Installation(config or EngineConfig(), package, places)
 
 
 @contextmanager
 def default(config: EngineConfig | None = None, *, package: bool = False) -> Iterator[Installation]:
-    """Do :func:`install` for the block of a ``with``. A block within an equal installation leaves that one standing."""
+    """Do :func:`install` for the block of a ``with``. If :func:`install` returns an older handle, it stays."""
     outer = _standing_in(dcp_globals(package=package))
     handle = install(config, package=package)
     try:
@@ -136,23 +136,24 @@ class Installation:
         ours, make = made[place.role]
         return _StandIn(self, place.value, ours, functools.partial(make, place.value))
 
-    def _writer(self, stock: Callable[..., Any], *args: Any, **given: Any) -> StorageWriter:
-        if _is_url(*args, **given):
-            made: StorageWriter = stock(*args, **given)
-            return made
-        try:
-            return _Writer(functools.partial(stock, *args, **given), *args, config=self.config, **given).share(
-                self._runtime
-            )
-        except (ConfigError, RootError, TypeError) as error:
-            _log.warning("stock's FileSystemWriter saves, without checksums or fsync of directories: %s", error)
-            made = stock(*args, **given)
-            return made
+    def _writer(self, stock: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        make_stock = functools.partial(stock, *args, **given)
+        make = functools.partial(_Writer, make_stock, *args, config=self.config, **given)
+        return self._made(make, make_stock, *args, **given)
 
     def _reader(self, stock: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        make = functools.partial(Reader, *args, config=self.config, **given)
+        return self._made(make, functools.partial(stock, *args, **given), *args, **given)
+
+    def _made(self, make: Callable[[], Face], make_stock: functools.partial[Any], *args: Any, **given: Any) -> Any:
+        """Return ours; stock's if the path is none of the local file system, or ours refuses an argument."""
         if _is_url(*args, **given):
-            return stock(*args, **given)
-        return Reader(*args, config=self.config, **given).share(self._runtime)
+            return make_stock()
+        try:
+            return make().share(self._runtime)
+        except (ConfigError, RootError, TypeError) as error:
+            _log.warning("stock's %s serves this call, without checksums: %s", make_stock.func.__qualname__, error)
+        return make_stock()
 
     def _stager(self, stock: Callable[..., Any], *args: Any, **given: Any) -> staging.AsyncStager:
         return _Stager(functools.partial(stock, *args, **given), self.config).share(self._runtime)
