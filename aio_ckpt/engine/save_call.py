@@ -211,8 +211,8 @@ class SaveFrontend:
                 planned, objects = self._assign(planned, objects, step, number, joint.agreement, deadline)
         with trace.span("lease memory", CALLER):
             image = self._lease(planned, objects, step, deadline)
-        self._tell_waves(image, step)
         try:
+            self._tell_waves(image, step)
             save = in_flight.enter(
                 call,
                 planned,

@@ -412,4 +412,4 @@ def test_a_file_url_is_taken_and_another_url_refused_by_name(root, capsys, comma
     assert "step" in out or "rescue" in out
     code, _, err = called(capsys, command, "s3://bucket/x")
     assert code != 0
-    assert "s3://bucket/x: a URL (s3:), and only local file systems are supported" in err
+    assert "'s3://bucket/x': a URL (s3:), and only local file systems are supported" in err
