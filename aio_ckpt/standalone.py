@@ -18,6 +18,7 @@ from aio_ckpt.engine.load import load_report, read_report, selection
 from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.names import StepNames
+from aio_ckpt.leaves.values import State
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.reports import LoadReport, OnProgress
 from aio_ckpt.restore.load import load_checkpoint
@@ -37,7 +38,7 @@ _Use = Callable[[ReadContext, Meter, CommittedCheckpoint, bool], Awaitable[T]]
 
 def load(
     path: str | os.PathLike[str],
-    state: object,
+    state: State,
     *,
     strict: bool = False,
     allow_missing: bool = False,

@@ -93,7 +93,14 @@ class Milestone(Generic[T]):
         return self._take()
 
     def add_done_callback(self, fn: Callable[[Milestone[T]], object]) -> None:
-        """Call ``fn(self)`` once the outcome is known: in the thread that sets it, or at once if it is known."""
+        """Call ``fn(self)`` once the outcome is known: in the thread that sets it, or at once if it is known.
+
+        The thread that sets it is the engine's own, so ``fn`` must not block: all saves stand still meanwhile. If
+        ``fn`` raises, Python's logger ``concurrent.futures`` logs the error.
+
+        Args:
+            fn: function of one argument, this milestone. What it returns is ignored.
+        """
         self._future.add_done_callback(lambda _: fn(self))
 
     def resolve(self, value: T) -> bool:
@@ -219,11 +226,31 @@ class SaveTicket:
         return self.committed.done()
 
     def result(self, timeout: float | None = None) -> SaveReport | None:
-        """Wait in this thread until the save is committed; None for a skipped one. Raises like Milestone.result."""
+        """Wait in this thread until the save is committed. Returns its report; None for a skipped save.
+
+        Args:
+            timeout: most seconds to wait; None waits without a limit.
+
+        Raises:
+            StallError: the time is over; the save goes on.
+            SaveCancelledError: the save was cancelled.
+            WrongThreadError: the wait would block the engine's own thread for ever. It is not raised once ``done()``.
+            EngineForkedError: the save belongs to another process.
+            Exception: why the save failed: WriteError, StallError, PeerFailedError and others.
+        """
         return self.committed.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait like :meth:`result` and return the failure, or None."""
+        """Wait in this thread until the save is settled. Returns its failure, or None if it was committed or skipped.
+
+        The caller has then observed the failure, so no later ``save()`` or ``close()`` raises it.
+
+        Args:
+            timeout: most seconds to wait; None waits without a limit.
+
+        Raises:
+            StallError, WrongThreadError, EngineForkedError: as :meth:`result`.
+        """
         return self.committed.exception(timeout)
 
     def cancel(self) -> bool:
@@ -234,7 +261,7 @@ class SaveTicket:
         cancel = self._cancel
         return cancel is not None and cancel()
 
-    def fence(self, stream: object = None) -> None:
+    def fence(self, stream: torch.Stream | None = None) -> None:
         """Make ``stream`` (None: the current one) wait for the copies out of guarded tensors.
 
         Raises:

@@ -88,7 +88,7 @@ class Copies:
         copy_all(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr(), self._moves)
 
 
-def _save(engine: CheckpointEngine, state: object) -> SaveReport:
+def _save(engine: CheckpointEngine, state: Mapping[str, object]) -> SaveReport:
     report = engine.save(state).result()
     if report is None:
         raise AssertionError("the save was skipped")

@@ -9,7 +9,7 @@ import functools
 import multiprocessing
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -221,7 +221,7 @@ def _agreeing(rank: int, count: int, store: Any, folder: Path, rounds: int) -> _
     return figures
 
 
-def _save(engine: SyncCheckpointEngine, state: object) -> None:
+def _save(engine: SyncCheckpointEngine, state: Mapping[str, object]) -> None:
     engine.save(state).result(_WAIT_SECS)
 
 

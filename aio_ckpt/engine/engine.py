@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, SupportsFloat, TypeVar
 
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_callback, check_flag, check_kind
@@ -31,6 +31,7 @@ from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.stages import SaveCall
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.names import StepNames
+from aio_ckpt.leaves.values import State
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
@@ -43,6 +44,7 @@ from aio_ckpt.rescue import RootRescue
 from aio_ckpt.runtime.futures import cancellable_result, follow
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_beside
 from aio_ckpt.runtime.priority import lower_priority
+from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
 from aio_ckpt.storage.local import LocalStorage, Storage
 from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
@@ -153,22 +155,24 @@ class BaseEngine:
 
     def save(
         self,
-        state: object,
+        state: State,
         step: int | None = None,
         *,
         overwrite: bool = False,
         deadline_secs: float | None = None,
-        metrics: Mapping[str, object] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         extra: dict[str, Any] | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> SaveTicket:
         """Capture ``state`` now and save it in the background.
 
-        When this returns, the caller may change ``state``. ``await`` the ticket for a durable, visible checkpoint.
-        A state larger than ``budget_bytes`` is captured and written in waves: this returns when the last is captured.
+        When this returns, the caller may change ``state``. ``await`` the ticket, or call its ``result()``, for a
+        durable, visible checkpoint. A state larger than ``budget_bytes`` is captured and written in waves: this returns
+        when the last is captured.
 
         Args:
-            state: nested dicts, lists and tuples of tensors, arrays, plain Python values and Stateful objects.
+            state: a dict or a Stateful object. A dict may hold tensors, arrays, plain Python values, Stateful objects,
+                and dicts, lists and tuples of these.
             step: whole number, numpy's too; must exceed every committed and pending step; default one more than the
                 newest.
             overwrite: replace the committed checkpoint of the same step, in one exchange.
@@ -200,7 +204,7 @@ class BaseEngine:
         )
         return self._frontend.save(state, step, call)
 
-    def prepare(self, state: object, step: int | None = None) -> Milestone[None]:
+    def prepare(self, state: State, step: int | None = None) -> Milestone[None]:
         """Do the slow parts of a first save ahead: take the root's lock, plan, map and register staging memory.
 
         So mistakes show before training begins. A warning names the leaves that only running code can read back.
@@ -222,10 +226,13 @@ class BaseEngine:
         """
         return self._frontend.prepare(state, step)
 
-    def guard(self, guarded: object) -> None:
+    def guard(self, guarded: OptimizerLike) -> None:
         """Let the device compute while the tensors of an optimizer are copied: its ``step()`` waits for the copies.
 
         The guard covers parameters and state on devices. Only ``step()`` may change them.
+
+        Args:
+            guarded: the optimizer. To guard it again does nothing.
 
         Raises:
             ConfigError: ``guarded`` has no ``step()`` or ``param_groups``. So does a step inside a CUDA graph.
@@ -289,6 +296,9 @@ class BaseEngine:
 
         If there are several ranks, every rank calls this, as it calls ``save()``.
 
+        Args:
+            step: step of the checkpoint.
+
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
             BusyError: saves are pending: await their tickets first.
@@ -300,13 +310,20 @@ class BaseEngine:
     def protect(self, step: int) -> None:
         """Never delete ``step``. The protection is durable. Any process may set it, also beside a writer.
 
+        Args:
+            step: step of the checkpoint.
+
         Raises:
             CheckpointNotFoundError: ``step`` is not committed (any more).
         """
         self._root_session.protect(step)
 
     def unprotect(self, step: int) -> None:
-        """Let ``step`` expire again, from the next commit on. Does nothing if the step is not protected."""
+        """Let ``step`` expire again, from the next commit on. Does nothing if the step is not protected.
+
+        Args:
+            step: step of the checkpoint.
+        """
         self._root_session.unprotect(step)
 
     def protected_steps(self) -> list[int]:
@@ -329,6 +346,9 @@ class BaseEngine:
         The process goes on: the training loop polls ``preempted``, saves and ends. A previous handler that is a Python
         function is called too, after the flag is set. The default action of the system, which ends the process, no
         longer happens. The previous handlers are restored when the engine is closed, and in a forked child.
+
+        Args:
+            signals: numbers of the signals, as the module ``signal`` names them.
 
         Raises:
             WrongThreadError: the caller is not the main thread.
@@ -357,7 +377,10 @@ class BaseEngine:
         return AgreedTimer(self._ctx.members, self._portal, secs, name=name, now=time.monotonic)
 
     def terminate(self) -> None:
-        """Cancel pending saves and release all resources. No cancelled save becomes visible."""
+        """Cancel pending saves and release all resources. No cancelled save becomes visible.
+
+        A save that does not end within ``stall_timeout_secs`` is logged and left behind.
+        """
         self._shutdown.abandon(self.config.stall_timeout_secs)
 
     def _wait_ready(self) -> None:
@@ -453,7 +476,10 @@ class CheckpointEngine(BaseEngine):
     """
 
     async def ready(self) -> None:
-        """Wait until ``save()`` would not have to wait for an earlier save."""
+        """Wait until ``save()`` would not have to wait for an earlier save.
+
+        If an earlier save fails meanwhile, this does not raise: the next ``save()`` or ``close()`` does.
+        """
         in_flight = self._frontend.in_flight
         with in_flight.lines("ready").on_loop():
             while (settled := in_flight.settled_before_room) is not None:
@@ -461,7 +487,7 @@ class CheckpointEngine(BaseEngine):
 
     async def load(
         self,
-        state: object,
+        state: State,
         step: int | None = None,
         *,
         path: str | os.PathLike[str] | None = None,
@@ -586,11 +612,24 @@ class CheckpointEngine(BaseEngine):
         return False
 
     async def close(self) -> None:
-        """Finish pending saves, then release all resources. Raises the failure of a save that nobody awaited, once."""
+        """Finish pending saves, then release all resources. A second call does nothing.
+
+        ``async with`` does this at the end of its block, even if the task is cancelled. If the wait is cancelled here,
+        nothing is released: pending saves go on, and a later call, or the interpreter's exit, finishes them.
+
+        Raises:
+            Exception: the failure of a save that nobody awaited, once, after all resources were released. With
+                ``on_failure="log"``, failures are only logged.
+        """
         await self._shutdown.finish()
 
     # For a caller without a loop.
     wait_ready = BaseEngine._wait_ready
+    """:meth:`ready` that blocks."""
     submit_load = BaseEngine._submit_load
+    """:meth:`load` that returns a ``concurrent.futures.Future`` of the report. Give ``strict``, ``allow_missing`` and
+    ``fallback``, and other options as needed."""
     submit_read = BaseEngine._submit_read
+    """:meth:`read` that returns a ``concurrent.futures.Future`` of the state. Give ``only``, which may be None."""
     close_blocking = BaseEngine._close_blocking
+    """:meth:`close` that blocks."""

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from aio_ckpt.errors import ConfigError
 
-__all__ = ["LeafKind", "OwnedShard", "PerRank", "Shard", "StockCopy", "Target", "UntrustedObject"]
+__all__ = ["LeafKind", "OwnedShard", "PerRank", "Shard", "State", "Stateful", "StockCopy", "Target", "UntrustedObject"]
+
+
+class Stateful(Protocol):
+    """Object that tells and takes its state: a module, an optimizer, a scheduler, or one of your own."""
+
+    def state_dict(self) -> Any:
+        """Return what is stored. ``load`` fills the tensors in it in place."""
+
+    def load_state_dict(self, state_dict: Any, /) -> object:
+        """Take what was stored."""
+
+
+State: TypeAlias = Mapping[Any, Any] | Stateful
+"""State of a trainer: a mapping, or one Stateful object. The values of the mapping may be tensors, arrays, Stateful
+objects, plain Python values, and dicts, lists and tuples of these."""
 
 
 class LeafKind(IntEnum):

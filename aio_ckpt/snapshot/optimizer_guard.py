@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,10 +18,22 @@ from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.cuda import is_capturing_graph
 from aio_ckpt.plan.structure import Structure, addresses
 
-__all__ = ["OptimizerGuards"]
+__all__ = ["OptimizerGuards", "OptimizerLike"]
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _SHARDED_TYPES = _PLAIN_TYPES | {DTensor}
+
+
+class OptimizerLike(Protocol):
+    """Optimizer of torch, or another object with ``step()`` and ``param_groups`` like an optimizer's."""
+
+    @property
+    def param_groups(self) -> Any:
+        """List of dicts. ``params`` of each is a list of the parameters that ``step`` changes."""
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        """Method that changes the parameters."""
 
 
 class OptimizerGuards:
