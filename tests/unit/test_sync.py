@@ -17,8 +17,8 @@ WORDS = {
     "": {
         "one root. Usable from any thread and any event loop. ": (
             "one root, for a trainer without asyncio. Usable from any thread. ``load``, ``read``, ``delete``, "
-            "``ready`` and ``close`` block until they have ended. ``save`` returns a ticket, and its ``result()`` blocks. "
-            "Otherwise this is :class:`~aio_ckpt.engine.engine.CheckpointEngine`. "
+            "``ready`` and ``close`` block until they have ended. ``save`` returns a ticket, and its ``result()`` "
+            "blocks. Otherwise this is :class:`~aio_ckpt.engine.engine.CheckpointEngine`. "
         )
     },
     "ready": {"Wait until": "Block until"},
