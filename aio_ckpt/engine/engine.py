@@ -506,7 +506,8 @@ class CheckpointEngine(BaseEngine):
             FormatVersionError: a newer version wrote the checkpoint.
             ReadError: the operating system could not read the checkpoint.
             PeerFailedError, StallError: another rank failed, or gave no heartbeat.
-            Exception: any error of a ``load_state_dict``, with ``target_modified``: all tensors are filled by then.
+            Exception: any error of a ``load_state_dict``. All tensors are filled by then; ``target_modified`` is False
+                if there was nothing to fill.
         """
         given_up: Future[None] = Future()
         options = {

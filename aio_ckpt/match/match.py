@@ -133,6 +133,11 @@ class Match:
     unexpected: tuple[str, ...] = ()
     """Names that the template lacks."""
 
+    @property
+    def writes_tensors(self) -> bool:
+        """Whether the load fills memory of the template before any ``load_state_dict`` is called."""
+        return bool(self.whole or self.tensors or self.shared or self.compounds or self.live)
+
 
 def match_template(
     checkpoint: Checkpoint,
