@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from aio_ckpt.checks import check_callback, check_flag, check_kind, check_path
+from aio_ckpt.checks import check_callback, check_flag, check_kind, check_path, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.load import load_report, read_report, selection
 from aio_ckpt.engine.outcomes import log_load
-from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.errors import ConfigError, CorruptCheckpointError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.reports import LoadReport, OnProgress
@@ -67,6 +67,8 @@ def load(
         CheckpointNotFoundError: ``path`` holds no checkpoint.
         CorruptCheckpointError and others: as :meth:`CheckpointEngine.load`.
     """
+    if isinstance(state, (str, os.PathLike)) and not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"path={shown(path)}: the first argument is the path, the second is the template")
     began = time.perf_counter()
     options = LoadOptions(
         strict=strict, allow_missing=allow_missing, skip_untrusted=skip_untrusted, cast=cast, rename=rename

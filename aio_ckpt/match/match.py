@@ -546,7 +546,8 @@ def _meta_fault(prefix: str, value: Any, there: Mapping[str, Target]) -> list[st
 
 def listed(names: Sequence[str]) -> str:
     """Return the number of names, and the first of them, for a message."""
-    return f"{len(names)} names: {', '.join(map(repr, names[:_SHOWN]))}{_more(names)}"
+    number = "1 name" if len(names) == 1 else f"{len(names)} names"
+    return f"{number}: {', '.join(map(repr, names[:_SHOWN]))}{_more(names)}"
 
 
 def _more(things: Sequence[str]) -> str:

@@ -91,7 +91,7 @@ def prepare_apply(
             is_written = True
         if found.unexpected and rank == 0:  # only rank 0 logs; the report of every rank lists its own
             _log.warning(
-                "%s: the template lacks %s; they were not loaded (strict=True refuses them)",
+                "%s: the template lacks %s; not loaded (strict=True refuses this)",
                 checkpoint.path,
                 listed(found.unexpected),
             )

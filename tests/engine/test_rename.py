@@ -142,7 +142,7 @@ def test_errors_name_both(engine: SyncCheckpointEngine) -> None:
     engine.save({"enc": {"w": torch.ones(2)}, "n": 3}).result(TIMEOUT)
     with pytest.raises(TemplateMismatchError, match=r"'encoder.w' \(stored as 'enc.w'\) has shape"):
         engine.load({"encoder": {"w": torch.zeros(3)}}, rename={"enc": "encoder"})
-    with pytest.raises(MissingNameError, match=r"lacks 1 names: 'encode.w'.*rename= gives it 'enc.w' as 'encoder.w'"):
+    with pytest.raises(MissingNameError, match=r"lacks 1 name: 'encode.w'.*rename= gives it 'enc.w' as 'encoder.w'"):
         engine.load({"encode": {"w": torch.zeros(2)}}, rename={"enc": "encoder"})
     with pytest.raises(MissingNameError, match=r"rename= names 'encoder', and nothing is stored there; aio-ckpt insp"):
         engine.load({"encoder": {"w": torch.zeros(2)}}, rename={"encoder": "e"})
