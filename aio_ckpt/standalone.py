@@ -58,6 +58,7 @@ def load(
         allow_missing: leave template names that the checkpoint lacks as they are.
         skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
         cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
+            Values beyond the range of the template's dtype are not kept; a warning names such tensors.
         rename: names in the template of stored leaves: a mapping from stored names of leaves or branches, or a function
             from the stored name of each leaf. A renamed leaf takes the place of one of that name.
         progress: function that gets a :class:`Progress`, as for :meth:`CheckpointEngine.load`.

@@ -488,6 +488,7 @@ class CheckpointEngine(BaseEngine):
                 False raises at the newest.
             skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
             cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
+                Values beyond the range of the template's dtype are not kept; a warning names such tensors.
             rename: what the template calls a stored leaf: a mapping from stored names of leaves or branches, or a
                 function from the stored name of each leaf. A renamed leaf takes the place of one of that name.
             progress: function that gets a :class:`Progress` of this rank: at each change of the stage, and at most ten

@@ -17,7 +17,7 @@ from aio_ckpt.leaves.compound import settle
 from aio_ckpt.leaves.objects import from_tensor, type_name
 from aio_ckpt.leaves.values import UntrustedObject
 from aio_ckpt.match.compounds import check_targets
-from aio_ckpt.match.match import Match, StatefulTarget, listed
+from aio_ckpt.match.match import Match, StatefulTarget, first_of, listed
 from aio_ckpt.match.open_places import build_at, nested_at, with_int_keys
 from aio_ckpt.match.overlaps import write_shared
 from aio_ckpt.match.rank_names import skeleton_of
@@ -89,6 +89,12 @@ def prepare_apply(
             with _noting_refusal(target, state_dict, checkpoint, is_written=is_written):
                 target.value.load_state_dict(state_dict)
             is_written = True
+        if found.narrowed and rank == 0:
+            _log.warning(
+                "%s: cast=True: %s: values beyond the range of the template's dtype are not kept",
+                checkpoint.path,
+                first_of(found.narrowed),
+            )
         if found.unexpected and rank == 0:  # only rank 0 logs; the report of every rank lists its own
             _log.warning(
                 "%s: the template lacks %s; not loaded (strict=True refuses this)",
