@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from aio_ckpt.checks import check_callback, check_flag, check_kind, check_path
+from aio_ckpt.checks import check_callback, check_flag, check_kind, check_path, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.load import load_report, read_report, selection
 from aio_ckpt.engine.outcomes import log_load
-from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.errors import ConfigError, CorruptCheckpointError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.rename import Rename
@@ -59,6 +59,7 @@ def load(
         allow_missing: leave template names that the checkpoint lacks as they are.
         skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
         cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
+            Values beyond the range of the template's dtype are not kept; a warning names such tensors.
         rename: names in the template of stored leaves: a mapping from stored names of leaves or branches, or a function
             from the stored name of each leaf. A renamed leaf takes the place of one of that name.
         progress: function that gets a :class:`Progress`, as for :meth:`CheckpointEngine.load`.
@@ -68,6 +69,8 @@ def load(
         CheckpointNotFoundError: ``path`` holds no checkpoint.
         CorruptCheckpointError and others: as :meth:`CheckpointEngine.load`.
     """
+    if isinstance(state, (str, os.PathLike)) and not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"path={shown(path)}: the first argument is the path, the second is the template")
     began = time.perf_counter()
     options = LoadOptions(
         strict=strict, allow_missing=allow_missing, skip_untrusted=skip_untrusted, cast=cast, rename=rename

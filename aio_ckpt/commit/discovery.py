@@ -136,6 +136,8 @@ async def checkpoint_at(storage: Storage, path: Path, names: StepNames) -> Commi
         return CommittedCheckpoint(step=-1, path=path, identity=status.identity)
     if await storage.exists(path / ROOT_MANIFEST):
         return CommittedCheckpoint(step=-1, path=path)
+    if not await storage.exists(path):
+        raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: the directory does not exist", str(path))
     below = await discover(storage, path, names)
     remedy = f": it is a root; give one of its steps, such as {below[-1].path}" if below else ""
     raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: there is no .metadata{remedy}", str(path))

@@ -214,7 +214,7 @@ async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.Commi
     chosen = [checkpoint for checkpoint in (*committed, *torn) if step in (None, checkpoint.step)]
     if not chosen:
         missing = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
-        is_older = step is not None and bool(steps) and step < steps[-1]
+        is_older = step is not None and bool(steps) and step < steps[0]
         hint = " (retention, keep_last, deletes older ones: protect(step) keeps one)" if is_older else ""
         if not steps:
             hint = await _why_empty(ctx)

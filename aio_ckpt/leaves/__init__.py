@@ -1,7 +1,7 @@
 """Store what stands in a state: objects, containers of any type, keys, tensors that consist of other tensors. Pure.
 
-In: one value of a state. Out: its bytes or parts, and a note of its type (``objects``, ``harmless``, ``containers``,
-``compound``, ``keys``).
+In: one value of a state. Out: its bytes or parts, and a note of its type (``objects``; ``harmless``, also for random
+Generators, enums and paths; ``containers``, ``compound``, ``keys``).
 
 In: bytes or parts, and a note. Out: the value, made without running code unless its type is trusted. ``values`` are the
 leaves that have a meaning of their own, ``tensor_memory`` tells which tensors share memory. Imports ``format``,

@@ -392,21 +392,56 @@ def find_class(module: object, qualname: object) -> type:
     return found
 
 
-def _encode_enum(value: enum.Enum, _: Recurse) -> Fields:
+def _encode_enum(value: enum.Enum, recurse: Recurse) -> Fields:
     kind = type(value)
-    if kind._member_map_.get(value.name) is not value:  # The value is a sum of flags.
+    names = {"module": kind.__module__, "class": kind.__qualname__}
+    if kind._member_map_.get(value.name) is value:  # The name of a sum of flags may be None.
+        return names | {"name": value.name}
+    if not _combines_plainly(kind):
         raise NotEncodableError(f"a member without a name of {kind.__qualname__}")
-    return {"module": kind.__module__, "class": kind.__qualname__, "name": value.name}
+    return names | {"value": recurse(int(value.value))}
 
 
-def _decode_enum(fields: Fields, _: Recurse) -> enum.Enum:
+def _decode_enum(fields: Fields, recurse: Recurse) -> enum.Enum:
     kind = find_class(fields["module"], fields["class"])
     if not isinstance(kind, enum.EnumMeta) or not issubclass(kind, enum.Enum):
         raise TypeError(f"{kind.__qualname__} is no Enum")
+    if "value" in fields:
+        return _combined(kind, _typed(recurse(fields["value"]), int))
     member = type.__getattribute__(kind, "_member_map_")[_typed(fields["name"], str)]
     if not isinstance(member, enum.Enum):
         raise TypeError("no member of an Enum")
     return member
+
+
+_RUN_BY_SUMS = frozenset(
+    {"_missing_", "_iter_member_", "_iter_member_by_value_", "_iter_member_by_def_", "_numeric_repr_"}
+    | {"__eq__", "__hash__", "__getattr__", "__getattribute__", "__setattr__"}
+)
+"""Methods of a Flag that run when a sum of flags is made."""
+_ITER_MEMBER = tuple(enum.Flag.__dict__[f"_iter_member_by_{order}_"].__func__ for order in ("value", "def"))
+"""Functions of the standard library. ``EnumMeta`` sets one of them in some classes of Flag."""
+
+
+def _combines_plainly(kind: type) -> bool:
+    """Return whether a sum of flags of this class is made by code of the standard library alone."""
+    if type(kind) is not enum.EnumMeta or not issubclass(kind, enum.Flag):
+        return False
+    own = (_namespace(base) for base in kind.__mro__ if base.__module__ not in ("enum", "builtins"))
+    methods = [methods[name] for methods in own for name in _RUN_BY_SUMS & methods.keys()]
+    has_plain_members = _attribute(kind, "_member_type_") in (object, int)
+    return has_plain_members and all(getattr(method, "__func__", None) in _ITER_MEMBER for method in methods)
+
+
+def _combined(kind: Any, value: int) -> enum.Enum:
+    """Return the sum of flags with this value."""
+    if not _combines_plainly(kind):
+        raise TypeError(f"{kind.__qualname__} is no plain Flag")
+    found = kind._value2member_map_.get(value)
+    made = enum.Flag.__dict__["_missing_"].__func__(kind, value) if found is None else found
+    if not isinstance(made, kind):
+        raise TypeError(f"no value of the Flag {kind.__qualname__}")
+    return made  # type: ignore[no-any-return]
 
 
 def is_named_tuple(kind: type) -> bool:

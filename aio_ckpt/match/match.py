@@ -32,6 +32,7 @@ from aio_ckpt.leaves.values import LeafKind, Shard, Target
 from aio_ckpt.match.compounds import CompoundTarget, match_compounds, own_below, stored_compounds
 from aio_ckpt.match.key_match import named_as_stored
 from aio_ckpt.match.live import fillable, layouts_below, tensors_below
+from aio_ckpt.match.narrowing import narrowed
 from aio_ckpt.match.open_places import OpenPlace, names_at
 from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
 from aio_ckpt.match.rank_names import is_empty_container, unexpected_names, wanted_names
@@ -47,6 +48,7 @@ __all__ = [
     "TensorTarget",
     "WholeTarget",
     "at_once",
+    "first_of",
     "listed",
     "match_template",
     "shard_like",
@@ -132,6 +134,13 @@ class Match:
     """Template names that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
     """Names that the template lacks."""
+    narrowed: tuple[str, ...] = ()
+    """Targets of a cast to a dtype of smaller range, as messages name them."""
+
+    @property
+    def writes_tensors(self) -> bool:
+        """Whether the load fills memory of the template before any ``load_state_dict`` is called."""
+        return bool(self.whole or self.tensors or self.shared or self.compounds or self.live)
 
 
 def match_template(
@@ -180,6 +189,11 @@ def match_template(
     if faults:
         raise TemplateMismatchError(f"{checkpoint.path}: {'; '.join(faults[:_SHOWN])}{_more(faults)}")
     found.missing = tuple(missing)
+    if casts:
+        filled = [*found.tensors, *found.shared, *found.live.items()]
+        dtypes = [(name, memory_of(tensor).dtype) for name, tensor in filled]
+        dtypes += [(array.name, array.dtype) for array in found.arrays]
+        found.narrowed = narrowed(dtypes, checkpoint.catalog.shards)
     below = _names_below(found)
     known = below.union(template.names) if below else template.names  # names of a template differ
     if missing or checkpoint.names or len(known) < len(checkpoint.catalog.shards) + len(checkpoint.catalog.objects):
@@ -541,7 +555,13 @@ def _meta_fault(prefix: str, value: Any, there: Mapping[str, Target]) -> list[st
 
 def listed(names: Sequence[str]) -> str:
     """Return the number of names, and the first of them, for a message."""
-    return f"{len(names)} names: {', '.join(map(repr, names[:_SHOWN]))}{_more(names)}"
+    number = "1 name" if len(names) == 1 else f"{len(names)} names"
+    return f"{number}: {first_of([*map(repr, names)])}"
+
+
+def first_of(things: Sequence[str]) -> str:
+    """Return the first of several things, and how many more there are, for a message."""
+    return f"{', '.join(things[:_SHOWN])}{_more(things)}"
 
 
 def _more(things: Sequence[str]) -> str:

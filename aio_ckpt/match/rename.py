@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, MissingNameError
 
-__all__ = ["Rename", "check_rename", "renamed"]
+__all__ = ["Rename", "check_rename", "prefix_remedy", "renamed"]
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 """Maps the stored name of a leaf to its name in the template. A mapping may name branches, too."""
@@ -69,7 +69,44 @@ def _by_branches(checkpoint: Checkpoint, rename: Mapping[str, str], stored: Iter
     names = list(stored)
     for branch in branches:
         if not any(name == branch or not branch or name.startswith(f"{branch}.") for name in names):
-            raise MissingNameError(
-                f"{checkpoint.path}: rename= names {branch!r}, and nothing is stored there; aio-ckpt inspect lists all"
-            )
+            hint, new = "aio-ckpt inspect lists all", rename[branch]
+            if new and any(name == new or name.startswith(f"{new}.") for name in names):
+                hint = (
+                    f"{new!r} is stored, and rename= maps stored names to the template's: give {{{new!r}: {branch!r}}}"
+                )
+            raise MissingNameError(f"{checkpoint.path}: rename= names {branch!r}, and nothing is stored there; {hint}")
     return convert
+
+
+def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, branch: str | None) -> str:
+    """Return how ``rename=`` fits the keys that a module was given to its own; '' if no key differs on both sides.
+
+    A wrapper (``torch.compile``, DDP) puts one prefix before all keys.
+
+    Args:
+        own: keys of the module in the template.
+        given: keys that are stored for it.
+        name: name of the module in the template.
+        branch: stored name of the branch that the module is given; None if it is given leaves of several.
+    """
+    keys = list(own)
+    missing, unexpected = [key for key in keys if key not in given], sorted(set(given).difference(keys))
+    if not missing or not unexpected:
+        return ""
+    rename = "rename= maps stored names to those of the template"
+    if branch is not None and (prefix := _prefix(unexpected, missing)):
+        rename = f"rename={{{branch!r}: {_joined(name, prefix)!r}}} adds the prefix"
+    elif branch is not None and (prefix := _prefix(missing, unexpected)):
+        rename = f"rename={{{_joined(branch, prefix)!r}: {name!r}}} takes the prefix off"
+    return f"the template has {missing[0]!r} where {unexpected[0]!r} is stored: {rename}"
+
+
+def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:
+    """Return what stands before each of ``bare`` in ``wrapped``, without its dot; None if that is not one prefix."""
+    first = min(bare)
+    found = [key.removesuffix(f".{first}") for key in wrapped if key.endswith(f".{first}")]
+    return next((prefix for prefix in found if {f"{prefix}.{key}" for key in bare} == set(wrapped)), None)
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(filter(None, parts))

@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
+from aio_ckpt._torch import has_load_hooks, is_load_of_torch
 from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.leaves.compound import settle
 from aio_ckpt.leaves.objects import from_tensor, type_name
 from aio_ckpt.leaves.values import UntrustedObject
 from aio_ckpt.match.compounds import check_targets
-from aio_ckpt.match.match import Match, StatefulTarget, listed
+from aio_ckpt.match.match import Match, StatefulTarget, first_of, listed
 from aio_ckpt.match.open_places import build_at, nested_at, with_int_keys
 from aio_ckpt.match.overlaps import write_shared
 from aio_ckpt.match.rank_names import skeleton_of
+from aio_ckpt.match.rename import prefix_remedy
 from aio_ckpt.restore.fetch_values import FetchedValues, by_stored_name
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.runtime.error_notes import mark_modified
@@ -59,7 +61,7 @@ def prepare_apply(
     known = by_stored_name(checkpoint, values | refused)
     leaves |= build_at(checkpoint, found.open, known, rank=rank, trusted=trusted)
     skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.has_skeleton else None
-    state_dicts: list[tuple[StatefulTarget, object]] = []
+    state_dicts: list[tuple[StatefulTarget, Any]] = []
     for target in found.stateful:
         prefix, value, names, branch = target
         if not fetched.untrusted.keys().isdisjoint(names):  # untrusted leaves keep the template's values
@@ -82,12 +84,20 @@ def prepare_apply(
             _write_rest(found, shared)
             if leaves:
                 put_back(state, leaves, rank=rank, names=found.names, empty=found.empty)
-            for target, state_dict in state_dicts:
-                with _noting_refusal(target, checkpoint):
-                    target.value.load_state_dict(state_dict)
+        is_written = bool(leaves) or found.writes_tensors
+        for target, state_dict in state_dicts:
+            with _noting_refusal(target, state_dict, checkpoint, is_written=is_written):
+                target.value.load_state_dict(state_dict)
+            is_written = True
+        if found.narrowed and rank == 0:
+            _log.warning(
+                "%s: cast=True: %s: values beyond the range of the template's dtype are not kept",
+                checkpoint.path,
+                first_of(found.narrowed),
+            )
         if found.unexpected and rank == 0:  # only rank 0 logs; the report of every rank lists its own
             _log.warning(
-                "%s: the template lacks %s; they were not loaded (strict=True refuses them)",
+                "%s: the template lacks %s; not loaded (strict=True refuses this)",
                 checkpoint.path,
                 listed(found.unexpected),
             )
@@ -127,17 +137,56 @@ def _with_versions(state_dict: Any, value: object) -> Any:
 
 
 @contextmanager
-def _noting_refusal(target: StatefulTarget, checkpoint: Checkpoint) -> Iterator[None]:
-    """Add a note to an error of ``load_state_dict``: which value refused which checkpoint."""
+def _noting_refusal(
+    target: StatefulTarget, state_dict: Any, checkpoint: Checkpoint, *, is_written: bool
+) -> Iterator[None]:
+    """Note on an error of ``load_state_dict`` which value refused which checkpoint, and whether the template changed.
+
+    ``is_written``: whether this load has written to the template before.
+    """
     try:
         yield
     except Exception as error:
         which = f"{checkpoint.path}" if checkpoint.is_plain_dcp else f"step {checkpoint.step} at {checkpoint.path}"
+        if is_written:
+            change = "the target was modified: tensors or values were filled before"
+        elif _may_have_begun(target.value, state_dict):
+            change = "the target may be modified: load_state_dict() may have taken a part before it raised"
+        else:
+            change = ""
+        if change:
+            mark_modified(error)
+        remedy = _rename_remedy(target, state_dict, checkpoint)
         error.add_note(
             f"aio_ckpt: load_state_dict() of {target.name or 'the template'!r}, a {type_name(target.value)}, refused "
-            f"what {which} holds for it; the target was modified: tensors of other names were filled before"
+            f"what {which} holds for it; {change or 'nothing was modified'}{remedy}"
         )
         raise
+
+
+def _may_have_begun(value: Any, state_dict: Any) -> bool:
+    """Return whether a ``load_state_dict`` that raised may have changed ``value``.
+
+    A module of torch copies what agrees in name and shape and then raises for the rest. An optimizer of torch
+    compares its groups first. Of other code, nothing is known.
+    """
+    if isinstance(value, torch.optim.Optimizer):
+        return not is_load_of_torch(value)
+    if not isinstance(value, torch.nn.Module) or not is_load_of_torch(value):
+        return True
+    own: Mapping[str, Any] = value.state_dict()
+    agree = (
+        getattr(own[key], "shape", None) == getattr(state_dict[key], "shape", None) for key in own if key in state_dict
+    )
+    return any(agree) or any(map(has_load_hooks, value.modules()))
+
+
+def _rename_remedy(target: StatefulTarget, state_dict: Any, checkpoint: Checkpoint) -> str:
+    """Return the rest of a note: how ``rename=`` fits the names of a module; '' if the names agree or cannot be fit."""
+    if not isinstance(target.value, torch.nn.Module) or not isinstance(state_dict, Mapping):
+        return ""
+    remedy = prefix_remedy(target.value.state_dict(), state_dict, name=target.name, branch=target.branch)
+    return f"; {remedy}" if remedy else ""
 
 
 @contextmanager

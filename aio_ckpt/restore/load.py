@@ -59,8 +59,8 @@ class LoadOutcome:
     identity: str
     """Identity of the save that was read. A checkpoint that replaces it has another identity."""
     apply: Callable[[], None]
-    """Writes what the reads did not fill, and calls every ``load_state_dict``. It blocks and is called once. Its errors
-    have ``target_modified``."""
+    """Writes what the reads did not fill, and calls every ``load_state_dict``. It blocks and is called once.
+    If it has written something, its errors have ``target_modified``."""
 
 
 async def load_checkpoint(

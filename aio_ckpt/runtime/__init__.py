@@ -1,8 +1,8 @@
 """The event loop's thread, the pool of I/O threads, and waits on their work.
 
 In: callables and coroutines, from any thread. Out: futures that one loop thread and a pool of threads complete; also
-deadlines, lines about waits, exit hooks, signal flags, thread priorities and recorded spans. No other package starts a
-thread or a loop.
+deadlines, lines about waits, exit hooks, thread priorities, recorded spans, and the flags of preemption signals
+(``signals``; Ctrl-C ends a waiting save in ``engine.in_flight``). No other package starts a thread or a loop.
 Imports ``errors``, ``config`` and ``reports`` only.
 """
 

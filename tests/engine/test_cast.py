@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,21 @@ def test_a_module_of_another_dtype_gets_the_converted_values(engine: SyncCheckpo
     half = nn.Linear(4, 3).bfloat16()
     engine.load({"model": half}, cast=True)
     assert torch.equal(half.weight, model.weight.bfloat16())
+
+
+def test_one_warning_names_the_tensors_whose_values_may_not_fit(
+    engine: SyncCheckpointEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    tied = torch.zeros(4, dtype=torch.float16)
+    saved = {"u": torch.tensor([255], dtype=torch.uint8), "s": np.float64(1e300), "n": np.array([2**40])}
+    engine.save(saved | {"ok": torch.ones(1), "tied": torch.ones(2), "net": nn.Linear(1, 1)}).result(TIMEOUT)
+    narrow = {"u": torch.zeros(1, dtype=torch.int8), "s": np.float32(0), "n": np.zeros(1, np.int32)}
+    template = narrow | {"ok": torch.ones(1).bfloat16(), "tied": tied[:1].expand(2), "net": nn.Linear(1, 1).half()}
+    with caplog.at_level(logging.WARNING, "aio_ckpt"):
+        engine.load(template, cast=True)
+        (line,) = caplog.messages
+    assert template["u"].item() == -1
+    for told in ("'u' (uint8 -> int8)", "'n' (int64 -> int32)", "'tied' (float32 -> float16)", "and 1 more: values"):
+        assert told in line
+    assert "'ok'" not in line
+    assert line.endswith("values beyond the range of the template's dtype are not kept")

@@ -136,7 +136,7 @@ def test_a_key_that_reads_as_a_marked_name_gets_no_value_of_another(root: Path) 
     with SyncCheckpointEngine(root) as engine:
         engine.save({"d": {0: torch.ones(1), "0": torch.ones(1)}, "e": {0: torch.ones(1)}}).result(TIMEOUT)
         for template in ({"d": {"0~2": torch.zeros(1)}}, {"e": {0: torch.zeros(1), "0": torch.zeros(1)}}):
-            with pytest.raises(MissingNameError, match=r"lacks 1 names: '[de]\.0~2';"):
+            with pytest.raises(MissingNameError, match=r"lacks 1 name: '[de]\.0~2';"):
                 engine.load(template)
         keys = {"e": {"0": torch.zeros(1)}, "d": {0: torch.zeros(1)}}  # equal as text to one that was saved
         engine.load(keys)

@@ -235,13 +235,52 @@ def test_no_load_state_dict_is_called_where_a_block_is_damaged_and_the_error_say
     assert set(template.held["a"].unique().tolist()) <= {0.0, 1.0}
 
 
-def test_what_a_load_state_dict_raises_says_that_tensors_changed(engine: SyncCheckpointEngine) -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_a_load_state_dict_raises_says_whether_tensors_changed(engine: SyncCheckpointEngine, steps: int) -> None:
     model, optimizer = trained(1)
     engine.save({"optimizer": optimizer}).result(SECS)
     fewer = torch.optim.AdamW(model[0].parameters())
+    for _ in range(steps):
+        fewer.step()  # moments that the load fills in place
     with pytest.raises(ValueError, match="parameter group") as caught:
         engine.load({"optimizer": fewer})
-    assert caught.value.target_modified  # type: ignore[attr-defined]
+    assert getattr(caught.value, "target_modified", False) == bool(steps)
+
+
+class Refusing(Box):
+    """Stateful that takes a part and raises."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held["n"] = state["n"]
+        raise ValueError("refused")
+
+
+@pytest.mark.parametrize(("saved", "template", "changed"), [
+    ({"a": nn.Linear(2, 2)}, {"a": nn.Linear(3, 3)}, None),
+    ({"a": nn.Linear(2, 2)}, {"a": nn.Sequential(nn.Linear(2, 2))}, None),
+    ({"a": nn.Linear(2, 2)}, {"a": nn.Linear(2, 3)}, None),
+    ({"a": nn.Linear(2, 2)}, {"a": nn.Linear(3, 2)}, "was modified"),  # the bias fits
+    ({"a": nn.Linear(2, 2)}, {"a": nn.Linear(3, 2).double()}, "may be modified"),  # torch converts the bias
+    ({"a": Box(n=1)}, {"a": Refusing(n=0)}, "may be modified"),
+    ({"a": Box(n=1), "b": nn.Linear(2, 2)}, {"a": Box(n=0), "b": nn.Linear(3, 3)}, "was modified"),
+    ({"n": 1, "b": nn.Linear(2, 2)}, {"n": 0, "b": nn.Linear(3, 3)}, "was modified"),
+])  # fmt: skip
+def test_a_refused_load_says_that_the_target_changed_only_if_it_may_have(
+    engine: SyncCheckpointEngine, saved: dict[str, Any], template: dict[str, Any], changed: str | None
+) -> None:
+    def tensors() -> list[torch.Tensor]:
+        modules = (value for value in template.values() if isinstance(value, nn.Module))
+        return [tensor.detach().clone() for value in modules for tensor in value.state_dict().values()]
+
+    before = tensors()
+    engine.save(saved).result(SECS)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        engine.load(template)
+    (note,) = [note for note in caught.value.__notes__ if note.startswith("aio_ckpt")]
+    assert f"the target {changed}" in note if changed else "nothing was modified" in note
+    assert getattr(caught.value, "target_modified", False) == (changed is not None)
+    if changed is None:
+        assert all(map(torch.equal, before, tensors()))
 
 
 def test_a_state_dict_that_is_no_mapping_is_loaded(engine: SyncCheckpointEngine) -> None:

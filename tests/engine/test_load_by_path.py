@@ -88,9 +88,19 @@ def test_a_root_in_the_place_of_a_checkpoint_is_told_with_the_step_to_give(tmp_p
         save(engine, 1)
     with pytest.raises(CheckpointNotFoundError, match=r"it is a root; give .*step_000000001"):
         load(tmp_path / "root", weights(0))
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint: there is no \.metadata"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint: the directory does not exist"):
         load(tmp_path / "nowhere", weights(0))
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint: there is no \.metadata"):
+        load(tmp_path, weights(0))
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_exchanged_arguments_are_told_apart(elsewhere: Path) -> None:
+    for path in (elsewhere, str(elsewhere)):
+        with pytest.raises(
+            ConfigError, match=r"path=\{'w'.*: the first argument is the path, the second is the template"
+        ):
+            aio_ckpt.load(weights(0), path)  # type: ignore[arg-type]
 
 
 def test_damage_of_a_directory_is_an_error_and_sets_nothing_aside(elsewhere: Path, load: Load) -> None:

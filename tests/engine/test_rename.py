@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +81,41 @@ def test_a_prefix_of_a_wrapper_is_taken_off_the_names_of_a_module(engine: SyncCh
     assert same(other, model)
 
 
+def in_wrapper(kind: str, model: nn.Module) -> nn.Module:
+    """The model under the names that ``torch.compile`` or DDP give it."""
+    return torch.compile(model, backend="eager") if kind == "_orig_mod" else nn.Sequential(OrderedDict(module=model))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", ["_orig_mod", "module"])
+@pytest.mark.parametrize("stored_as", ["model", ""])
+def test_the_remedy_of_a_refused_prefix_loads(engine: SyncCheckpointEngine, kind: str, stored_as: str) -> None:
+    def state_of(module: nn.Module) -> Any:
+        return {stored_as: module} if stored_as else module
+
+    for wrap_saved in (True, False):
+        model, other = model_of(1), model_of(2)
+        saved, template = (in_wrapper(kind, model), other) if wrap_saved else (model, in_wrapper(kind, other))
+        engine.save(state_of(saved)).result(TIMEOUT)
+        with pytest.raises(RuntimeError, match=r"Missing key") as caught:
+            engine.load(state_of(template))
+        (note,) = [note for note in caught.value.__notes__ if "rename=" in note]
+        assert f"'{kind}.0." in note
+        found = re.search(r"rename=(\{.*?\})", note)
+        assert found is not None
+        engine.load(state_of(template), rename=ast.literal_eval(found[1]), strict=True)
+        assert same(other, model)
+
+
+def test_a_refused_module_whose_names_differ_otherwise_is_told_of_rename(engine: SyncCheckpointEngine) -> None:
+    engine.save({"m": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})}).result(TIMEOUT)
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        engine.load({"m": nn.ModuleDict({"a": nn.Linear(2, 2), "c": nn.Linear(2, 2)})})
+    assert "'c.weight' where 'b.bias' is stored: rename= maps stored names" in caught.value.__notes__[-1]
+    with pytest.raises(RuntimeError, match="Unexpected key") as caught:
+        engine.load({"m": nn.ModuleDict({"a": nn.Linear(2, 2)})})
+    assert "rename" not in caught.value.__notes__[-1]
+
+
 def test_a_checkpoint_of_stock_is_renamed(tmp_path: Path) -> None:
     model, other = model_of(1), model_of(2)
     with warnings.catch_warnings():
@@ -104,9 +142,12 @@ def test_errors_name_both(engine: SyncCheckpointEngine) -> None:
     engine.save({"enc": {"w": torch.ones(2)}, "n": 3}).result(TIMEOUT)
     with pytest.raises(TemplateMismatchError, match=r"'encoder.w' \(stored as 'enc.w'\) has shape"):
         engine.load({"encoder": {"w": torch.zeros(3)}}, rename={"enc": "encoder"})
-    with pytest.raises(MissingNameError, match=r"lacks 1 names: 'encode.w'.*rename= gives it 'enc.w' as 'encoder.w'"):
+    with pytest.raises(MissingNameError, match=r"lacks 1 name: 'encode.w'.*rename= gives it 'enc.w' as 'encoder.w'"):
         engine.load({"encode": {"w": torch.zeros(2)}}, rename={"enc": "encoder"})
-    with pytest.raises(MissingNameError, match=r"rename= names 'encoder', and nothing is stored there"):
+    with pytest.raises(MissingNameError, match=r"rename= names 'encoder', and nothing is stored there; aio-ckpt insp"):
+        engine.load({"encoder": {"w": torch.zeros(2)}}, rename={"encoder": "e"})
+    swapped = r"names 'encoder', and nothing is stored there; 'enc' is stored, and .* give \{'enc': 'encoder'\}"
+    with pytest.raises(MissingNameError, match=swapped):
         engine.load({"encoder": {"w": torch.zeros(2)}}, rename={"encoder": "enc"})
     assert engine.load({"n": 0}, rename={"enc": "encoder"}).unexpected == ("enc.w",)
 

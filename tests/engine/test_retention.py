@@ -239,6 +239,17 @@ def test_what_cannot_be_deleted_fails_no_save_is_told_and_tried_again(
     assert engine.undeleted_steps == {}
 
 
+def test_a_load_of_a_step_that_is_gone_names_retention_only_if_it_may_have_expired(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=2)) as engine:
+        save(engine, 10, 20, 30)
+    with SyncCheckpointEngine(root) as engine:
+        with pytest.raises(CheckpointNotFoundError, match=r"committed steps: \[20, 30\] \(retention, keep_last"):
+            engine.load(weights(0), step=10)
+        for step in (25, 32):
+            with pytest.raises(CheckpointNotFoundError, match=r"committed steps: \[20, 30\]$"):
+                engine.load(weights(0), step=step)
+
+
 @pytest.mark.parametrize("where", ["sync_dir", "remove_tree"])
 def test_a_deletion_that_stops_midway_leaves_trash_that_is_never_listed(root: Path, where: str) -> None:
     with gated_engine(root, keep_last=1) as (engine, storage):

@@ -126,6 +126,30 @@ class Unnamed(enum.Flag):
     B = 2
 
 
+class Bits(enum.IntFlag):
+    HIGH = 4
+    LOW = 1
+
+
+class Guarded(enum.Flag):
+    A = 1
+    B = 2
+
+    @classmethod
+    def _missing_(cls, value):
+        return super()._missing_(value)
+
+
+class Equal(enum.Flag):
+    A = 1
+    B = 2
+
+    def __eq__(self, other):
+        return self is other
+
+    __hash__ = enum.Flag.__hash__
+
+
 UNSAFE = [
     Custom(),
     [1, (Custom(),)],
@@ -136,7 +160,8 @@ UNSAFE = [
     np.str_("a\x00"),
     {"k": Ordered()},
     collections.defaultdict(Point),
-    Unnamed.A | Unnamed.B,
+    Guarded.A | Guarded.B,
+    Equal.A | Equal.B,
 ]
 
 
@@ -229,6 +254,10 @@ HARMLESS = [
     Outer.Inner.ONE,
     LeafKind.ARRAY,
     Unnamed.A,
+    Unnamed.A | Unnamed.B,
+    Unnamed(0),
+    Bits.HIGH | Bits.LOW,
+    Bits(8) | Bits.LOW,
     np.dtype("f4"),
     np.dtype([("a", ">i2"), ("b", "U3")]),
     np.float32,
@@ -274,6 +303,19 @@ def test_other_generators_go_on_where_they_were():
     assert np.array_equal(a.standard_normal(9), old.standard_normal(9))
     assert [b.gauss(0, 1) for _ in range(3)] == [own.gauss(0, 1) for _ in range(3)]
     assert torch.equal(torch.rand(3, generator=c), torch.rand(3, generator=ours))
+
+
+def test_a_sum_of_flags_is_the_one_of_its_class_and_made_where_it_is_new(monkeypatch):
+    value = Unnamed.A | Unnamed.B
+    assert through_bytes(value) is value
+    data = encode_object("leaf", value)
+
+    class Fresh(enum.Flag):
+        A = 1
+        B = 2
+
+    monkeypatch.setattr(sys.modules[__name__], "Unnamed", Fresh)
+    assert decode_object(data, name="leaf", trusted=False) is Fresh.A | Fresh.B
 
 
 def test_an_enum_is_read_only_where_its_class_was_imported_already(monkeypatch):
@@ -363,6 +405,9 @@ HOSTILE = [
     tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "LeafKind"}, name="mro"),
     tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "PerRank"}, name="value"),
     tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "LeafKind"}, name=[]),
+    tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "LeafKind"}, value=1),
+    *(tagged("Enum", module=__name__, **{"class": "Unnamed"}, value=value) for value in (4, "1", 1.0, True, [])),
+    *(tagged("Enum", module=__name__, **{"class": name}, value=3) for name in ("Guarded", "Equal")),
     tagged("int", hex=5),
     tagged("numpy.dtype", dtype="|O" * 3),
     tagged("ndarray", dtype=[("a", "|O")], shape=(1,), data=torch.zeros(8, dtype=torch.uint8)),
