@@ -1,14 +1,14 @@
 """The command line, ``aio-ckpt`` and ``python -m aio_ckpt``. In: arguments. Out: lines on the console, an exit code.
 
-``commands`` is the group, with errors and exit codes. A module whose name ends in -ing defines the options of a few
-commands and prints; the modules beside it do their work:
+``commands`` is the group, with errors and exit codes. ``arguments`` and ``console`` are what commands share. A module
+whose name ends in -ing defines the options of a few commands and prints; ``work`` holds what they do:
 
-- ``listing``: ls, du (``root_table``, ``quick_check``)
-- ``inspecting``: inspect (``contents``)
+- ``listing``: ls, du
+- ``inspecting``: inspect
 - ``verifying``: verify
-- ``comparing``: diff (``differences``)
-- ``changing``: protect, unprotect, rm, prune, rollback (``root_changes``)
-- ``copying``: cp (``copies``)
+- ``comparing``: diff
+- ``changing``: protect, unprotect, rm, prune, rollback
+- ``copying``: cp
 - ``rescuing``: rescue, recover
 - ``demonstrating``: demo
 

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from aio_ckpt.cli.arguments import check_root, example, json_option, root_argument, step_dir_option
-from aio_ckpt.cli.console import Screen
+from aio_ckpt.cli.console import Screen, plural
 from aio_ckpt.cli.listing import best_rule
-from aio_ckpt.cli.texts import plural
 from aio_ckpt.config import KeepBest
 from aio_ckpt.format.names import ABANDONED_DIR, StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.root_changes import PrunePlan
+    from aio_ckpt.cli.work.root_changes import PrunePlan
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
@@ -32,8 +31,8 @@ _STEP = click.IntRange(0)
 @json_option
 def protect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -> None:
     """Never let retention delete STEP under ROOT. Works beside a trainer that saves there."""
-    from aio_ckpt.cli.root_changes import check_committed
     from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.work.root_changes import check_committed
     from aio_ckpt.commit.retention import protect
 
     check_root(root, names)
@@ -80,8 +79,8 @@ def rm_command(root: Path, steps: tuple[int, ...], names: StepNames, *, allow_ne
 
     No trainer may save there meanwhile: inside of it, call engine.delete(step).
     """
-    from aio_ckpt.cli.root_changes import as_writer, check_removable, delete_steps
     from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.work.root_changes import as_writer, check_removable, delete_steps
 
     check_root(root, names)
 
@@ -131,8 +130,8 @@ def prune_command(
     Protected steps stay. Steps that look damaged stay and do not count. No trainer may save there meanwhile: give it
     EngineConfig(keep_last=...) instead.
     """
-    from aio_ckpt.cli.root_changes import as_writer, delete_steps, plan_prune
     from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.work.root_changes import as_writer, delete_steps, plan_prune
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
@@ -176,8 +175,8 @@ def rollback_command(root: Path, step: int, names: StepNames, *, as_json: bool) 
 
     No trainer may save there meanwhile: inside of it, call engine.rollback(step).
     """
-    from aio_ckpt.cli.root_changes import as_writer, check_committed, roll_back
     from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.work.root_changes import as_writer, check_committed, roll_back
 
     check_root(root, names)
 

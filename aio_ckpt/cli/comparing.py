@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from aio_ckpt.cli.arguments import Directory, example, json_option, step_dir_option
-from aio_ckpt.cli.console import Screen, printable
-from aio_ckpt.cli.pace import bytes_progress
-from aio_ckpt.cli.texts import plural
+from aio_ckpt.cli.console import Screen, bytes_progress, plural, printable
 from aio_ckpt.format.names import StepNames
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.differences import Comparison
+    from aio_ckpt.cli.work.differences import Comparison
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
@@ -33,8 +31,8 @@ def diff_command(a: Path, b: Path, names: StepNames, *, values: bool, as_json: b
 
     Objects are compared by their stored bytes.
     """
-    from aio_ckpt.cli.differences import compare
     from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.work.differences import compare
 
     screen = Screen(as_json=as_json)
 

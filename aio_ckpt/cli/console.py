@@ -1,4 +1,4 @@
-"""Output of the commands: coloured lines, tables and a bar on a terminal, plain lines otherwise."""
+"""Output of the commands: coloured lines, tables and a bar on a terminal, plain lines otherwise; texts of values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,32 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
+
+from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Advance", "Cells", "Screen", "printable"]
+__all__ = [
+    "Advance",
+    "Cells",
+    "Screen",
+    "age_text",
+    "bytes_progress",
+    "duration_text",
+    "extra_text",
+    "metrics_text",
+    "pace_words",
+    "percent_text",
+    "plural",
+    "printable",
+    "time_text",
+]
 
 Advance: TypeAlias = Callable[[int, str], None]
 """``advance(done, words)``: shows the total amount done so far, and a text."""
@@ -23,6 +41,9 @@ Cells: TypeAlias = tuple[str, ...]
 _PLAIN_LINES = 10
 """Most lines that a plain progress prints."""
 _BAR_CHARS = 20
+_PARTS = 1000
+"""Steps of a bar that shows bytes."""
+_AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 _GAP = "  "
 """Space between two columns. No cell has two spaces in a row, so that a script can split lines there."""
 _CODES = {"bold": "1", "bold red": "1;31", "green": "32"}
@@ -162,6 +183,85 @@ def _cells(text: str) -> int:
     return cell_len(text)
 
 
+@contextmanager
+def bytes_progress(screen: Screen, label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress. The yielded function takes the bytes done so far, and those in all."""
+    with screen.progress(label, _PARTS) as advance:
+        begin = time.monotonic()
+
+        def on_progress(done: int, total: int) -> None:
+            words = pace_words(done, total, time.monotonic() - begin)
+            advance(_PARTS * done // total if total else _PARTS, words)
+
+        yield on_progress
+
+
+def pace_words(done: int, total: int, secs: float) -> str:
+    """Return how much of how much, how fast, and how long it will still take: ``1 GB of 3 GB, 1 GB/s, 2 s left``."""
+    rate = done / secs if secs > 0 else 0.0
+    said = f"{amount(done)} of {amount(total)}, {amount(rate)}/s"
+    return f"{said}, {duration_text((total - done) / rate)} left" if rate else said
+
+
+# -- texts of values --------------------------------------------------------------------------------
+
+
 def printable(text: str) -> str:
     """Return ``text`` with control characters escaped: names come from files of others and could steer a terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+
+
+def duration_text(secs: float) -> str:
+    """Return a duration as ``3 s``, ``2:05 min`` or ``1:02 h``."""
+    whole = max(round(secs), 0)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
+def age_text(secs: float) -> str:
+    """Return a duration in its largest whole unit, with two at most digits up to days: ``3 h``."""
+    secs = max(secs, 0.0)
+    unit, length = next(((unit, length) for unit, length in _AGES if secs >= 2 * length), _AGES[-1])
+    return f"{secs // length:.0f} {unit}"
+
+
+def time_text(unix: float | None) -> str:
+    """Return a time in seconds since 1970 as local date and time; - for None."""
+    if unix is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(unix).astimezone().isoformat(" ", "seconds")
+    except (OverflowError, ValueError, OSError):  # a number that no clock ever showed
+        return "?"
+
+
+def metrics_text(metrics: Mapping[str, float | None]) -> str:
+    """Return what ``save(metrics=)`` was given as ``loss=0.25 acc=0.9``; - if it was given nothing."""
+    values = ((name, "not finite" if value is None else f"{value:.6g}") for name, value in metrics.items())
+    return printable(" ".join(f"{name}={value}" for name, value in values)) or "-"
+
+
+def extra_text(extra: Mapping[str, Any]) -> str:
+    """Return what ``save(extra=)`` was given as ``loss=1.23 epoch=4``; - if it was given nothing."""
+    return printable(" ".join(f"{name}={_extra_value(value)}" for name, value in extra.items())) or "-"
+
+
+def _extra_value(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def percent_text(part: int, whole: int) -> str:
+    """Return ``part`` of ``whole`` in per cent."""
+    return f"{100 * part / whole:.0f}%" if whole else "-"
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 leaf``, ``2 checkpoints``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun[:-1] + 'ves' if noun.endswith('f') else noun + 's'}"

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from aio_ckpt.cli.arguments import Directory, MistypedPathError, check_root, example, json_option, step_dir_option
-from aio_ckpt.cli.console import Screen, printable
-from aio_ckpt.cli.pace import bytes_progress
+from aio_ckpt.cli.console import Screen, bytes_progress, printable
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.copies import Copied
+    from aio_ckpt.cli.work.copies import Copied
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
@@ -33,8 +32,8 @@ def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as
 
     It becomes visible as a whole, once every byte is durable and was read back. ROOT is made if its parent exists.
     """
-    from aio_ckpt.cli.copies import copy_checkpoint
     from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.work.copies import copy_checkpoint
 
     if not root.exists():
         if not root.parent.is_dir():

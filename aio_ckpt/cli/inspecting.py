@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aio_ckpt.cli.arguments import Directory, example, json_option, step_dir_option
-from aio_ckpt.cli.console import Cells, Screen, printable
-from aio_ckpt.cli.texts import extra_text, metrics_text, plural, time_text
+from aio_ckpt.cli.console import Cells, Screen, extra_text, metrics_text, plural, printable, time_text
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.contents import Branch, Contents, LeafRow
+    from aio_ckpt.cli.work.contents import Branch, Contents, LeafRow
 
 __all__ = ["inspect_command"]
 
@@ -46,8 +45,8 @@ def inspect_command(
     as_json: bool,
 ) -> None:
     """Show what the checkpoint at PATH holds (of a root: its newest one). Reads no tensor."""
-    from aio_ckpt.cli.contents import branches_of, describe_newest, selected
     from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.work.contents import branches_of, describe_newest, selected
 
     if depth is not None and sort in ("dtype", "shards"):
         raise click.UsageError(f"--sort {sort} with --depth: a branch has no {sort}; sort by name or bytes")

@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aio_ckpt.cli.arguments import check_root, example, json_option, root_argument, step_dir_option
-from aio_ckpt.cli.console import Cells, Screen, printable
-from aio_ckpt.cli.texts import age_text, extra_text, metrics_text, percent_text, plural, time_text
+from aio_ckpt.cli.console import (
+    Cells,
+    Screen,
+    age_text,
+    extra_text,
+    metrics_text,
+    percent_text,
+    plural,
+    printable,
+    time_text,
+)
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR, StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.root_table import RootRow, RootTable
+    from aio_ckpt.cli.work.root_table import RootRow, RootTable
 
 __all__ = ["best_rule", "du_command", "ls_command"]
 
@@ -57,8 +66,8 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
 
     Damage is what manifests and lengths of files tell; verify reads every byte.
     """
-    from aio_ckpt.cli.root_table import list_root
     from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.work.root_table import list_root
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
@@ -143,8 +152,8 @@ def _totals(found: RootTable) -> str:
 @json_option
 def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:
     """Show what ROOT holds on the disk: checkpoints, pending saves, what was set aside, and what is free."""
-    from aio_ckpt.cli.root_table import use_of
     from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.work.root_table import use_of
 
     check_root(root, names)
     screen = Screen(as_json=as_json)

@@ -11,8 +11,7 @@ import click
 import msgspec
 
 from aio_ckpt.cli.arguments import Directory, example, json_option, step_dir_option
-from aio_ckpt.cli.console import Screen, printable
-from aio_ckpt.cli.pace import bytes_progress
+from aio_ckpt.cli.console import Screen, bytes_progress, printable
 from aio_ckpt.config import MAX_WORKERS
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.names import StepNames
@@ -49,8 +48,8 @@ class _Verified(msgspec.Struct, frozen=True, kw_only=True):
 @json_option
 def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool) -> int:
     """Read every byte of the checkpoint at PATH, or of all under the root PATH; exit code 1 if any is not right."""
-    from aio_ckpt.cli.contents import locate
     from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.work.contents import locate
 
     screen = Screen(as_json=as_json)
     found = call(lambda storage, _: locate(storage, path, names))
@@ -123,7 +122,7 @@ def _verify(
 
 
 def _bytes_now(checkpoint: Path) -> int:
-    from aio_ckpt.cli.quick_check import file_lengths
+    from aio_ckpt.cli.work.quick_check import file_lengths
 
     try:
         return sum(file_lengths(checkpoint).values())

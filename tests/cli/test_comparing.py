@@ -8,7 +8,7 @@ import pytest
 import torch
 from command_line import called, document, save_by_dcp
 
-from aio_ckpt.cli.differences import distance
+from aio_ckpt.cli.work.differences import distance
 from aio_ckpt.sync import SyncCheckpointEngine
 
 

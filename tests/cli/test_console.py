@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from command_line import called
 
-from aio_ckpt.cli.console import Screen
-from aio_ckpt.cli.pace import bytes_progress, duration_text, pace_words
-from aio_ckpt.cli.texts import age_text, plural
+from aio_ckpt.cli.console import Screen, age_text, bytes_progress, duration_text, pace_words, plural
 
 ROWS = [("x" * 100, "a b", "10"), ("日本", "c", "9")]
 TITLES = ("name", "words", "number")

@@ -12,7 +12,7 @@ import torch
 
 from aio_ckpt.checkpoint.catalog import StoredObject
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
-from aio_ckpt.cli.contents import LeafRow, leaves_of, locate
+from aio_ckpt.cli.work.contents import LeafRow, leaves_of, locate
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.restore.options import ReadContext

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from aio_ckpt.cli.quick_check import check_files, file_lengths
+from aio_ckpt.cli.work.quick_check import check_files, file_lengths
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
 from aio_ckpt.commit.retention import best, protected_steps
 from aio_ckpt.config import KeepBest

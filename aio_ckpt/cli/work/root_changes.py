@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from aio_ckpt.cli.root_table import RootRow, rows_of
+from aio_ckpt.cli.work.root_table import RootRow, rows_of
 from aio_ckpt.commit.discovery import CommittedCheckpoint, abandon_after, discover
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.retention import Policy, Retention, expired, protected_steps, unprotect_after

@@ -12,8 +12,8 @@ import anyio
 import msgspec
 
 from aio_ckpt.checkpoint.verify import Fault, verify_checkpoint
-from aio_ckpt.cli.contents import locate
-from aio_ckpt.cli.root_changes import as_writer
+from aio_ckpt.cli.work.contents import locate
+from aio_ckpt.cli.work.root_changes import as_writer
 from aio_ckpt.commit.directory import ASIDE, LOCK, PENDING
 from aio_ckpt.commit.discovery import discover
 from aio_ckpt.commit.owner import pending_path, write_owner
