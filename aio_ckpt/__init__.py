@@ -47,7 +47,7 @@ from aio_ckpt.reports import EngineStats, LoadReport, Progress, ReadReport, Save
 if TYPE_CHECKING:
     from aio_ckpt import progress
     from aio_ckpt.engine.engine import CheckpointEngine
-    from aio_ckpt.engine.every import Every
+    from aio_ckpt.every import Every
     from aio_ckpt.leaves.values import PerRank, Shard, UntrustedObject
     from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator
     from aio_ckpt.standalone import load, read
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "CheckpointEngine": "aio_ckpt.engine.engine",
-    "Every": "aio_ckpt.engine.every",
+    "Every": "aio_ckpt.every",
     "PerRank": "aio_ckpt.leaves.values",
     "SaveTicket": "aio_ckpt.ticket",
     "Shard": "aio_ckpt.leaves.values",

@@ -1,8 +1,16 @@
 """The checkpoint engine: every call of a user, from its first check to its report.
 
 In: calls of ``save``, ``load`` and ``close``. Out: tickets and reports. Each save and each load runs here through the
-packages below; the engine alone knows their order. ``in_flight`` holds the saves, their waits, and their end by Ctrl-C;
-``load`` shows the stages of a load. Imports all packages below; never a face.
+packages below; the engine alone knows their order. ``engine`` wires it together:
+
+- a save: ``save_call`` on the caller's thread, ``pipeline`` on the loop, ``stages``: the values between them
+- all saves: ``in_flight``: the pending ones, their waits, and their end by Ctrl-C; ``known_steps``: the default step;
+  ``root``: lock, retention, protection
+- a load: ``load`` shows its stages; ``fallback``: which checkpoint verifies; ``group_load``: the same on all ranks
+- both: ``context``: what all calls share; ``outcomes``: what is logged, explained and counted
+- the end: ``shutdown``
+
+Imports all packages below; never a face.
 """
 
 from aio_ckpt.engine.engine import CheckpointEngine

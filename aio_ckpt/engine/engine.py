@@ -35,9 +35,8 @@ from aio_ckpt.leaves.values import State
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
-from aio_ckpt.ranks.agreed_timer import AgreedTimer
+from aio_ckpt.ranks.agreed_poll import AgreedPreemption, AgreedTimer
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import RootRescue

@@ -1,4 +1,4 @@
-"""The saves in flight of one engine: room, step numbers, start, settlement, and failures that nobody awaited.
+"""The saves in flight of one engine: room, start, settlement, and failures that nobody awaited.
 
 :meth:`InFlight.start` runs the capture on the caller's thread and submits the pipeline to the loop.
 """
@@ -8,28 +8,27 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit import step_numbers
-from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.outcomes import call_back, log_commit, log_failure, named
 from aio_ckpt.engine.pipeline import SavePipeline, keep_trace
-from aio_ckpt.engine.stages import CALL_STAGE, CapturedSave, PendingSave, SaveCall, SaveTimer
+from aio_ckpt.engine.stages import CapturedSave, PendingSave, SaveCall, SaveTimer
 from aio_ckpt.errors import (
     BusyError,
     EngineClosedError,
     PeerFailedError,
     SaveCancelledError,
     StallError,
-    StepOrderError,
 )
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.planner import Plan, PlannedSave
+from aio_ckpt.ranks.group_call import CALL_STAGE
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.deadline import Deadline
@@ -43,108 +42,10 @@ from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
 from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["MAX_CALLS", "InFlight", "KnownSteps", "note_failure", "raise_failure"]
+__all__ = ["MAX_CALLS", "InFlight", "note_failure", "raise_failure"]
 
 MAX_CALLS = sys.maxsize
 """Larger than the number of any call."""
-
-
-class KnownSteps:
-    """Committed steps as this rank knows them, and the default step of ``save()``.
-
-    Invariant: the default step is computed only from information that every rank has at that call. If there are several
-    ranks, that is the newest step when all met, loaded or rolled back, and the steps of all later calls that were not
-    skipped. Failed calls count, because another rank may not know of the failure yet. If there is one rank, only
-    committed and pending steps count, so the step of a failed save is free again.
-    """
-
-    def __init__(self, quarantine: Quarantine, *, counts_calls: bool) -> None:
-        """``counts_calls``: whether there are several ranks."""
-        self._quarantine = quarantine
-        self._counts_calls = counts_calls
-        self._lock = Lock()
-        self._last_call: tuple[int, int] | None = None
-        """Number and step of the last call that was not skipped."""
-        self._highest: int | None = None
-        """Highest step of the calls since a rollback that were not skipped."""
-        self._newest: int | None = None
-        self._newest_since_read: int | None = None
-        self._are_read = False
-        self._quarantine_additions = 0
-
-    # -- committed ------------------------------------------------------------------------------------
-
-    @property
-    def are_known(self) -> bool:
-        """Whether the committed steps were read from the disk, and no load found one damaged since."""
-        return self._are_read and self._quarantine_additions == self._quarantine.additions
-
-    def forget(self) -> None:
-        """Note that the steps on the disk are about to change: the next save reads them anew."""
-        self._are_read = False
-
-    def learn(self, read_steps: Callable[[], Iterable[int]]) -> None:
-        """Take over the newest step on the disk, or one that is committed while the disk is read."""
-        try:
-            with self._lock:
-                self._newest_since_read = None
-                self._are_read = True
-                self._quarantine_additions = self._quarantine.additions
-            found = max(read_steps(), default=None)
-        except BaseException:
-            self._are_read = False
-            raise
-        with self._lock:
-            self._newest = _later(self._newest_since_read, found)
-
-    def settle(self, step: int, *, is_committed: bool) -> None:
-        """Note that the save of ``step`` has ended."""
-        with self._lock:
-            if is_committed:
-                self._newest = _later(self._newest, step)
-                self._newest_since_read = _later(self._newest_since_read, step)
-            else:
-                self._are_read = False  # a stalled commit may have become visible: read again
-
-    # -- the next one ---------------------------------------------------------------------------------
-
-    def newest(self, pending: Iterable[int]) -> int | None:
-        """Return the newest step that is committed, or in ``pending``."""
-        return _later(self._newest, max(pending, default=None))
-
-    def claim(self, number: int, step: object, pending: Iterable[int], *, agreed: int | None) -> int:
-        """Take and return the step of call ``number``: ``step``, or the next one if ``step`` is no valid step.
-
-        Every call that is not skipped claims its step, even if this rank refuses the call. ``agreed`` is the newest
-        step that all ranks know.
-        """
-        with self._lock:
-            if self._last_call is not None and self._last_call[0] == number:
-                return self._last_call[1]
-            try:
-                step = step_numbers.check_step_number(step)
-            except StepOrderError:
-                newest = _later(agreed, self._highest) if self._counts_calls else self.newest(pending)
-                step = step_numbers.check_step(None, newest=newest, committed=(), pending=(), overwrite=False)
-            self._last_call, self._highest = (number, step), _later(self._highest, step)
-            return step
-
-    def change(self, newest: int | None) -> None:
-        """Note that the committed steps were changed for all ranks, and end with ``newest`` now."""
-        with self._lock:
-            self._are_read = False
-            self._highest = self._newest = newest
-
-    def check(self, step: int, pending: Iterable[int], *, overwrite: bool, read: Callable[[], Collection[int]]) -> int:
-        """Check a step that the caller gave, and return it. Steps up to the newest are looked up on the disk.
-
-        Raises:
-            StepOrderError: see :func:`aio_ckpt.commit.step_numbers.check_step`.
-        """
-        pending = list(pending)
-        newest = self.newest(pending)
-        committed = read() if newest is not None and step <= newest else ()
-        return step_numbers.check_step(step, newest=newest, committed=committed, pending=pending, overwrite=overwrite)
 
 
 class InFlight:
@@ -556,7 +457,3 @@ def failed(error: BaseException) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
-
-
-def _later(a: int | None, b: int | None) -> int | None:
-    return b if a is None or (b is not None and b > a) else a

@@ -1,21 +1,43 @@
-"""Outcomes of saves and loads, told to the log and to the callbacks of ``EngineConfig``.
+"""Outcomes of saves and loads: told to the log and to the callbacks of ``EngineConfig``, explained, and counted.
 
 Invariant: no function of this module raises. A log handler or a callback that fails never breaks a save or a load.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from aio_ckpt.errors import AioCkptError
-from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, amount
-from aio_ckpt.runtime.log_records import is_logged, log_step
+import anyio
 
-__all__ = ["call_back", "duration", "log_commit", "log_failure", "log_load", "named"]
+from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, WriteError
+from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, amount
+from aio_ckpt.runtime.log_records import is_logged, log_step
+from aio_ckpt.runtime.portal import Lock
+
+__all__ = [
+    "Counters",
+    "Statistics",
+    "call_back",
+    "duration",
+    "explain_full_disk",
+    "explained",
+    "log_commit",
+    "log_failure",
+    "log_load",
+    "named",
+    "stage_secs",
+]
 
 T = TypeVar("T")
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LOOK_SECS = 2.0
+"""Time within which the file system must tell how much is free: the save has failed and others wait for it."""
 
 
 def log_commit(report: SaveReport, *, rank: int, world_size: int) -> None:
@@ -111,3 +133,117 @@ def _size(nbytes: int, rank: int, world_size: int) -> str:
 def _took(nbytes: int, secs: float) -> str:
     """Return time and rate for a log line: ``3.21 s (2.66 GB/s)``."""
     return f"{duration(secs)} ({amount(nbytes / max(secs, 1e-9))}/s)"
+
+
+# -- a full disk ------------------------------------------------------------------------------------
+
+
+async def explain_full_disk(error: BaseException, ctx: EngineContext, needed_bytes: int) -> None:
+    """Add to the text of ``error`` what a save of ``needed_bytes`` needs, if the disk or the quota is full.
+
+    Call it before the files of the save are removed, and before the other ranks are told. It raises nothing.
+    """
+    if not isinstance(error, WriteError) or error.errno not in _FULL:
+        return
+    free_bytes: int | None = None
+    with anyio.move_on_after(_LOOK_SECS):
+        try:
+            free_bytes = await ctx.storage.free_bytes(ctx.root)
+        except Exception:  # noqa: BLE001 - the save has failed already; its own error is the one to tell
+            free_bytes = None
+    error.strerror = explained(
+        error.strerror,
+        needed_bytes,
+        free_bytes,
+        whose="" if ctx.world_size == 1 else f" of rank {ctx.rank} of {ctx.world_size}",
+        is_quota=error.errno == errno.EDQUOT,
+        keep_last=ctx.config.keep_last,
+    )
+
+
+def explained(
+    text: str | None, needed_bytes: int, free_bytes: int | None, *, whose: str, is_quota: bool, keep_last: int | None
+) -> str:
+    """Return the text of the error with what is needed, what is free and the remedy."""
+    free = "" if free_bytes is None else f", {amount(free_bytes)} are free on its file system"
+    quota = "raise the quota, " if is_quota else ""
+    if keep_last is None:
+        remedy = "free space, or delete older steps with keep_last"
+    else:
+        lower = "" if keep_last == 1 else ", or lower keep_last"
+        remedy = f"free space{lower}: keep_last={keep_last} needs room for {keep_last + 1} steps"
+    return f"{text}: this save{whose} needs {amount(needed_bytes)}{free}; {quota}{remedy}"
+
+
+# -- counters ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Counters at one instant; see :class:`aio_ckpt.reports.EngineStats`."""
+
+    committed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    committed_bytes: int = 0
+    blocked_secs: float = 0.0
+    stage_secs: Mapping[str, float] = field(default_factory=lambda: stage_secs(StageTimings()))
+    last_commit: tuple[int, float] | None = None
+    """Step of the last commit, and ``time.monotonic`` then."""
+
+    def age_secs(self, step: int | None) -> float | None:
+        """Return the seconds since the commit of ``step``; None if it is not that of the last commit."""
+        if self.last_commit is None or self.last_commit[0] != step:
+            return None
+        return time.monotonic() - self.last_commit[1]
+
+
+class Statistics:
+    """Counts the saves of one engine. A reader takes ``counters`` as a whole and waits for no lock."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self._lock = Lock()  # a save is skipped on the caller's thread and settled on the loop
+
+    def skip(self) -> None:
+        """Count a skipped save."""
+        with self._lock:
+            self.counters = replace(self.counters, skipped=self.counters.skipped + 1)
+
+    def settle(self, outcome: SaveReport | BaseException) -> None:
+        """Count a save that is settled."""
+        with self._lock:
+            before = self.counters
+            if isinstance(outcome, SaveReport):
+                self.counters = replace(
+                    before,
+                    committed=before.committed + 1,
+                    committed_bytes=before.committed_bytes + outcome.image_bytes,
+                    blocked_secs=before.blocked_secs + outcome.timings.blocked_secs,
+                    stage_secs={
+                        stage: before.stage_secs[stage] + secs for stage, secs in stage_secs(outcome.timings).items()
+                    },
+                    last_commit=(outcome.step, time.monotonic()),
+                )
+            elif not isinstance(outcome, SaveCancelledError):
+                self.counters = replace(before, failed=before.failed + 1)
+
+
+def stage_secs(timings: StageTimings) -> dict[str, float]:
+    """Return the duration of each stage of one save, in seconds. Their sum is ``committed_secs``.
+
+    Only the leader knows when the ranks had agreed. On another rank, all after ``synced_secs`` counts as ``agree``.
+    """
+    ends = {
+        "wait": timings.waited_secs,
+        "plan": timings.waited_secs + timings.plan_secs,
+        "capture": timings.staged_secs,
+        "write": timings.synced_secs,
+        "agree": timings.agreed_secs or timings.committed_secs,
+        "commit": timings.committed_secs,
+    }
+    secs, start = {}, 0.0
+    for stage, end in ends.items():
+        secs[stage] = max(0.0, end - start)
+        start = max(start, end)
+    return secs

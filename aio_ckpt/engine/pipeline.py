@@ -27,8 +27,7 @@ from aio_ckpt.commit.manifests import (
 )
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.full_disk import explain_full_disk
-from aio_ckpt.engine.outcomes import named
+from aio_ckpt.engine.outcomes import explain_full_disk, named
 from aio_ckpt.engine.stages import PendingSave, WrittenRank
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
@@ -71,6 +70,10 @@ class SavePipeline:
     def slot_timeout_secs(self, nbytes: int) -> float:
         """Return the longest time in which ``nbytes`` of staging memory become free, if the disk does not stall."""
         return self.ctx.config.stall_timeout_secs + self.throttle.longest_wait_secs(nbytes)
+
+    def clear_pending(self, number: int) -> None:
+        """Delete the directory of call ``number`` later. The call has ended before its pipeline began."""
+        self.pending_cleanup.add(self.ctx.pending_path(number), lambda: True)
 
     async def run(self, save: PendingSave) -> SaveReport:
         """Write and commit a save whose capture has begun.

@@ -22,19 +22,19 @@ from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.owner import make_pending
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.earlier_steps import EarlierSteps
-from aio_ckpt.engine.group_call import GroupCall, await_counted, await_met, told_of
 from aio_ckpt.engine.in_flight import InFlight, note_failure, raise_failure
+from aio_ckpt.engine.known_steps import EarlierSteps
+from aio_ckpt.engine.outcomes import Statistics
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, StepsChange
-from aio_ckpt.engine.stages import CALL_STAGE, SaveCall
-from aio_ckpt.engine.statistics import Statistics
+from aio_ckpt.engine.stages import SaveCall
 from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.ranks.coordinator import Exchange
+from aio_ckpt.ranks.group_call import CALL_STAGE, GroupCall, await_counted, await_met, told_of
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import SaveReport
@@ -148,7 +148,12 @@ class SaveFrontend:
             number, failed = self.in_flight.next_number("save", step), None
             claim = functools.partial(self.in_flight.claim_step, number, step)
             joint = GroupCall(
-                self._ctx, self._portal, number=number, claim=claim, pending_cleanup=self._pipeline.pending_cleanup
+                self._ctx.members,
+                self._ctx.executor,
+                self._portal,
+                number=number,
+                claim=claim,
+                clear=functools.partial(self._pipeline.clear_pending, number),
             )
             try:
                 if call.refuse is not None and not self._ctx.members.are_several:  # at once: there is no rank to tell

@@ -20,6 +20,7 @@ from aio_ckpt.commit.retention import check_metrics
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.planner import Plan
+from aio_ckpt.ranks.group_call import CALL_STAGE
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import Progress, Stage, StageTimings
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
@@ -31,7 +32,7 @@ from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.trace_file import NO_TRACE, SaveTrace, TraceFile
 
-__all__ = ["CALL_STAGE", "CapturedSave", "PendingSave", "SaveCall", "SaveTimer", "WrittenRank"]
+__all__ = ["CapturedSave", "PendingSave", "SaveCall", "SaveTimer", "WrittenRank"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +124,6 @@ class WrittenRank:
     """CRC32 of the rank's manifest."""
 
 
-CALL_STAGE = "capture"
-"""Stage of the errors that ``save()`` itself raises."""
 Reached: TypeAlias = Literal["blocked", "staged", "written", "synced", "agreed", "dir_synced"]
 
 

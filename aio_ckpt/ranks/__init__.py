@@ -1,8 +1,14 @@
 """Bring the ranks of one training run to one decision.
 
 In: a message of each rank. Out: the leader's decision, the same on every rank, or an error that names the rank that
-failed. One rank alone is a group with one member. Stores are used here only. Imports everything up to ``commit``; never
-what loads.
+failed. One rank alone is a group with one member. Stores are used here only.
+
+- exchanges: ``coordinator``, and ``store_coordinator`` by ``store`` and ``messages``
+- members: ``membership``; ``liveness``: which of them are alive; ``missing``: lines about those that are awaited
+- a save: ``group_call`` until it is pending, then ``save_round``; ``save_ledger``: the leader's table of all shares
+- polls of a training loop: ``agreed_poll``: preemption and timers
+
+Imports everything up to ``commit``; never what loads.
 """
 
 from aio_ckpt.ranks.coordinator import Coordinator, SoloCoordinator

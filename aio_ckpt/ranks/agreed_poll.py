@@ -1,7 +1,12 @@
-"""Agreed polls: once something has come to any rank, the same poll returns True on every rank."""
+"""Agreed polls: once something has come to any rank, the same poll returns True on every rank.
+
+:class:`AgreedPoll` waits for any event. :class:`AgreedTimer` is a poll for the end of an interval by the leader's
+clock, :class:`AgreedPreemption` one for a signal to any rank.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -11,14 +16,18 @@ from aio_ckpt.errors import AioCkptError, StallError
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.runtime.portal import Lock, Portal
+from aio_ckpt.runtime.signals import Preemption
 
-__all__ = ["AgreedPoll"]
+__all__ = ["AgreedPoll", "AgreedPreemption", "AgreedTimer"]
 
 _FIRST_POLL: Exchange[int, int] = Exchange(int, int, stage="agree")
 """Each rank sends the number of its polls so far; the leader replies with the first poll that returns True."""
 _FLAG_SECS = 0.2
 _FLAG_SECS_A_RANK = 1e-4
 """Pause per rank between two questions for the flag: all ranks ask, and the store has one thread."""
+_QUIET_SHARE = 0.5
+"""Share of an interval in which the ranks do not ask whether it has ended."""
+_log = logging.getLogger("aio_ckpt")
 
 
 class AgreedPoll:
@@ -107,3 +116,107 @@ class AgreedPoll:
 
 async def _after_all(polls: Sequence[int]) -> int:
     return max(polls) + 1
+
+
+class AgreedTimer:
+    """Timer of ``secs`` seconds. The n-th :meth:`poll` returns the same on every rank.
+
+    The first poll starts the timer. Every rank polls and restarts at the same places of its program.
+    """
+
+    def __init__(
+        self, members: Membership, portal: Portal, secs: float, *, name: str, now: Callable[[], float]
+    ) -> None:
+        """``name``: the same for this timer on every rank, and of no other timer. ``now``: a clock, in seconds."""
+        self._members = members
+        self._portal = portal
+        self._secs = secs
+        self._name = name
+        self._now = now
+        self._began: float | None = None
+        self._periods = 0
+        self._agreed: AgreedPoll | None = None
+        self._errors: list[AioCkptError] = []
+
+    def poll(self) -> bool:
+        """Count a poll; return whether the time is over. The next poll begins a new agreement.
+
+        Raises:
+            PeerFailedError, StallError: another rank failed, or does not answer.
+        """
+        if self._began is None:
+            self.restart()
+        if not self._members.are_several:
+            return self._is_over()
+        if self._agreed is None:
+            self._agreed = self._watched()
+        is_over = self._agreed.poll()
+        if self._errors:
+            raise self._errors[0]
+        if is_over:
+            self._agreed = None
+        return is_over
+
+    def restart(self) -> None:
+        """Start the time anew."""
+        self._began = self._now()
+
+    def _is_over(self) -> bool:
+        return self._began is not None and self._now() - self._began >= self._secs
+
+    def _watched(self) -> AgreedPoll:
+        self._periods += 1
+        name = f"{self._name}.{self._periods}"
+        leads = self._members.is_leader
+        agreed = AgreedPoll(
+            self._members,
+            self._portal,
+            flag=name,
+            topic=name,
+            has_come=lambda: leads and self._is_over(),
+            on_error=self._errors.append,
+        )
+        agreed.watch(_QUIET_SHARE * self._secs)
+        return agreed
+
+
+class AgreedPreemption:
+    """Whether the process is to end. The n-th :meth:`poll` returns the same on every rank; see :class:`AgreedPoll`."""
+
+    def __init__(self, members: Membership, portal: Portal) -> None:
+        self.local = Preemption()
+        """The signals of this process."""
+        self._members = members
+        self._agreed = AgreedPoll(
+            members,
+            portal,
+            flag="preempted",
+            topic="the preemption",
+            has_come=lambda: self.local.is_requested,
+            on_error=_tell,
+        )
+        self._is_watching = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a poll has returned True. Reading this is no poll."""
+        return self._agreed.is_found if self._is_watching else self.local.is_requested
+
+    def poll(self) -> bool:
+        """Count a poll; return whether the process is to end. Once True, it stays True.
+
+        Raises:
+            StallError: another rank does not answer.
+        """
+        is_found = self._agreed.poll()
+        return is_found if self._is_watching else self.local.is_requested  # one rank, or signals are not handled
+
+    def watch(self) -> None:
+        """Begin to watch for signals to other ranks. If there is one rank, its signal counts at once."""
+        if self._members.are_several and not self._is_watching:
+            self._is_watching = True
+            self._agreed.watch()
+
+
+def _tell(error: AioCkptError) -> None:
+    _log.error("preemption is not agreed, this rank goes by its own signal: %s", error)

@@ -24,7 +24,7 @@ from warm_python import run_warm
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.engine import engine as engine_module
-from aio_ckpt.engine.in_flight import KnownSteps
+from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.format.names import PENDING_DIR
 from aio_ckpt.memory import cuda as device

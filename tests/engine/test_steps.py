@@ -20,7 +20,7 @@ from property_examples import examples
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import MAX_STEP, check_step
-from aio_ckpt.engine.in_flight import KnownSteps
+from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.errors import (
     BusyError,
     CheckpointNotFoundError,

@@ -8,18 +8,17 @@ from concurrent.futures import Future, wait
 from typing import TypeAlias
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit.cleanup import PendingCleanup
-from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.stages import CALL_STAGE
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError, StepOrderError
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.runtime.deadline import Deadline
-from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.runtime.portal import Executor, Portal
 
-__all__ = ["GroupCall", "await_counted", "await_met", "told_of"]
+__all__ = ["CALL_STAGE", "GroupCall", "await_counted", "await_met", "told_of"]
 
+CALL_STAGE = "capture"
+"""Stage of the errors that ``save()`` itself raises."""
 Room: TypeAlias = tuple[bool, int]
 """(whether the leader has room, number of the last call before the oldest that is pending on the leader)."""
 
@@ -36,23 +35,23 @@ class GroupCall:
 
     def __init__(
         self,
-        ctx: EngineContext,
+        members: Membership,
+        executor: Executor,
         portal: Portal,
         *,
         number: int,
         claim: Callable[[], object],
-        pending_cleanup: PendingCleanup,
+        clear: Callable[[], object],
     ) -> None:
-        """``claim`` takes the step of a call that is not skipped; ``pending_cleanup`` gets directories to delete."""
-        self._pending_cleanup = pending_cleanup
-        self._ctx = ctx
+        """``claim`` takes the step of a call that is not skipped; ``clear`` deletes the directory of its save."""
         self._number = number
-        self.agreement = SaveRound(ctx.members, ctx.executor, topic=f"save {number}")
+        self.agreement = SaveRound(members, executor, topic=f"save {number}")
         """Agreement on the save once it is pending."""
-        self._members = ctx.members
+        self._members = members
         self._portal = portal
         self._topic = f"room {number}"
         self._claim = claim
+        self._clear = clear
         self._own: Room = _NOT_SKIPPED
         self._room: Room | None = _NOT_SKIPPED
 
@@ -121,7 +120,7 @@ class GroupCall:
             return
         end = await self.agreement.end(told, stage=CALL_STAGE)
         if self._members.is_leader and end.may_clear:
-            self._pending_cleanup.add(self._ctx.pending_path(self._number), lambda: True)
+            self._clear()
 
     async def _learn_room(self, told: PeerFailedError) -> None:
         """Learn the leader's decision on this call; on the leader, abort the call."""

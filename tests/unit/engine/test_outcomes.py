@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aio_ckpt.engine.statistics import Counters, Statistics, stage_secs
+from aio_ckpt.engine.outcomes import Counters, Statistics, stage_secs
 from aio_ckpt.errors import SaveCancelledError, WriteError
 from aio_ckpt.reports import SaveReport, StageTimings
 

@@ -1,0 +1,163 @@
+"""The steps of the root as one engine knows them: the default step of ``save()``, and messages about an earlier run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+from aio_ckpt.commit import step_numbers
+from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.errors import StepOrderError
+from aio_ckpt.runtime.portal import Lock
+
+__all__ = ["EarlierSteps", "KnownSteps"]
+
+_log = logging.getLogger("aio_ckpt")
+
+
+class KnownSteps:
+    """Committed steps as this rank knows them, and the default step of ``save()``.
+
+    Invariant: the default step is computed only from information that every rank has at that call. If there are several
+    ranks, that is the newest step when all met, loaded or rolled back, and the steps of all later calls that were not
+    skipped. Failed calls count, because another rank may not know of the failure yet. If there is one rank, only
+    committed and pending steps count, so the step of a failed save is free again.
+    """
+
+    def __init__(self, quarantine: Quarantine, *, counts_calls: bool) -> None:
+        """``counts_calls``: whether there are several ranks."""
+        self._quarantine = quarantine
+        self._counts_calls = counts_calls
+        self._lock = Lock()
+        self._last_call: tuple[int, int] | None = None
+        """Number and step of the last call that was not skipped."""
+        self._highest: int | None = None
+        """Highest step of the calls since a rollback that were not skipped."""
+        self._newest: int | None = None
+        self._newest_since_read: int | None = None
+        self._are_read = False
+        self._quarantine_additions = 0
+
+    # -- committed ------------------------------------------------------------------------------------
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the committed steps were read from the disk, and no load found one damaged since."""
+        return self._are_read and self._quarantine_additions == self._quarantine.additions
+
+    def forget(self) -> None:
+        """Note that the steps on the disk are about to change: the next save reads them anew."""
+        self._are_read = False
+
+    def learn(self, read_steps: Callable[[], Iterable[int]]) -> None:
+        """Take over the newest step on the disk, or one that is committed while the disk is read."""
+        try:
+            with self._lock:
+                self._newest_since_read = None
+                self._are_read = True
+                self._quarantine_additions = self._quarantine.additions
+            found = max(read_steps(), default=None)
+        except BaseException:
+            self._are_read = False
+            raise
+        with self._lock:
+            self._newest = _later(self._newest_since_read, found)
+
+    def settle(self, step: int, *, is_committed: bool) -> None:
+        """Note that the save of ``step`` has ended."""
+        with self._lock:
+            if is_committed:
+                self._newest = _later(self._newest, step)
+                self._newest_since_read = _later(self._newest_since_read, step)
+            else:
+                self._are_read = False  # a stalled commit may have become visible: read again
+
+    # -- the next one ---------------------------------------------------------------------------------
+
+    def newest(self, pending: Iterable[int]) -> int | None:
+        """Return the newest step that is committed, or in ``pending``."""
+        return _later(self._newest, max(pending, default=None))
+
+    def claim(self, number: int, step: object, pending: Iterable[int], *, agreed: int | None) -> int:
+        """Take and return the step of call ``number``: ``step``, or the next one if ``step`` is no valid step.
+
+        Every call that is not skipped claims its step, even if this rank refuses the call. ``agreed`` is the newest
+        step that all ranks know.
+        """
+        with self._lock:
+            if self._last_call is not None and self._last_call[0] == number:
+                return self._last_call[1]
+            try:
+                step = step_numbers.check_step_number(step)
+            except StepOrderError:
+                newest = _later(agreed, self._highest) if self._counts_calls else self.newest(pending)
+                step = step_numbers.check_step(None, newest=newest, committed=(), pending=(), overwrite=False)
+            self._last_call, self._highest = (number, step), _later(self._highest, step)
+            return step
+
+    def change(self, newest: int | None) -> None:
+        """Note that the committed steps were changed for all ranks, and end with ``newest`` now."""
+        with self._lock:
+            self._are_read = False
+            self._highest = self._newest = newest
+
+    def check(self, step: int, pending: Iterable[int], *, overwrite: bool, read: Callable[[], Collection[int]]) -> int:
+        """Check a step that the caller gave, and return it. Steps up to the newest are looked up on the disk.
+
+        Raises:
+            StepOrderError: see :func:`aio_ckpt.commit.step_numbers.check_step`.
+        """
+        pending = list(pending)
+        newest = self.newest(pending)
+        committed = read() if newest is not None and step <= newest else ()
+        return step_numbers.check_step(step, newest=newest, committed=committed, pending=pending, overwrite=overwrite)
+
+
+def _later(a: int | None, b: int | None) -> int | None:
+    return b if a is None or (b is not None and b > a) else a
+
+
+class EarlierSteps:
+    """Tells a run that its root holds steps: once when the engine is opened, and once if the run does not go on there.
+
+    A run goes on from the steps of its root if it has loaded, read or rolled back.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._goes_on = False
+        self._has_saved = False
+
+    @property
+    def may_be_mixed(self) -> bool:
+        """Whether the next save could be the first of a run that does not go on from the steps of its root."""
+        return not (self._goes_on or self._has_saved)
+
+    def go_on(self) -> None:
+        """Note that this run has loaded, read or rolled back a step of the root."""
+        self._goes_on = True
+
+    def tell_opened(self, newest: int | None) -> None:
+        """Log, when the engine is opened, that the root holds steps up to ``newest``; nothing if that is None."""
+        if newest is not None:
+            _log.info(
+                "%s holds steps up to %d: load() resumes, and a save must exceed step %d", self._root, newest, newest
+            )
+
+    def tell_first_save(self, newest: int | None) -> None:
+        """Warn, at the first save that names no step, that the steps of two runs are about to be mixed."""
+        if self.may_be_mixed and newest is not None:
+            _log.warning(
+                "%s holds steps up to %d, and this run has loaded none of them: its next save is step %d, after those "
+                "of another run. load() resumes, rollback(step) goes back, another root keeps the runs apart, and "
+                "step= says that this is meant. Told once",
+                self._root,
+                newest,
+                newest + 1,
+            )
+        self._has_saved = True
+
+    def pass_first_save(self) -> None:
+        """Note that the first save named its step."""
+        self._has_saved = True
