@@ -20,7 +20,7 @@ import numpy as np
 from aio_ckpt import PerRank
 from aio_ckpt.commit.manifests import MetadataFile, render_metadata_file, render_root
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
-from aio_ckpt.format.manifests import FileEntry, rank_manifest_name
+from aio_ckpt.format.root_manifest import FileEntry, rank_manifest_name
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, TensorSignature
 from aio_ckpt.ranks.messages import Frame, pack, unpack
 from aio_ckpt.ranks.save_ledger import (

@@ -24,7 +24,7 @@ from aio_ckpt.checkpoint.fetch import fetch
 from aio_ckpt.checkpoint.requests import PieceRows, cut_requests
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.format.manifests import METADATA_FILE
+from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.memory.read_buffers import address_of
 from aio_ckpt.runtime.portal import Executor, run_blocking

@@ -9,7 +9,7 @@ from isal import isal_zlib
 
 from aio_ckpt.checkpoint.requests import Pieces, ReadRequest, ReassemblyBuffer
 from aio_ckpt.errors import MismatchError
-from aio_ckpt.format.manifests import IntArray
+from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.memory.host_copy import copy_all, memmove

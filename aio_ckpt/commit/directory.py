@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from aio_ckpt.errors import AioCkptError, RootError
-from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_rank, decode_root
+from aio_ckpt.format.manifests import decode_rank
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage
 
 __all__ = [

@@ -23,7 +23,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, RootError
-from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.paths import checked_path
 

@@ -37,8 +37,8 @@ from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import Sources, collect_sources
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, RootError, WriteError
-from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import checked_path, make_dirs

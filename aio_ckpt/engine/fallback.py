@@ -19,7 +19,7 @@ from aio_ckpt.errors import (
     MismatchError,
     ReadError,
 )
-from aio_ckpt.format.manifests import METADATA_FILE
+from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.error_notes import mark_modified
 from aio_ckpt.runtime.waiting import disk_lines

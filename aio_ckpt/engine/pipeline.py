@@ -30,7 +30,8 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.outcomes import explain_full_disk, named
 from aio_ckpt.engine.stages import PendingSave, WrittenRank
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
-from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
+from aio_ckpt.format.manifests import data_file_name
+from aio_ckpt.format.root_manifest import METADATA_FILE, FileEntry, rank_manifest_name
 from aio_ckpt.plan.global_plan import places
 from aio_ckpt.ranks.liveness import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32

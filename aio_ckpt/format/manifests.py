@@ -1,10 +1,10 @@
-"""Manifests to and from bytes. Pure: no file, no thread.
+"""Manifests of the ranks to and from bytes. Pure: no file, no thread.
 
-Two manifests are ours: one msgpack file a rank (what lies where in its data file, in columns; the CRC32 of each block)
-and one JSON file a checkpoint, which :mod:`aio_ckpt.format.root_manifest` codes and whose names are passed on here.
-DCP's own ``.metadata`` is read by :mod:`aio_ckpt.format.dcp_metadata_read` and written by ``dcp_metadata_write``.
+A rank's manifest is one msgpack file: what lies where in its data file, in columns, and the CRC32 of each block. Every
+number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
 
-Every number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
+The JSON file of a checkpoint is coded by :mod:`aio_ckpt.format.root_manifest`. DCP's own ``.metadata`` is read by
+:mod:`aio_ckpt.format.dcp_metadata_read` and written by ``dcp_metadata_write``.
 """
 
 from __future__ import annotations
@@ -21,18 +21,12 @@ from aio_ckpt.format.constants import BLOCK_BYTES, Size
 from aio_ckpt.format.root_manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
-    METADATA_FILE,
-    ROOT_MANIFEST,
     UNREADABLE,
     Count,
     Crc,
     FileEntry,
     FormatHead,
-    RootManifest,
-    add_checksum,
     decode_checked,
-    decode_root,
-    encode_root,
     rank_manifest_name,
 )
 from aio_ckpt.format.tensor_table import (
@@ -49,24 +43,13 @@ from aio_ckpt.format.tensor_table import (
 )
 
 __all__ = [
-    "FORMAT_MAJOR",
-    "FORMAT_MINOR",
-    "METADATA_FILE",
-    "ROOT_MANIFEST",
-    "FileEntry",
     "IntArray",
     "ObjectEntry",
     "RankManifest",
-    "RootManifest",
-    "TensorColumns",
-    "TensorEntry",
-    "add_checksum",
     "block_sums",
     "data_file_name",
     "decode_rank",
-    "decode_root",
     "encode_rank",
-    "encode_root",
     "encode_static",
     "rank_manifest_name",
 ]
@@ -75,9 +58,6 @@ __all__ = [
 def data_file_name(rank: int, n: int = 0) -> str:
     """Return the file name of a rank's ``n``-th data file, as DCP names it."""
     return f"__{rank}_{n}.distcp"
-
-
-# -- the rank's manifest --------------------------------------------------------------------------
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aio_ckpt.format.manifests import IntArray
+from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import FOREACH_DTYPES
 from aio_ckpt.memory.host_copy import CopyVectors

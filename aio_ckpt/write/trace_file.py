@@ -15,7 +15,7 @@ import anyio
 
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import AioCkptError, ConfigError
-from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.trace import Recorder, SpanRecorder, render
 

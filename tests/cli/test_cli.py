@@ -20,7 +20,7 @@ from aio_ckpt.checkpoint import verify
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
-from aio_ckpt.format.manifests import FORMAT_MAJOR, FORMAT_MINOR
+from aio_ckpt.format.root_manifest import FORMAT_MAJOR, FORMAT_MINOR
 from aio_ckpt.reports import amount
 from aio_ckpt.sync import SyncCheckpointEngine
 

@@ -17,7 +17,7 @@ from gated_storage import TIMEOUT, gated_engine
 import aio_ckpt
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError
-from aio_ckpt.format.manifests import ROOT_MANIFEST, add_checksum, decode_root
+from aio_ckpt.format.root_manifest import ROOT_MANIFEST, add_checksum, decode_root
 
 EXTRA: dict[str, Any] = {"loss": 1.25, "epoch": 4, "run": "é\n\x00", "best": None, "done": True, "lr": [1e-3, {"w": 0}]}
 

@@ -24,7 +24,7 @@ from tensor_bits import assert_is_sound_zip, assert_same_tensor, cut_items
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from aio_ckpt.format.manifests import FORMAT_MAJOR, FORMAT_MINOR, add_checksum
+from aio_ckpt.format.root_manifest import FORMAT_MAJOR, FORMAT_MINOR, add_checksum
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import LocalStorage

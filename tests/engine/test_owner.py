@@ -25,7 +25,6 @@ from warm_python import WarmPython
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.owner import Owner, clear_leftovers, is_abandoned, keep_alive, pending_path
 from aio_ckpt.errors import ReadError, RootError, WriteError
-from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.names import (
     ABANDONED_DIR,
     CORRUPT_DIR,
@@ -37,6 +36,7 @@ from aio_ckpt.format.names import (
     StepNames,
     protected_name,
 )
+from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import FileStatus
 

@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt.format import manifests as manifest
-from aio_ckpt.format import tensor_zip
+from aio_ckpt.format import root_manifest, tensor_zip
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
+from aio_ckpt.format.tensor_table import TensorEntry
 from aio_ckpt.leaves.objects import as_tensor, encode_object
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.dcp_paths import dcp_paths
@@ -47,7 +48,7 @@ class RankContent:
     skeleton: Skeleton
     paths: dict[str, tuple[str | int, ...]]
     data: bytearray = field(default_factory=bytearray)
-    entries: list[manifest.TensorEntry] = field(default_factory=list)
+    entries: list[TensorEntry] = field(default_factory=list)
     object_entries: list[manifest.ObjectEntry] = field(default_factory=list)
     sums: bytearray = field(default_factory=bytearray)
 
@@ -95,7 +96,7 @@ def _lay_out(content: RankContent) -> None:
         blocks = [raw[at : at + BLOCK_BYTES] for at in range(0, len(raw), BLOCK_BYTES)]
         content.sums += b"".join(isal_zlib.crc32(block).to_bytes(4, "little") for block in blocks)
         content.entries.append(
-            manifest.TensorEntry(
+            TensorEntry(
                 fqns=shard.fqns,
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 shape=tuple(tensor.shape),
@@ -142,7 +143,7 @@ def write_checkpoint(path: Path, contents: Sequence[RankContent], *, step: int =
     for rank, (content, file) in enumerate(zip(contents, files, strict=True)):
         _lay_out(content)
         (path / file).write_bytes(content.data)
-        entry = manifest.FileEntry(file, len(content.data), isal_zlib.crc32(content.data))
+        entry = root_manifest.FileEntry(file, len(content.data), isal_zlib.crc32(content.data))
         encoded = manifest.encode_rank(
             save_id=save_id,
             step=step,
@@ -154,10 +155,10 @@ def write_checkpoint(path: Path, contents: Sequence[RankContent], *, step: int =
             objects=content.object_entries,
             skeleton=encode_skeleton(content.skeleton),
         )
-        ranks.append(write_small(path / manifest.rank_manifest_name(rank), encoded))
+        ranks.append(write_small(path / root_manifest.rank_manifest_name(rank), encoded))
     dcp = _render_metadata(contents, files, save_id)
-    root = manifest.RootManifest(
-        format=(manifest.FORMAT_MAJOR, manifest.FORMAT_MINOR),
+    root = root_manifest.RootManifest(
+        format=(root_manifest.FORMAT_MAJOR, root_manifest.FORMAT_MINOR),
         save_id=save_id,
         step=step,
         world_size=len(contents),
@@ -167,37 +168,37 @@ def write_checkpoint(path: Path, contents: Sequence[RankContent], *, step: int =
         written_by={"aio_ckpt": "test"},
         created_unix=time.time(),
     )
-    (path / manifest.ROOT_MANIFEST).write_bytes(manifest.encode_root(root))
+    (path / root_manifest.ROOT_MANIFEST).write_bytes(root_manifest.encode_root(root))
     return path
 
 
-def write_small(path: Path, data: bytes) -> manifest.FileEntry:
+def write_small(path: Path, data: bytes) -> root_manifest.FileEntry:
     path.write_bytes(data)
-    return manifest.FileEntry(path.name, len(data), isal_zlib.crc32(data))
+    return root_manifest.FileEntry(path.name, len(data), isal_zlib.crc32(data))
 
 
 def reseal(path: Path, rank: int, encoded: bytes) -> None:
     """Put a changed rank manifest in place and vouch for it, as a forger would."""
-    root = manifest.decode_root((path / manifest.ROOT_MANIFEST).read_bytes(), name="root")
-    entry = write_small(path / manifest.rank_manifest_name(rank), encoded)
+    root = root_manifest.decode_root((path / root_manifest.ROOT_MANIFEST).read_bytes(), name="root")
+    entry = write_small(path / root_manifest.rank_manifest_name(rank), encoded)
     ranks = tuple(entry if number == rank else old for number, old in enumerate(root.ranks))
     fields = {name: getattr(root, name) for name in root.__struct_fields__}
-    changed = manifest.RootManifest(**{**fields, "ranks": ranks})
-    (path / manifest.ROOT_MANIFEST).write_bytes(manifest.encode_root(changed))
+    changed = root_manifest.RootManifest(**{**fields, "ranks": ranks})
+    (path / root_manifest.ROOT_MANIFEST).write_bytes(root_manifest.encode_root(changed))
 
 
 def forge(path: Path, *, crc32: int | None = None, **changed: object) -> None:
     """Change fields of the only tensor of rank 0 (and the sum of its file), and vouch for it."""
-    old = manifest.decode_rank((path / manifest.rank_manifest_name(0)).read_bytes(), name="old")
+    old = manifest.decode_rank((path / root_manifest.rank_manifest_name(0)).read_bytes(), name="old")
     assert old.file is not None
     fields = {name: getattr(old.tensors[0], name) for name in old.tensors[0].__struct_fields__}
-    entry = manifest.TensorEntry(**fields | changed)
+    entry = TensorEntry(**fields | changed)
     encoded = manifest.encode_rank(
         save_id=old.save_id,
         step=old.step,
         rank=0,
         world_size=1,
-        file=manifest.FileEntry(old.file.name, old.file.nbytes, old.file.crc32 if crc32 is None else crc32),
+        file=root_manifest.FileEntry(old.file.name, old.file.nbytes, old.file.crc32 if crc32 is None else crc32),
         tensors=manifest.encode_static([entry]),
         sums=old.sums,
         objects=old.objects,

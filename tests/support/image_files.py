@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aio_ckpt.format.manifests import RankManifest, data_file_name, decode_rank, rank_manifest_name
+from aio_ckpt.format.manifests import RankManifest, data_file_name, decode_rank
+from aio_ckpt.format.root_manifest import rank_manifest_name
 from aio_ckpt.plan import layout
 
 MIB = 1 << 20

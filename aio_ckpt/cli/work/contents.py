@@ -15,8 +15,8 @@ from aio_ckpt.checkpoint.catalog import global_shape
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.commit.discovery import MAX_RETRIES
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingNameError
-from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
 

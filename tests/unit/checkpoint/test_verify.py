@@ -23,6 +23,7 @@ from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.errors import CheckpointNotFoundError
 from aio_ckpt.format import manifests as manifest
+from aio_ckpt.format import root_manifest
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.runtime.portal import Executor
@@ -128,11 +129,11 @@ async def test_metadata_that_tells_another_place_than_the_manifest_is_found(exec
     data = (path / ".metadata").read_bytes()
     changed = data.replace(b"__0_0.distcp", b"__7_0.distcp")
     assert changed != data
-    root = manifest.decode_root((path / "aio_ckpt.json").read_bytes(), name="r")
+    root = root_manifest.decode_root((path / "aio_ckpt.json").read_bytes(), name="r")
     fields = {name: getattr(root, name) for name in root.__struct_fields__}
     fields["metadata"] = write_small(path / ".metadata", changed)
     fields["metadata_blake2b"] = hashlib.blake2b(changed, digest_size=32).hexdigest()
-    (path / "aio_ckpt.json").write_bytes(manifest.encode_root(manifest.RootManifest(**fields)))
+    (path / "aio_ckpt.json").write_bytes(root_manifest.encode_root(root_manifest.RootManifest(**fields)))
     assert [(fault.file, fault.tensor) for fault in await verify(executor, path)] == [
         (".metadata", "a"),
         (".metadata", "b"),
@@ -141,10 +142,10 @@ async def test_metadata_that_tells_another_place_than_the_manifest_is_found(exec
 
 async def test_metadata_of_another_blake2b_is_found_though_its_crc32_and_all_else_match(executor, tmp_path):
     path = save_state(tmp_path / "c", {"a": torch.ones(10)})
-    root = manifest.decode_root((path / "aio_ckpt.json").read_bytes(), name="r")
+    root = root_manifest.decode_root((path / "aio_ckpt.json").read_bytes(), name="r")
     fields = {name: getattr(root, name) for name in root.__struct_fields__}
     fields["metadata_blake2b"] = "0a" * 32
-    (path / "aio_ckpt.json").write_bytes(manifest.encode_root(manifest.RootManifest(**fields)))
+    (path / "aio_ckpt.json").write_bytes(root_manifest.encode_root(root_manifest.RootManifest(**fields)))
     faults = await verify(executor, path)
     assert [(fault.file, "BLAKE2b" in fault.message) for fault in faults] == [(".metadata", True)]
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, dump_metadata, render_metadata
-from aio_ckpt.format.manifests import METADATA_FILE
+from aio_ckpt.format.root_manifest import METADATA_FILE
 
 # -- rendering .metadata --------------------------------------------------------------------------
 
