@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata
 
 from aio_ckpt.checkpoint.catalog import Catalog, catalog_of_manifests
@@ -23,7 +22,6 @@ from aio_ckpt.format.manifests import RankManifest, decode_rank
 from aio_ckpt.format.root_manifest import (
     METADATA_FILE,
     ROOT_MANIFEST,
-    FileEntry,
     RootManifest,
     decode_root,
     rank_manifest_name,
@@ -211,7 +209,7 @@ async def _read_metadata(storage: Storage, path: Path) -> bytes:
 
 def check_metadata(root: RootManifest, data: bytes) -> str | None:
     """Return the fault if the bytes of ``.metadata`` do not match length and CRC32 of the root manifest, else None."""
-    if _is_exact(root.metadata, data):
+    if root.metadata.vouches_for(data):
         return None
     return f"{METADATA_FILE}: not the {root.metadata.nbytes} bytes that {ROOT_MANIFEST} vouches for"
 
@@ -236,7 +234,7 @@ def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifes
     entry = root.ranks[rank]
     if data is None:
         raise MismatchError(f"{entry.name}: missing")
-    if not _is_exact(entry, data):
+    if not entry.vouches_for(data):
         raise MismatchError(f"{entry.name}: not the {entry.nbytes} bytes that {ROOT_MANIFEST} vouches for")
     found = decode_rank(data, name=entry.name)
     if (found.save_id, found.step, found.rank, found.world_size) != (root.save_id, root.step, rank, root.world_size):
@@ -244,10 +242,6 @@ def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifes
     if found.block_bytes > MAX_BLOCK_BYTES or found.block_bytes % PAGE_BYTES:
         raise CorruptCheckpointError(f"{entry.name}: sums over blocks of {found.block_bytes} bytes")
     return found
-
-
-def _is_exact(entry: FileEntry, data: bytes) -> bool:
-    return len(data) == entry.nbytes and isal_zlib.crc32(data) == entry.crc32
 
 
 async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor: Executor) -> tuple[RankManifest, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from disk_tree import tree_of
 from gated_storage import TIMEOUT
+from log_lines import kept_lines
 
 import aio_ckpt
 from aio_ckpt import SyncCheckpointEngine
@@ -41,26 +41,11 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[str], list[str]
         yield lambda text: [record.getMessage() for record in caplog.records if text in record.getMessage()]
 
 
-class FirstLine(logging.Handler):
-    """Waits for the first line of the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_come = threading.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.has_come.set()
-
-
 def test_an_engine_that_opens_a_used_root_says_so_in_one_line(used: Path, told: Callable[[str], list[str]]) -> None:
-    logging.getLogger("aio_ckpt").addHandler(first := FirstLine())
-    try:
-        with SyncCheckpointEngine(used) as engine:
-            assert first.has_come.wait(TIMEOUT)
-            engine.load(state())
-            engine.save(state()).result(TIMEOUT)
-    finally:
-        logging.getLogger("aio_ckpt").removeHandler(first)
+    with kept_lines() as lines, SyncCheckpointEngine(used) as engine:
+        lines.wait_for(".*holds steps.*")
+        engine.load(state())
+        engine.save(state()).result(TIMEOUT)
     assert told("holds steps") == [f"{used} holds steps up to 400: load() resumes, and a save must exceed step 400"]
 
 

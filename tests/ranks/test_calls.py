@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from log_lines import kept_lines
 from rank_engines import acting_engine, held_engine, no_space
 from rank_processes import Ranks, engine_on
 
@@ -188,35 +189,18 @@ def test_a_rank_that_refuses_the_call_which_raises_a_failure_raises_it_no_later_
 # -- the log -----------------------------------------------------------------------------------------
 
 
-class Records(logging.Handler):
-    """Keeps what the engine logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record)
-
-
 def save_fail_and_load(rank: int, count: int, root: Path) -> tuple[list[str], list[int]]:
     """The lines at INFO and above, and the steps that ``on_commit`` was told of."""
-    logger, records, told = logging.getLogger("aio_ckpt"), Records(), list[int]()
-    logger.addHandler(records)
-    logger.setLevel(logging.DEBUG)
-    try:
-        settings: dict[str, Any] = {"on_failure": "log", "on_commit": lambda report: told.append(report.step)}
-        with acting_engine(root, SECS, **settings) as (engine, storage):
-            engine.save(counted_state(rank, 1), step=1).result(SECS)
-            if rank == 1:
-                storage.fail("write_file", "aio_ckpt.1.bin", WriteError(errno.ENOSPC, "No space", "disk of one rank"))
-            engine.save(counted_state(rank, 2), step=2).exception(SECS)
-            asyncio.run(engine.load(counted_state(rank, 0)))
-            engine.close_blocking()
-    finally:
-        logger.removeHandler(records)
-        logger.setLevel(logging.NOTSET)
-    of_steps = [record for record in records.found if hasattr(record, "step")]
+    told = list[int]()
+    settings: dict[str, Any] = {"on_failure": "log", "on_commit": lambda report: told.append(report.step)}
+    with kept_lines(logging.DEBUG) as lines, acting_engine(root, SECS, **settings) as (engine, storage):
+        engine.save(counted_state(rank, 1), step=1).result(SECS)
+        if rank == 1:
+            storage.fail("write_file", "aio_ckpt.1.bin", WriteError(errno.ENOSPC, "No space", "disk of one rank"))
+        engine.save(counted_state(rank, 2), step=2).exception(SECS)
+        asyncio.run(engine.load(counted_state(rank, 0)))
+        engine.close_blocking()
+    of_steps = [record for record in lines.records if hasattr(record, "step")]
     assert {record.rank for record in of_steps} == {rank}
     assert [record.getMessage() for record in of_steps if "committed:" in record.getMessage()]
     return [f"{record.levelname} {record.getMessage()}" for record in of_steps if record.levelno > logging.DEBUG], told

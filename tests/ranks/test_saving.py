@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from builders import listing
+from log_lines import kept_lines
 from rank_engines import acting_engine
 from rank_processes import Ranks, engine_on
 from rank_states import assert_same, mixed_state, whole, zeroed
@@ -322,12 +322,8 @@ def test_a_rank_may_have_nothing_to_write(two: Ranks, tmp_path: Path) -> None:
 
 
 def save_unequal(rank: int, count: int, root: Path) -> tuple[set[float], list[str]]:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("aio_ckpt").addHandler(handler)
     names = [f"stat{number}" for number in range(6)]
-    with engine_on(root, SECS) as engine:
+    with kept_lines() as lines, engine_on(root, SECS) as engine:
         state: dict[str, Any] = {name: torch.full((3,), float(rank)) for name in names}
         state |= {
             "order": torch.arange(100).roll(rank),
@@ -342,8 +338,7 @@ def save_unequal(rank: int, count: int, root: Path) -> tuple[set[float], list[st
         loaded = {name: torch.zeros(3) - 1 for name in names} | {"note": None}
         engine.load(loaded, strict=False)
     assert loaded["note"] == [0]
-    logging.getLogger("aio_ckpt").removeHandler(handler)
-    return {float(loaded[name][0]) for name in names}, [text for text in heard if "values differ" in text]
+    return {float(loaded[name][0]) for name in names}, [text for text in lines.messages if "values differ" in text]
 
 
 def test_of_replicas_that_differ_the_lowest_ranks_are_saved_and_named(two: Ranks, tmp_path: Path) -> None:

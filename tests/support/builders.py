@@ -10,8 +10,9 @@ import torch
 
 from aio_ckpt.errors import WriteError
 from aio_ckpt.format.names import ENGINE_DIR
+from aio_ckpt.reports import SaveReport, StageTimings
 
-__all__ = ["broken", "flip", "listing", "save", "steps_dir", "weights"]
+__all__ = ["broken", "flip", "listing", "report_of", "save", "steps_dir", "weights"]
 
 TIMEOUT = 60.0
 
@@ -19,6 +20,20 @@ TIMEOUT = 60.0
 def weights(number: float) -> dict[str, torch.Tensor]:
     """A state of one tensor of ten float32, every one ``number``."""
     return {"w": torch.full((10,), float(number))}
+
+
+def report_of(step: int, timings: StageTimings) -> SaveReport:
+    """The report of a save of 4 raw bytes."""
+    return SaveReport(
+        step=step,
+        path=Path(f"/root/step_{step:09}"),
+        image_bytes=4096,
+        raw_bytes=4,
+        plan_hit=False,
+        fingerprint_hit=False,
+        mode="direct",
+        timings=timings,
+    )
 
 
 def save(engine: Any, *steps: int) -> None:

@@ -42,13 +42,25 @@ class LogLines(logging.Handler):
 
 
 @contextmanager
-def early_lines(first_secs: float = 0.05) -> Iterator[LogLines]:
-    """The records of a block in which a wait is told of after ``first_secs``."""
-    lines, logger, usual = LogLines(), logging.getLogger("aio_ckpt"), waiting.FIRST_LINE_SECS
-    waiting.FIRST_LINE_SECS = first_secs
+def kept_lines(level: int | None = None) -> Iterator[LogLines]:
+    """The records of a block; from ``level`` on, if it is given."""
+    lines, logger = LogLines(), logging.getLogger("aio_ckpt")
+    usual = logger.level
+    logger.setLevel(usual if level is None else level)
     logger.addHandler(lines)
     try:
         yield lines
     finally:
         logger.removeHandler(lines)
+        logger.setLevel(usual)
+
+
+@contextmanager
+def early_lines(first_secs: float = 0.05) -> Iterator[LogLines]:
+    """The records of a block in which a wait is told of after ``first_secs``."""
+    usual, waiting.FIRST_LINE_SECS = waiting.FIRST_LINE_SECS, first_secs
+    try:
+        with kept_lines() as lines:
+            yield lines
+    finally:
         waiting.FIRST_LINE_SECS = usual

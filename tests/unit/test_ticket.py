@@ -9,28 +9,19 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from builders import report_of
 from warm_python import run_warm
 
 from aio_ckpt.errors import SaveCancelledError, StallError, WrongThreadError
-from aio_ckpt.reports import Progress, SaveReport, StageTimings
+from aio_ckpt.reports import Progress, StageTimings
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.ticket import Milestone, SaveTicket
 
 TIMEOUT = 20.0
-REPORT = SaveReport(
-    step=200,
-    path=Path("/root/step_000000200"),
-    image_bytes=4096,
-    raw_bytes=4,
-    plan_hit=False,
-    fingerprint_hit=False,
-    mode="direct",
-    timings=StageTimings(),
-)
+REPORT = report_of(200, StageTimings())
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from isal import isal_zlib
-
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, FileEntry, RootManifest, data_file_of
 from aio_ckpt.storage.data_file import open_regular_file
@@ -58,6 +56,6 @@ def _read(path: Path, entry: FileEntry, lengths: Mapping[str, int]) -> bytes:
     _check_length(entry, lengths)
     with open(open_regular_file(path / entry.name), "rb") as file:
         data = file.read(entry.nbytes + 1)
-    if len(data) != entry.nbytes or isal_zlib.crc32(data) != entry.crc32:
+    if not entry.vouches_for(data):
         raise MismatchError(f"{entry.name}: does not match its CRC32 in {ROOT_MANIFEST}")
     return data

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from builders import report_of
 
 from aio_ckpt.engine.outcomes import Counters, Statistics, stage_secs
 from aio_ckpt.errors import SaveCancelledError, WriteError
-from aio_ckpt.reports import SaveReport, StageTimings
+from aio_ckpt.reports import StageTimings
 
 TIMINGS = StageTimings(
     blocked_secs=3.5,
@@ -23,16 +23,7 @@ TIMINGS = StageTimings(
     dir_synced_secs=9.5,
     committed_secs=10.0,
 )
-REPORT = SaveReport(
-    step=200,
-    path=Path("/root/step_000000200"),
-    image_bytes=4096,
-    raw_bytes=4,
-    plan_hit=False,
-    fingerprint_hit=False,
-    mode="direct",
-    timings=TIMINGS,
-)
+REPORT = report_of(200, TIMINGS)
 
 
 def test_the_stages_of_a_save_follow_each_other_and_add_up_to_its_whole_time() -> None:
