@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from aio_ckpt.every import passes_multiple
 from gated_storage import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from aio_ckpt import CheckpointEngine, Every, SyncCheckpointEngine
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import ConfigError, StepOrderError
+from aio_ckpt.every import passes_multiple
 from aio_ckpt.ranks.agreed_poll import AgreedTimer
 from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.membership import Membership
