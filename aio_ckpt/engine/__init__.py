@@ -4,9 +4,9 @@ In: calls of ``save``, ``load`` and ``close``. Out: tickets and reports. Each sa
 packages below; the engine alone knows their order. ``engine`` wires it together:
 
 - a save: ``save_call`` on the caller's thread, ``pipeline`` on the loop, ``stages``: the values between them
-- all saves: ``in_flight``: the pending ones, their waits, and their end by Ctrl-C; ``known_steps``: the default
-  step; ``root``: lock, retention, protection
-- a load: ``load``; ``fallback``: which checkpoint verifies; ``group_load``: the same on all ranks
+- all saves: ``in_flight``: the pending ones, their waits, and their end by Ctrl-C; ``known_steps``: the default step;
+  ``root``: lock, retention, protection
+- a load: ``load`` shows its stages; ``fallback``: which checkpoint verifies; ``group_load``: the same on all ranks
 - both: ``context``: what all calls share; ``outcomes``: what is logged, explained and counted
 - the end: ``shutdown``
 
