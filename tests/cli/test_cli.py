@@ -353,7 +353,7 @@ def _read_all(descriptor: int) -> bytes:
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback(root):
     with subprocess.Popen(
-        [sys.executable, "-m", "aio_ckpt", "inspect", str(root)],
+        [sys.executable, "-m", "aio_ckpt", "ls", str(root)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=child_environment(),

@@ -144,7 +144,7 @@ def load_as(rank: int, count: int, root: Path, kind: str, saved_as: str) -> None
     ("saved_as", "kind"),
     [
         ("FSDP2", "TP"),
-        ("TP", "FSDP2"),
+        pytest.param("TP", "FSDP2", marks=pytest.mark.slow),
         pytest.param("HSDP", "FSDP2 and TP", marks=needs_gloo_average),
         ("FSDP2 and TP", "FSDP2"),
     ],
@@ -353,7 +353,7 @@ def load_flat(rank: int, count: int, root: Path, numel: int) -> None:
         assert torch.equal(*(part.to_local() if isinstance(part, DTensor) else part for part in (found, value))), key
 
 
-@pytest.mark.parametrize("numel", [9, 10, 3, 1_000_003])
+@pytest.mark.parametrize("numel", [9, pytest.param(10, marks=pytest.mark.slow), 3, 1_000_003])
 def test_parts_of_flat_buffers_uneven_or_empty_come_back_on_any_number_of_ranks(
     two: Ranks, four: Ranks, tmp_path: Path, numel: int
 ) -> None:

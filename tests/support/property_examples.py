@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 __all__ = ["examples", "gate_stride"]
 
-GATE_EXAMPLES = 25
+GATE_EXAMPLES = 15
 NIGHTLY_EXAMPLES = 100
 """Of a property that names no number. This is the default of Hypothesis."""
 

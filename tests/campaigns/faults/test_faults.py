@@ -33,7 +33,7 @@ from tests.campaigns.faults.upkeep import UPKEEPS, short_reads, upkeep_points
 FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}
 EIO = FAULTS_BY_NAME["EIO"]
 LATER = next(saving for saving in SAVES if saving.name == "later save")
-SHORT = {"later save", "overwrite", "ENOSPC", "fsync fails once", "rename fails", "cancel"}
+SHORT = {"later save", "ENOSPC", "fsync fails once", "rename fails", "cancel"}
 """Of the kinds of saves and of faults, those that the gate tries; all others are part of the campaign."""
 RENAME = "rename,renameat,renameat2 EIO"
 ALL_CALLS = {"write,pwrite64,pwritev,pwritev2 ENOSPC", "fsync,fdatasync EIO", RENAME}
@@ -198,4 +198,4 @@ def test_the_nth_system_call_of_a_real_process_fails_and_nothing_is_lost(
 
 def test_no_memory_in_any_call_of_save_keeps_no_later_save_waiting(tmp_path: Path) -> None:
     """A few of some hundred places; ``python -m tests.campaigns.faults`` tries more of them."""
-    assert_survived(work.memory_in_save(tmp_path, start=150, stride=9), at_least=3)
+    assert_survived(work.memory_in_save(tmp_path, start=150, stride=9 * gate_stride(3)), at_least=3)
