@@ -43,7 +43,6 @@ from aio_ckpt.format.tensor_table import (
 )
 
 __all__ = [
-    "IntArray",
     "ObjectEntry",
     "RankManifest",
     "block_sums",
@@ -51,7 +50,6 @@ __all__ = [
     "decode_rank",
     "encode_rank",
     "encode_static",
-    "rank_manifest_name",
 ]
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import local_tensor
-from aio_ckpt.format.manifests import IntArray
+from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.leaves.values import Shard, Target
 
 __all__ = [

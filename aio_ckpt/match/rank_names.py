@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
-from aio_ckpt.format.manifests import rank_manifest_name
+from aio_ckpt.format.root_manifest import rank_manifest_name
 from aio_ckpt.state.names import copy_names, is_below, skeleton_names, subtree
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton
 
