@@ -27,10 +27,8 @@ from aio_ckpt.format.root_manifest import (
     FileEntry,
     FormatHead,
     decode_checked,
-    rank_manifest_name,
 )
 from aio_ckpt.format.tensor_table import (
-    IntArray,
     Names,
     StoredColumns,
     TensorColumns,
