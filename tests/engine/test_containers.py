@@ -355,3 +355,19 @@ def test_settings_of_a_type_of_ones_own_need_no_trust(root: Path, caplog: pytest
         found = engine.read()
     assert found["config"] == Config(0.5, (1, 2))
     assert type(found["layers"]) is Layers
+
+
+def parameter_state(number: float) -> dict[Any, Any]:
+    """As ``get_parameter_state_dp_zero`` of Megatron-LM's distributed optimizer nests it: keys are pairs of dtypes."""
+    dtypes = torch.bfloat16, torch.float32
+    world = {name: torch.full((5,), number) for name in ("param", "exp_avg", "exp_avg_sq")}
+    return {"buckets_coalesced": True, 0: {dtypes: {**world, "numel_unpadded": 5}}, "per_bucket_numel": [{dtypes: [5]}]}
+
+
+def test_the_parameter_state_of_megatrons_distributed_optimizer_comes_back(root: Path) -> None:
+    wanted = parameter_state(7.0)
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"optimizer": wanted}).result(TIMEOUT)
+        state = {"optimizer": parameter_state(0.0)}
+        engine.load(state)
+        torch.testing.assert_close([state["optimizer"], engine.read()["optimizer"]], [wanted, wanted], rtol=0, atol=0)
