@@ -1,7 +1,8 @@
 """Turn written files into a durable, visible checkpoint directory, and maintain those directories.
 
-In: write results. Out: manifests, a published directory, the list of committed steps; also ownership of pending
-directories, cleanup of failed saves, retention and quarantine. Imports everything up to ``write``.
+In: write results. Out: manifests, a published directory, the list of committed steps; also ``owner``: ownership of
+pending directories and what dead writers left; ``cleanup`` of failed saves; ``retention`` and deletion; ``quarantine``.
+``step_numbers`` checks a given step. Imports everything up to ``write``.
 """
 
 from aio_ckpt.commit.discovery import discover

@@ -20,13 +20,11 @@ T = TypeVar("T")
 def check_step(
     step: object, *, newest: int | None, committed: Collection[int], pending: Collection[int], overwrite: bool
 ) -> int:
-    """Return the step of a save: ``step``, or, if that is None, one after the newest committed or pending step.
+    """Return the step of a save that its caller gave, as an int.
 
     Raises:
         StepOrderError: ``step`` is no whole number from 0, or it does not exceed ``newest`` and is not overwritten.
     """
-    if step is None:
-        return 1 if newest is None else check_step_number(newest + 1)
     step = check_step_number(step)
     if newest is None or step > newest or (overwrite and step in committed):
         return step

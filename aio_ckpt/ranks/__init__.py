@@ -4,7 +4,8 @@ In: a message of each rank. Out: the leader's decision, the same on every rank, 
 failed. One rank alone is a group with one member. Stores are used here only.
 
 - exchanges: ``coordinator``, and ``store_coordinator`` by ``store`` and ``messages``
-- members: ``membership``; ``liveness``: which of them are alive; ``missing``: lines about those that are awaited
+- members: ``membership``; ``liveness``: heartbeats, and the error about a rank that does not come;
+  ``missing``: log lines while a wait lasts
 - a save: ``group_call`` until it is pending, then ``save_round``; ``save_ledger``: the leader's table of all shares
 - polls of a training loop: ``agreed_poll``: preemption and timers
 

@@ -1,7 +1,8 @@
 """Write durable files and read them.
 
 In: paths and bytes. Out: files that are fsynced when a call says so, ranges of bytes, listings, renames and the
-writer's lock. Each error holds its path and its errno. Imports ``runtime`` and ``format``.
+writer's lock. Each error holds its path and its errno. ``local`` is the file system, ``data_file`` reads and writes
+large files, ``direct_io`` probes O_DIRECT. Imports ``runtime`` and ``format``.
 """
 
 from aio_ckpt.storage.local import LocalStorage, Storage
