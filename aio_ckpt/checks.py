@@ -96,8 +96,11 @@ def local_name(text: str) -> str:
     """Return the path that a ``file:`` URL names; return any other path unchanged.
 
     Raises:
-        ValueError: ``text`` is a URL that names no path of this machine. The message says what to give.
+        ValueError: ``text`` is a URL that names no path of this machine, or begins with ``~``, which no system call
+            expands. The message says what to give.
     """
+    if text.startswith("~"):
+        raise ValueError("a path that begins with ~, which only a shell expands: give os.path.expanduser(path)")
     match = _URL.match(text)
     if match is None:
         return text

@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 _MAX_ROOT_MANIFEST_BYTES = 1 << 30
+_SHOWN = 10
+"""Most steps that the line of one pass names."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -115,6 +117,12 @@ def check_deletion(step: int, committed: Sequence[int], *, is_protected: bool, a
         raise StepOrderError(
             f"delete({step}): it is the newest committed step under {root}: allow_newest=True deletes it all the same"
         )
+
+
+def _text_of(steps: Sequence[int]) -> str:
+    """Return steps for a log line, the first ten of them: "step 1", "steps 1, 2"."""
+    named, more = ", ".join(map(str, steps[:_SHOWN])), len(steps) - _SHOWN
+    return f"step{'s' if len(steps) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"
 
 
 def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float | None]:
@@ -296,6 +304,8 @@ class Retention:
             except OSError as error:
                 _log.warning("%s: retention was put off: %s", self._root, error)
             self.undeleted = undeleted
+            if deleted := [step for step in removed if step not in undeleted]:
+                _log.info("deleted %s (keep_last=%s)", _text_of(deleted), self._policy.keep_last)
             return removed
 
     async def delete(self, step: int, *, allow_newest: bool) -> list[int]:

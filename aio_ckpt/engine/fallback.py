@@ -19,7 +19,6 @@ from aio_ckpt.errors import (
     MismatchError,
     ReadError,
 )
-from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.error_notes import mark_modified
 from aio_ckpt.runtime.waiting import disk_lines
@@ -225,8 +224,6 @@ async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.Commi
 async def _why_empty(ctx: EngineContext) -> str:
     """Return why a root may hold no checkpoint, and the remedy; '' if the reason is unknown."""
     root, storage = ctx.root, ctx.storage
-    if await storage.exists(root / METADATA_FILE):
-        return f" (the root is itself a checkpoint: give its parent {root.parent} as the root, or load it by path=)"
     if not await storage.exists(root):
         return " (the directory does not exist: check the path)"
     return "" if await names_in(storage, root) else " (the directory is empty: check the path)"

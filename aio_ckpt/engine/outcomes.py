@@ -167,12 +167,17 @@ def explained(
     """Return the text of the error with what is needed, what is free and the remedy."""
     free = "" if free_bytes is None else f", {amount(free_bytes)} are free on its file system"
     quota = "raise the quota, " if is_quota else ""
-    if keep_last is None:
-        remedy = "free space, or delete older steps with keep_last"
-    else:
-        lower = "" if keep_last == 1 else ", or lower keep_last"
-        remedy = f"free space{lower}: keep_last={keep_last} needs room for {keep_last + 1} steps"
+    # Retention deletes only after a commit, which a full disk prevents: keep_last helps the next run only.
+    room = "keep_last=N needs room for N + 1 steps" if keep_last is None else _room_for(keep_last)
+    remedy = (
+        "free space, or delete an older step: engine.delete(step), or `aio-ckpt prune ROOT --keep-last N` once the "
+        f"trainer has ended. For the next run: {room}"
+    )
     return f"{text}: this save{whose} needs {amount(needed_bytes)}{free}; {quota}{remedy}"
+
+
+def _room_for(keep_last: int) -> str:
+    return f"keep_last={keep_last} needs room for {keep_last + 1} steps"
 
 
 # -- counters ---------------------------------------------------------------------------------------

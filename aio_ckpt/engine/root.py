@@ -23,6 +23,7 @@ from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import CheckpointNotFoundError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.names import LOCK_FILE
+from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
@@ -44,7 +45,7 @@ def usable_root(root: str | os.PathLike[str]) -> Path:
     """Return the absolute path of the directory of the checkpoints. Makes nothing: the first save makes the directory.
 
     Raises:
-        RootError: the path is no path, is a file, or cannot be made; see :func:`checked_path`.
+        RootError: the path is no path, is a file or a checkpoint, or cannot be made; see :func:`checked_path`.
     """
     path = checked_path(root).absolute()
     try:
@@ -53,6 +54,9 @@ def usable_root(root: str | os.PathLike[str]) -> Path:
         raise RootError(
             error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(path)
         ) from error
+    if os.path.isfile(path / METADATA_FILE):
+        remedy = f"give its parent {path.parent} as the root, or load it by path="
+        raise RootError(errno.EEXIST, f"the root is itself a checkpoint: {remedy}", str(path))
     return path
 
 

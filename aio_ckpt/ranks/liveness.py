@@ -264,7 +264,7 @@ class Liveness:
                             return found
                         raise
                     if is_line_due:
-                        lines.tell(functools.partial(self._line_about, topic, call, awaited))
+                        lines.tell(functools.partial(self._line_about, topic, call, awaited, lines.is_first))
                 now = time.monotonic()
                 pause = min(max(now - begun, longest) * _POLL_SHARE, longest)
                 await anyio.sleep(min(pause, max(due - now, 0)))
@@ -292,7 +292,7 @@ class Liveness:
             self._heard[kind] = max(number, self._heard.get(kind, 0))
             self._last_heard = call
 
-    def _line_about(self, topic: str, call: Call | None, awaited: Awaited, waited: str) -> str:
+    def _line_about(self, topic: str, call: Call | None, awaited: Awaited, is_first: bool, waited: str) -> str:
         return line_about(
             topic,
             call,
@@ -302,6 +302,7 @@ class Liveness:
             name=self._name,
             leader=self.leader,
             heartbeat_secs=self.stall_secs / HEARTBEATS_A_STALL,
+            is_first=is_first,
         )
 
     async def _check_alive(self, ranks: Sequence[int], timer: LivenessTimer) -> Awaited:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from aio_ckpt.ranks.messages import Call, Heartbeat
 from aio_ckpt.runtime.waiting import duration_text
 
-__all__ = ["MEETING", "SHOWN", "Awaited", "Heard", "line_about", "names_of"]
+__all__ = ["MEETING", "REMEDY", "SHOWN", "Awaited", "Heard", "line_about", "names_of"]
 
 SHOWN = 5
 """Most ranks that a line or an error names."""
 MEETING = "the rendezvous"
 """Topic in which the engines of one root meet."""
+REMEDY = ". Look at the log and the stack (py-spy dump) there: every rank must make the same calls"
+"""End of the first line about a rank that has not made a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ def line_about(
     name: str,
     leader: int,
     heartbeat_secs: float,
+    is_first: bool,
 ) -> str:
     """Return the line about a wait in ``topic``, which is part of ``call``; empty if no rank is awaited any more.
 
@@ -75,6 +78,8 @@ def line_about(
         name: name of the engine.
         leader: the rank that leads. If it waits in the same topic, it logs the missing ranks.
         heartbeat_secs: time between two heartbeats of a rank that is in a call.
+        is_first: whether this is the first line about the wait. It tells what to do about a rank that is not in the
+            call.
     """
     if not awaited.ranks:
         return ""
@@ -89,7 +94,8 @@ def line_about(
     lines = [_line(state, ranks, topic, call, waited, name) for state, ranks in groups.items()]
     more = len(awaited.ranks) - len(awaited.beats)
     told = [*lines, *([f"{more} more ranks are missing"] if more else [])]
-    return ". ".join([told[0], *(f"{line[0].upper()}{line[1:]}" for line in told[1:])])
+    remedy = REMEDY if is_first and call is not None and not all(state.is_in_call for state in groups) else ""
+    return ". ".join([told[0], *(f"{line[0].upper()}{line[1:]}" for line in told[1:])]) + remedy
 
 
 def names_of(ranks: Sequence[int]) -> str:

@@ -80,6 +80,11 @@ class WaitLines:
             self._due = next_line_secs(waited)
         return waited >= self._due
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the next line is the first about this wait."""
+        return self._due <= FIRST_LINE_SECS
+
     def tell(self, describe: Callable[[str], str]) -> None:
         """Log a line now, unless it is empty; the next is due when the wait has doubled."""
         waited = self._waited_secs()

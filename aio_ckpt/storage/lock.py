@@ -115,6 +115,9 @@ def _open_locked(path: Path) -> int:
                 path.parent.mkdir(exist_ok=True)
                 sync_dir(path.parent.parent)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError as exc:
+            message = "the root is gone (its directory was removed or unmounted): bring it back, or give another root"
+            raise RootError(exc.errno, message, str(path)) from exc
         except OSError as exc:
             message = f"cannot open the lock file ({exc.strerror}): give a writable root"
             raise RootError(exc.errno, message, str(path)) from exc

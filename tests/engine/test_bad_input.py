@@ -258,6 +258,19 @@ def test_a_root_that_is_no_name_is_refused(tmp_path: Path, root: str, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_path_that_begins_with_a_tilde_is_refused_with_expanduser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for opens in (CheckpointEngine, SyncCheckpointEngine, Writer, Reader):
+        with pytest.raises(RootError, match=r"begins with ~.*give os\.path\.expanduser"):
+            opens("~/runs/ckpt")
+    with pytest.raises(ConfigError, match=r"begins with ~.*give os\.path\.expanduser"):
+        aio_ckpt.read(Path("~/runs/ckpt"))
+    assert os.listdir(tmp_path) == []
+    SyncCheckpointEngine("./~").close()
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", "hf://org/x", Path("s3://bucket/x")])
 def test_a_url_is_refused_as_a_root_and_as_a_checkpoint(
     tmp_path: Path, url: Any, monkeypatch: pytest.MonkeyPatch

@@ -163,6 +163,21 @@ def test_nothing_is_deleted_unasked(root: Path) -> None:
         assert engine.steps() == list(range(1, 12))
 
 
+def test_a_pass_that_deletes_logs_one_line_with_its_steps(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aio_ckpt")
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, *range(1, 15))
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=2)) as engine:
+        save(engine, 15)
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=2)) as engine:
+        save(engine, 16)
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=3)) as engine:
+        save(engine, 17)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if "deleted" in record.getMessage()]
+    first = "deleted steps 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 3 more (keep_last=2)"
+    assert told == [("INFO", first), ("INFO", "deleted step 14 (keep_last=2)")]
+
+
 def test_a_step_expires_by_a_rename_that_is_durable_before_a_file_is_deleted(root: Path) -> None:
     with gated_engine(root, keep_last=1) as (engine, storage):
         engine.save(weights(1), 1).result(TIMEOUT)

@@ -22,6 +22,7 @@ from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, Sta
 from aio_ckpt.ranks import store_coordinator as coordinator_module
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, LivenessTimer, lost_peer
 from aio_ckpt.ranks.messages import Decision, Heartbeat, call_of
+from aio_ckpt.ranks.missing import REMEDY
 from aio_ckpt.ranks.store import StoreKeys
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 
@@ -317,7 +318,7 @@ def test_a_line_about_a_missing_rank_costs_one_reading_of_its_heartbeat(monkeypa
             monkeypatch.setattr(StoreKeys, "beats", counted)
             other.begin_call("load 1")
             waiting = asyncio.create_task(leader.exchange("save 5", b"0", in_order, stage="agree"))
-            text = r"rank 1 has not called save\(\) for \d+ s; it was last seen opening its engine"
+            text = r"rank 1 has not called save\(\) for \d+ s; it was last seen opening its engine.*"
             await asyncio.to_thread(lines.wait_for, text, 3)
             _, found = await asyncio.gather(other.exchange("save 5", b"1", in_order, stage="agree"), waiting)
             return found
@@ -325,6 +326,11 @@ def test_a_line_about_a_missing_rank_costs_one_reading_of_its_heartbeat(monkeypa
     with early_lines() as lines:
         assert asyncio.run(main()) == b"0|1"
     told = sum("not called" in message or "not finished" in message for message in lines.messages)
+    assert [message.endswith(REMEDY) for message in lines.messages if "not called" in message][:3] == [
+        True,
+        False,
+        False,
+    ]
     assert read == [[1]] * len(read)
     assert len(read) <= told + 2  # one for its own first heartbeat, one for a line that came to nothing
 

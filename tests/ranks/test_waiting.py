@@ -16,6 +16,8 @@ from log_lines import LogLines, early_lines
 from rank_engines import acting_engine
 from rank_processes import Ranks, engine_on, ranks
 
+from aio_ckpt.ranks.missing import REMEDY
+
 SECS = 30.0
 FIRST_SECS = 0.2
 """Lines come at 0.2 s, 0.4 s and so on; heartbeats of a call from 0.1 s on. Lines say "0 s"."""
@@ -29,11 +31,11 @@ Told = tuple[str, int | None, int, str]
 
 
 def told(lines: LogLines, *words: str) -> set[Told]:
-    """Level, step, rank and message of the records about ``words``, without the durations."""
+    """Level, step, rank and message of the records about ``words``, without the durations and what to do."""
     return {
-        (record.levelname, getattr(record, "step", None), record.rank, re.sub(r"\b\d+ s\b", "N s", record.getMessage()))
+        (record.levelname, getattr(record, "step", None), record.rank, re.sub(r"\b\d+ s\b", "N s", message))
         for record in lines.records
-        if any(word in record.getMessage() for word in words)
+        if any(word in (message := record.getMessage().removesuffix(REMEDY)) for word in words)
     }
 
 

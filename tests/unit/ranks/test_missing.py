@@ -9,7 +9,7 @@ import pytest
 
 from aio_ckpt.ranks.liveness import heartbeat_pauses
 from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat
-from aio_ckpt.ranks.missing import MEETING, SHOWN, Awaited, Heard, line_about
+from aio_ckpt.ranks.missing import MEETING, REMEDY, SHOWN, Awaited, Heard, line_about
 
 SAVE = Call("save", 5, 200)
 BEFORE = Call("save", 4, 199)
@@ -24,9 +24,10 @@ def beat(*calls: Call, waits: tuple[str, ...] = (), has_left: bool = False) -> H
 
 def line(*beats: Heartbeat | None, heard: Heard = NOTHING, **changed: Any) -> str:
     silent = changed.pop("silent", 0.0)
+    is_first = changed.pop("is_first", False)
     ranks = changed.pop("ranks", range(1, len(beats) + 1))
     awaited = Awaited(ranks=ranks, beats=beats, silent_secs=[silent] * len(beats))
-    rest = {"waited": "30 s", "name": "/ckpt", "leader": 0, "heartbeat_secs": 150.0}
+    rest = {"waited": "30 s", "name": "/ckpt", "leader": 0, "heartbeat_secs": 150.0, "is_first": is_first}
     return line_about(changed.pop("topic", "save 5"), changed.pop("call", SAVE), awaited, heard, **rest)
 
 
@@ -53,6 +54,13 @@ def test_a_rank_that_has_not_come_is_named_with_its_newest_call(
     seen: Heartbeat | None, heard: Heard, where: str
 ) -> None:
     assert line(seen, heard=heard) == NOT_CALLED + where
+
+
+def test_the_first_line_about_a_rank_that_has_not_come_ends_with_what_to_do() -> None:
+    seen = "; it was last seen in save() of step 199"
+    assert line(None, heard=SAVED, is_first=True) == NOT_CALLED + seen + REMEDY
+    assert REMEDY not in line(beat(SAVE), heard=SAVED, is_first=True), "it is in the call"
+    assert REMEDY not in line(None, topic=MEETING, call=None, is_first=True)
 
 
 def test_a_rank_that_has_come_is_waited_for_to_finish() -> None:
