@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,6 +139,17 @@ def test_a_step_that_stock_dcp_wrote_over_is_not_damaged(root, capsys):
     save_by_dcp({"w": torch.ones(3)}, root / STEP, aio_ckpt.dcp.Writer(root / STEP))
     save_by_dcp({"w": torch.ones(4)}, root / STEP)
     assert document(capsys, "ls", root)[1]["checkpoints"][0]["fault"] is None
+
+
+@pytest.mark.parametrize("awk", ["awk", "mawk", "gawk"])
+def test_the_awk_of_the_docs_prints_the_first_column(root, capsys, awk):
+    if shutil.which(awk) is None:
+        pytest.skip(f"no {awk}")
+    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    flags, program = re.findall(r"`awk -F '([^']+)' '([^']+)'`", page)[0]
+    table = called(capsys, "ls", root)[1]
+    found = subprocess.run([awk, "-F", flags, program], input=table, capture_output=True, text=True, check=True).stdout
+    assert found.splitlines()[:3] == ["directory", STEP, "step_000000020"]
 
 
 def test_ls_reads_no_data(root, capsys):
