@@ -127,11 +127,12 @@ def prune_command(
 ) -> int:
     """Delete the steps under ROOT that the rules do not keep. Shows them and asks first.
 
-    Protected steps stay. Steps that look damaged stay and do not count. No trainer may save there meanwhile: give it
+    Run aio-ckpt verify first: prune reads manifests, no data. Protected steps stay. Steps that look damaged stay and do
+    not count; if the newest does, nothing is deleted. No trainer may save there meanwhile: give it
     EngineConfig(keep_last=...) instead.
     """
     from aio_ckpt.cli.work import call
-    from aio_ckpt.cli.work.root_changes import as_writer, delete_steps, plan_prune
+    from aio_ckpt.cli.work.root_changes import as_writer, check_newest, delete_steps, plan_prune
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
@@ -145,12 +146,14 @@ def prune_command(
     if not wanted.expired:
         _tell_deleted([], screen)
         return 0
+    check_newest(wanted, root)
     steps = [row.step for row in wanted.expired]
     told = ", ".join(map(str, steps))
     summary = f"{plural(len(steps), 'checkpoint')}, {amount(wanted.nbytes)}"
     if not yes:
         click.echo(f"to be deleted: {told}\n{summary}; {len(wanted.kept)} stay", err=as_json)
-        if not click.confirm("Delete them?", err=as_json):
+        click.echo("run aio-ckpt verify first: the data of those that stay was not read", err=as_json)
+        if not _is_confirmed(to_stderr=as_json):
             return 1
 
     async def delete(storage: Storage, executor: Executor) -> list[int]:
@@ -163,6 +166,21 @@ def prune_command(
 
     _tell_deleted(call(delete), screen)
     return 0
+
+
+def _is_confirmed(*, to_stderr: bool) -> bool:
+    """Ask on the terminal.
+
+    Raises:
+        click.ClickException: standard input ended without an answer: it is no terminal.
+    """
+    try:
+        return click.confirm("Delete them?", err=to_stderr)
+    except click.Abort as error:
+        if not isinstance(error.__context__, EOFError):
+            raise
+        click.echo(err=True)
+        raise click.ClickException("no answer on standard input, and nothing is deleted: give --yes") from error
 
 
 @click.command("rollback", epilog=example("aio-ckpt rollback runs/ckpt 100"))

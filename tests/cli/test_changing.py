@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 
 import pytest
@@ -74,9 +75,30 @@ def test_prune_shows_what_it_deletes_and_asks(many, capsys, answer, left):
 
 
 def test_prune_counts_no_damaged_step_and_keeps_it(many, capsys):
-    (many / "step_000000006/aio_ckpt.json").write_text("{")
-    assert called(capsys, "prune", many, "--keep-last", 1, "--yes")[1] == "deleted: 1, 2, 4\n"
-    assert steps(capsys, many) == [3, 5, 6]
+    (many / "step_000000005/aio_ckpt.json").write_text("{")
+    assert called(capsys, "prune", many, "--keep-last", 2, "--yes")[1] == "deleted: 1, 2\n"
+    assert steps(capsys, many) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("file", ["aio_ckpt.json", ".metadata"])
+def test_prune_beside_a_damaged_newest_step_deletes_nothing_and_names_it(many, capsys, file):
+    (many / "step_000000006" / file).unlink()
+    code, out, err = called(capsys, "prune", many, "--keep-last", 1, "--yes")
+    assert (code, out) == (1, "")
+    assert f"step 6, the newest, is damaged ({file}: " in err
+    assert f"run 'aio-ckpt verify {many}', then delete {many}/step_000000006" in err
+    assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_prune_without_an_answer_says_what_to_give(many, capsys, monkeypatch, options):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    code, out, err = called(capsys, "prune", many, "--keep-last", 2, *options)
+    assert code == 1
+    assert err.endswith("aio-ckpt: no answer on standard input, and nothing is deleted: give --yes\n")
+    assert "run aio-ckpt verify first" in (err if options else out)
+    assert not (options and out)
+    assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
 
 
 def test_rollback_sets_later_steps_aside(many, capsys):

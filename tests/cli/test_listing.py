@@ -141,15 +141,14 @@ def test_a_step_that_stock_dcp_wrote_over_is_not_damaged(root, capsys):
     assert document(capsys, "ls", root)[1]["checkpoints"][0]["fault"] is None
 
 
-@pytest.mark.parametrize("awk", ["awk", "mawk", "gawk"])
+@pytest.mark.parametrize("awk", [*filter(shutil.which, ("mawk", "gawk", "busybox"))])
 def test_the_awk_of_the_docs_prints_the_first_column(root, capsys, awk):
-    if shutil.which(awk) is None:
-        pytest.skip(f"no {awk}")
     page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
     flags, program = re.findall(r"`awk -F '([^']+)' '([^']+)'`", page)[0]
     table = called(capsys, "ls", root)[1]
-    found = subprocess.run([awk, "-F", flags, program], input=table, capture_output=True, text=True, check=True).stdout
-    assert found.splitlines()[:3] == ["directory", STEP, "step_000000020"]
+    command = ["busybox", "awk"] if awk == "busybox" else [awk]
+    found = subprocess.run([*command, "-F", flags, program], input=table, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[:3] == ["directory", STEP, "step_000000020"]
 
 
 def test_ls_reads_no_data(root, capsys):

@@ -18,12 +18,27 @@ from aio_ckpt.commit.discovery import CommittedCheckpoint, abandon_after, discov
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.retention import Policy, Retention, expired, protected_steps, unprotect_after
 from aio_ckpt.config import EngineConfig, KeepBest
-from aio_ckpt.errors import CheckpointNotFoundError, ProtectedStepError, RootError, StepOrderError
+from aio_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ProtectedStepError,
+    RootError,
+    StepOrderError,
+)
 from aio_ckpt.format.names import LOCK_FILE, StepNames
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["PrunePlan", "as_writer", "check_committed", "check_removable", "delete_steps", "plan_prune", "roll_back"]
+__all__ = [
+    "PrunePlan",
+    "as_writer",
+    "check_committed",
+    "check_newest",
+    "check_removable",
+    "delete_steps",
+    "plan_prune",
+    "roll_back",
+]
 
 _HELD = (errno.EAGAIN, errno.EACCES, errno.EBUSY)
 
@@ -157,3 +172,13 @@ async def plan_prune(
     return PrunePlan(
         expired=tuple(row for row in rows if row.step in gone), kept=tuple(row for row in rows if row.step not in gone)
     )
+
+
+def check_newest(plan: PrunePlan, root: Path) -> None:
+    """Raise CorruptCheckpointError if the newest step looks damaged: the steps before it may be all that is good."""
+    newest = max(plan.kept, key=lambda row: row.step)
+    if newest.is_damaged:
+        raise CorruptCheckpointError(
+            f"step {newest.step}, the newest, is damaged ({newest.fault}), and nothing is deleted: "
+            f"run 'aio-ckpt verify {root}', then delete {newest.path}"
+        )
