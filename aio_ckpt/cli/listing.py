@@ -86,8 +86,9 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
     for row in found.checkpoints:
         if row.fault:
             screen.line(f"step {row.step}: {printable(row.fault)}", style="bold red")
+    for pending, owner in zip(found.pending, found.pending_owners, strict=True):
+        screen.line(f"pending (not a checkpoint): {printable(pending)} ({printable(owner)})")
     for kind, others in (
-        ("pending (not a checkpoint)", found.pending),
         ("abandoned by rollback", found.abandoned),
         ("damaged, set aside", found.quarantined),
     ):
@@ -164,7 +165,7 @@ def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:
     parts = (
         ("checkpoints", found.checkpoints, "'aio-ckpt ls' lists them"),
         ("protected", found.protected, "part of the checkpoints"),
-        ("pending", found.pending, PENDING_DIR),
+        ("pending", found.pending, f"{PENDING_DIR}: 'aio-ckpt ls' tells whether a writer lives"),
         ("abandoned", found.abandoned, f"{ABANDONED_DIR}: delete it by hand"),
         ("damaged", found.quarantined, f"{CORRUPT_DIR}: delete it by hand"),
         ("trash", found.trash, f"{TRASH_DIR}: the next writer deletes it"),

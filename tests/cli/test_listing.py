@@ -8,13 +8,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from command_line import called, document, save_by_dcp
 
 import aio_ckpt.dcp
 from aio_ckpt.cli.listing import best_rule
+from aio_ckpt.commit.owner import Owner, pending_path
 from aio_ckpt.config import EngineConfig, KeepBest
+from aio_ckpt.format.names import OWNER_FILE
 from aio_ckpt.sync import SyncCheckpointEngine
 
 STEP = "step_000000010"
@@ -187,3 +190,31 @@ def test_du_tells_the_parts_of_a_root(root, capsys):
     out = called(capsys, "du", root)[1]
     assert "pending" in out
     assert "abandoned" not in out
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "lives"),
+        ({"started_ticks": 1}, "is dead: the next engine clears it"),
+        ({"pid_namespace": "another"}, "may live: if it does not, an engine clears it after a time"),
+    ],
+)
+def test_ls_tells_whether_the_writer_of_a_pending_directory_lives(root, capsys, has_record, change, words):
+    owner = msgspec.structs.replace(Owner.of_this_process("s"), **change)
+    pending = pending_path(root, owner, 1)
+    pending.mkdir(parents=True)
+    if has_record:
+        (pending / OWNER_FILE).write_bytes(msgspec.json.encode(owner))
+    out = called(capsys, "ls", root)[1]
+    told = f"its writer, process {os.getpid()} on {os.uname().nodename}, {words}"
+    assert f"pending (not a checkpoint): {pending.relative_to(root)} ({told}" in out
+    assert document(capsys, "ls", root)[1]["pending_owners"][0].startswith(told)
+
+
+def test_ls_of_a_pending_directory_without_a_record_says_so(root, capsys):
+    (root / ".aio_ckpt/pending/x-1").mkdir(parents=True)
+    (root / ".aio_ckpt/pending/x-1/writer.json").write_text("{")
+    assert ".aio_ckpt/pending/x-1 (its writer is unknown: an engine clears it" in called(capsys, "ls", root)[1]
+    assert "'aio-ckpt ls' tells whether a writer lives" in called(capsys, "du", root)[1]

@@ -17,6 +17,7 @@ import msgspec
 
 from aio_ckpt.cli.work.quick_check import check_files, file_lengths
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
+from aio_ckpt.commit.owner import Owner, owner_by_name, read_owner
 from aio_ckpt.commit.retention import best, protected_steps
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, ReadError
@@ -68,6 +69,8 @@ class RootTable(msgspec.Struct, frozen=True, kw_only=True):
     """Committed, ascending by step."""
     pending: tuple[str, ...]
     """Directories of saves that are being written, or whose writer died."""
+    pending_owners: tuple[str, ...]
+    """Of each of ``pending``, in words: who writes it, whether that process lives, what becomes of the directory."""
     abandoned: tuple[str, ...]
     """Directories that ``rollback`` set aside."""
     quarantined: tuple[str, ...]
@@ -88,10 +91,13 @@ async def list_root(
         ReadError: the root cannot be read.
     """
     rows = await rows_of(storage, executor, root, names)
+    pending = await _below(storage, root, PENDING_DIR)
+    here = Owner.of_this_process("ls")
     return RootTable(
         root=str(root),
         checkpoints=_marked(rows, rule),
-        pending=await _below(storage, root, PENDING_DIR),
+        pending=pending,
+        pending_owners=tuple([await _owner_words(storage, root / name, here) for name in pending]),
         abandoned=await _below(storage, root, ABANDONED_DIR),
         quarantined=await _below(storage, root, CORRUPT_DIR),
         nbytes=sum(row.nbytes for row in rows),
@@ -110,6 +116,21 @@ async def rows_of(storage: Storage, executor: Executor, root: Path, names: StepN
 async def _below(storage: Storage, root: Path, directory: str) -> tuple[str, ...]:
     """Return the entries of one of the engine's own directories, as paths below the root."""
     return tuple(f"{directory}/{name}" for name in await names_in(storage, root / directory))
+
+
+async def _owner_words(storage: Storage, pending: Path, here: Owner) -> str:
+    try:
+        owner: Owner | None = msgspec.json.decode(await read_owner(storage, pending), type=Owner)
+    except (AioCkptError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        owner = owner_by_name(pending.name, here)  # the record is missing or torn
+    if owner is None:
+        return "its writer is unknown: an engine clears it after a time without a sign of life"
+    whose = f"its writer, process {owner.pid} on {owner.host}"
+    if owner.is_proven_dead(here):
+        return f"{whose}, is dead: the next engine clears it"
+    if (owner.machine_id, owner.boot_id, owner.pid_namespace) == (here.machine_id, here.boot_id, here.pid_namespace):
+        return f"{whose}, lives"
+    return f"{whose}, may live: if it does not, an engine clears it after a time without a sign of life"
 
 
 async def _row(
