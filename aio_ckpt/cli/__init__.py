@@ -1,7 +1,7 @@
 """The command line, ``aio-ckpt`` and ``python -m aio_ckpt``. In: arguments. Out: lines on the console, an exit code.
 
-``commands`` is the group, with errors and exit codes. ``arguments`` and ``console`` are what commands share. A module
-whose name ends in -ing defines the options of a few commands and prints; ``work`` holds what they do:
+``commands`` is the group, with errors and exit codes. ``arguments``, ``advice`` and ``console`` are shared.
+A module whose name ends in -ing defines the options of a few commands and prints; ``work`` holds what they do:
 
 - ``listing``: ls, du
 - ``inspecting``: inspect

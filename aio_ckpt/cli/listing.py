@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from aio_ckpt.cli.advice import advice
 from aio_ckpt.cli.arguments import check_root, example, json_option, root_argument, step_dir_option
 from aio_ckpt.cli.console import (
     Cells,
@@ -94,6 +95,9 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
     ):
         for other in others:
             screen.line(f"{kind}: {printable(other)}")
+    damaged = [Path(row.path) for row in found.checkpoints if row.is_damaged]
+    if told := advice(root, names, damaged, [row.step for row in found.checkpoints if row.fault is None]):
+        screen.line(told)
 
 
 def _table(rows: tuple[RootRow, ...], now_unix: float) -> tuple[Cells, list[Cells]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
+from aio_ckpt.cli.advice import advice
 from aio_ckpt.cli.arguments import Directory, example, json_option, step_dir_option
-from aio_ckpt.cli.console import Screen, bytes_progress, printable
+from aio_ckpt.cli.console import Screen, bytes_progress, plural, printable
 from aio_ckpt.config import MAX_WORKERS
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.names import StepNames
@@ -67,6 +68,8 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
         screen.json({"is_good": not bad, "checkpoints": results})
     elif len(results) > 1:
         screen.line(f"{len(results)} checkpoints, {bad} with faults")
+    if bad and not as_json:
+        _advise(path, results, names, screen)
     return 1 if bad else 0
 
 
@@ -130,6 +133,17 @@ def _bytes_now(checkpoint: Path) -> int:
         return 0
 
 
+def _advise(path: Path, results: Sequence[_Verified], names: StepNames, screen: Screen) -> None:
+    damaged = [Path(result.path) for result in results if result.faults]
+    if damaged == [path]:  # one checkpoint was named: nothing is known of its siblings
+        told = advice(path.parent, names, damaged, None)
+    else:
+        steps = [names.step(Path(result.path).name) for result in results if not (result.faults or result.is_gone)]
+        told = advice(path, names, damaged, [step for step in steps if step is not None])
+    if told:
+        screen.line(told)
+
+
 def _tell(result: _Verified, screen: Screen) -> None:
     if screen.as_json:
         return
@@ -141,7 +155,9 @@ def _tell(result: _Verified, screen: Screen) -> None:
         speed = amount(result.nbytes / max(result.secs, 1e-9))
         screen.line(f"{name}: good, {amount(result.nbytes)} in {result.secs:.2f} s ({speed}/s)", style="green")
         return
-    screen.line(f"{name}: {len(result.faults)} fault(s)", style="bold red")
+    screen.line(f"{name}: {plural(len(result.faults), 'fault')}", style="bold red")
     for fault in result.faults:
         tensor = f" {fault.tensor!r}" if fault.tensor else ""
-        screen.line(f"  {printable(fault.file)}{printable(tensor)}: {printable(fault.message)}")
+        screen.line(
+            f"  {printable(fault.file)}{printable(tensor)}: {printable(fault.message.removeprefix(f'{fault.file}: '))}"
+        )

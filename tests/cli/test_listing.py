@@ -218,3 +218,33 @@ def test_ls_of_a_pending_directory_without_a_record_says_so(root, capsys):
     (root / ".aio_ckpt/pending/x-1/writer.json").write_text("{")
     assert ".aio_ckpt/pending/x-1 (its writer is unknown: an engine clears it" in called(capsys, "ls", root)[1]
     assert "'aio-ckpt ls' tells whether a writer lives" in called(capsys, "du", root)[1]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+@pytest.mark.parametrize(
+    ("damaged", "words"),
+    [
+        ([20], "load() falls back to step 10; 'aio-ckpt rm ROOT 20 --allow-newest' deletes it"),
+        ([10], "load() takes step 20; 'aio-ckpt rm ROOT 10' deletes it"),
+        ([10, 20], "load() finds no step that is not damaged; 'aio-ckpt rm ROOT 10 20 --allow-newest' deletes them"),
+    ],
+)
+def test_the_last_line_below_damaged_steps_says_what_to_do(root, capsys, command, damaged, words):
+    for step in damaged:
+        cut_data(root / f"step_{step:09d}")
+    assert called(capsys, command, root)[1].splitlines()[-1] == words.replace("ROOT", str(root))
+    assert called(capsys, *words.split("'")[1].replace("ROOT", str(root)).split()[1:])[0] == 0
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_step_without_metadata_is_one_to_delete_by_hand(root, capsys, command):
+    remove_metadata(root / STEP)
+    assert called(capsys, command, root)[1].splitlines()[-1] == (f"load() takes step 20; delete by hand: {root / STEP}")
+
+
+def test_verify_of_one_damaged_checkpoint_knows_nothing_of_its_siblings(root, capsys):
+    remove_data(root / "step_000000020")
+    lines = called(capsys, "verify", root / "step_000000020")[1].splitlines()
+    assert lines[-1] == f"'aio-ckpt rm {root} 20 --allow-newest' deletes it"
+    assert lines[0] == "step_000000020: 1 fault"
+    assert lines[1] == "  __0_0.distcp: missing"

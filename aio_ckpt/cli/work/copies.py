@@ -105,8 +105,9 @@ async def copy_checkpoint(
 
 def _check_none(faults: Sequence[Fault], source: Path) -> None:
     if faults:
+        first = faults[0]
         raise CorruptCheckpointError(
-            f"{source}: the copy does not verify: {faults[0].file}: {faults[0].message}: "
+            f"{source}: the copy does not verify: {first.file}: {first.message.removeprefix(f'{first.file}: ')}: "
             f"'aio-ckpt verify {source}' tells whether the source is damaged"
         )
 
