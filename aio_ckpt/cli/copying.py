@@ -37,11 +37,11 @@ def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as
 
     if not root.exists():
         if not root.parent.is_dir():
-            raise MistypedPathError(f"{root}: no such directory, and none above it")
+            raise MistypedPathError(f"{root}: {root.parent} does not exist either: make it first")
     elif os.listdir(root):
         check_root(root, names)
     screen = Screen(as_json=as_json)
-    with bytes_progress(screen, "cp") as on_progress:
+    with bytes_progress(screen, "copy and verify") as on_progress:
 
         async def work(storage: Storage, executor: Executor) -> Copied:
             return await copy_checkpoint(storage, executor, path, root, names, step=step, on_progress=on_progress)

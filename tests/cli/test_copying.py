@@ -51,9 +51,8 @@ async def test_cp_of_a_damaged_checkpoint_makes_nothing_visible(root, tmp_path, 
     await flip(root / STEP, "model.embed")
     code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
     assert code == 1
-    assert "does not verify" in err
-    assert os.listdir(tmp_path / "new") == [".aio_ckpt"]
-    assert not list((tmp_path / "new/.aio_ckpt/pending").iterdir())
+    assert "does not verify: __0_0.distcp: " in err
+    assert not (tmp_path / "new").exists()
 
 
 def test_cp_that_fails_midway_leaves_no_file(root, tmp_path, capsys, monkeypatch):
@@ -64,8 +63,29 @@ def test_cp_that_fails_midway_leaves_no_file(root, tmp_path, capsys, monkeypatch
     code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
     assert code == 1
     assert "No space left" in err
-    assert os.listdir(tmp_path / "new") == [".aio_ckpt"]
-    assert not list((tmp_path / "new/.aio_ckpt/pending").iterdir())
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("has_root", [True, False])
+def test_cp_to_a_full_disk_names_both_files_and_removes_the_root_it_made(root, tmp_path, capsys, monkeypatch, has_root):
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    if has_root:
+        (tmp_path / "new").mkdir()
+    monkeypatch.setattr(os, "sendfile", full)
+    code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
+    assert code == 1
+    assert err.startswith(f"aio-ckpt: {tmp_path}/new/.aio_ckpt/pending/")
+    assert f": No space left on device, copying {root / STEP}/" in err
+    assert (tmp_path / "new").exists() == has_root
+    assert not has_root or not list((tmp_path / "new/.aio_ckpt/pending").iterdir())
+
+
+def test_cp_below_a_missing_parent_names_it(root, tmp_path, capsys):
+    code, _, err = called(capsys, "cp", root, tmp_path / "none/deep")
+    assert code == 1
+    assert f"{tmp_path}/none/deep: {tmp_path}/none does not exist either: make it first" in err
 
 
 def test_every_file_and_directory_of_a_copy_is_fsynced_before_it_is_visible(root, tmp_path, capsys, monkeypatch):

@@ -18,8 +18,8 @@ from aio_ckpt.commit.directory import ASIDE, LOCK, PENDING
 from aio_ckpt.commit.discovery import discover
 from aio_ckpt.commit.owner import pending_path, write_owner
 from aio_ckpt.commit.publish import publish
-from aio_ckpt.errors import AioCkptError, CheckpointExistsError, CorruptCheckpointError, StepOrderError
-from aio_ckpt.format.names import OWNER_FILE, StepNames
+from aio_ckpt.errors import AioCkptError, CheckpointExistsError, CorruptCheckpointError, StepOrderError, WriteError
+from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, OWNER_FILE, StepNames
 from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, read_small_file
@@ -77,30 +77,54 @@ async def copy_checkpoint(
         done = min(done + more, total)
         on_progress(done, total)
 
-    if await storage.exists(root):
+    is_new = not await storage.exists(root)
+    if not is_new:
         await _check_free(storage, root, names, number)
-    await run_blocking(executor, make_dirs, root)
-    async with as_writer(storage, root, names, instead="aio-ckpt cp") as here:
-        await _check_free(storage, root, names, number)
-        pending, final = pending_path(root, here, 1), root / names.name(number)
-        await storage.make_dir(pending)
-        try:
-            await write_owner(storage, pending, here)
-            for name in files:
-                await run_blocking(executor, _copy_file, source / name, pending / name, advance)
-            await run_blocking(executor, _sync_dirs, pending)
-            faults = await verify_checkpoint(
-                storage, pending, step=number, executor=executor, readers=_READERS, on_progress=advance
-            )
-            _check_none(faults, source)
-            await publish(storage, pending=pending, final=final, overwrite=False)
-        except BaseException as error:
-            if not (isinstance(error, AioCkptError) and error.in_doubt):
-                with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
-                    await storage.remove_tree(pending)
-            raise
+
+    async def work() -> Path:
+        await run_blocking(executor, make_dirs, root)
+        async with as_writer(storage, root, names, instead="aio-ckpt cp") as here:
+            await _check_free(storage, root, names, number)
+            pending, final = pending_path(root, here, 1), root / names.name(number)
+            await storage.make_dir(pending)
+            try:
+                await write_owner(storage, pending, here)
+                for name in files:
+                    await run_blocking(executor, _copy_file, source / name, pending / name, advance)
+                await run_blocking(executor, _sync_dirs, pending)
+                faults = await verify_checkpoint(
+                    storage, pending, step=number, executor=executor, readers=_READERS, on_progress=advance
+                )
+                _check_none(faults, source)
+                await publish(storage, pending=pending, final=final, overwrite=False)
+            except BaseException as error:
+                if not (isinstance(error, AioCkptError) and error.in_doubt):
+                    with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
+                        await storage.remove_tree(pending)
+                raise
+        return final
+
+    try:
+        final = await work()
+    except BaseException:
+        if is_new:
+            _remove_if_empty(storage, root)
+        raise
     on_progress(total, total)
     return Copied(step=number, source=str(source), path=str(final), nbytes=sum(files.values()))
+
+
+def _remove_if_empty(storage: Storage, root: Path) -> None:
+    """Remove a root that holds no step and no writer: this process made it."""
+    with contextlib.suppress(AioCkptError, OSError):  # what is not empty stays
+        if os.listdir(root) in ([], [ENGINE_DIR]):
+            with storage.lock(root / LOCK_FILE) as lock:
+                for name in ENGINE_DIRS:
+                    with contextlib.suppress(FileNotFoundError):
+                        (root / name).rmdir()
+                lock.discard()
+            (root / ENGINE_DIR).rmdir()
+            root.rmdir()
 
 
 def _check_none(faults: Sequence[Fault], source: Path) -> None:
@@ -139,13 +163,20 @@ def copied_files(source: Path) -> Iterator[tuple[str, int]]:
 
 
 def _copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> None:
-    """Copy and fsync a file, with its modification time."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as src, target.open("xb") as dst:
-        while part := os.sendfile(dst.fileno(), src.fileno(), None, _PART_BYTES):
-            advance(part)
-        os.fsync(dst.fileno())
-    shutil.copystat(source, target)
+    """Copy and fsync a file, with its modification time.
+
+    Raises:
+        WriteError: the system failed; names both files, which sendfile and fsync do not.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as src, target.open("xb") as dst:
+            while part := os.sendfile(dst.fileno(), src.fileno(), None, _PART_BYTES):
+                advance(part)
+            os.fsync(dst.fileno())
+        shutil.copystat(source, target)
+    except OSError as error:
+        raise WriteError(error.errno, f"{error.strerror}, copying {source}", str(target)) from error
 
 
 def _sync_dirs(pending: Path) -> None:
