@@ -40,6 +40,8 @@ Cells: TypeAlias = tuple[str, ...]
 
 _PLAIN_LINES = 10
 """Most lines that a plain progress prints."""
+_QUIET_SECS = 3.0
+"""Seconds after which a plain progress of bytes prints its first line: short work prints none."""
 _BAR_CHARS = 20
 _PARTS = 1000
 """Steps of a bar that shows bytes."""
@@ -126,14 +128,15 @@ class Screen:
             self.line(f"left out at {self.width} columns: {', '.join(left_out)}")
 
     @contextmanager
-    def progress(self, label: str, total: int) -> Iterator[Advance]:
+    def progress(self, label: str, total: int, *, quiet_secs: float = 0.0) -> Iterator[Advance]:
         """Show the progress towards ``total``: a bar on a terminal, some lines on standard error otherwise.
 
-        Any one thread may call the yielded function. Lines that are written meanwhile stand above the bar.
+        The first line comes after ``quiet_secs``. Any one thread may call the yielded function. Lines that are
+        written meanwhile stand above the bar.
         """
         stream = next((each for each in (self._stream, sys.stderr) if _is_terminal(each)), None)
         if stream is None:
-            yield _plain_advance(label, total)
+            yield _plain_advance(label, total, quiet_secs)
             return
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
@@ -152,13 +155,13 @@ class Screen:
                 self._live = None
 
 
-def _plain_advance(label: str, total: int) -> Advance:
-    said = 0
+def _plain_advance(label: str, total: int, quiet_secs: float) -> Advance:
+    said, begin = 0, time.monotonic()
 
     def advance(done: int, words: str) -> None:
         nonlocal said
         part = _PLAIN_LINES * done // max(total, 1)
-        if part > said:
+        if part > said and time.monotonic() - begin >= quiet_secs:
             said = part
             print(f"{label}: {words}", file=sys.stderr, flush=True)
 
@@ -186,7 +189,7 @@ def _cells(text: str) -> int:
 @contextmanager
 def bytes_progress(screen: Screen, label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress. The yielded function takes the bytes done so far, and those in all."""
-    with screen.progress(label, _PARTS) as advance:
+    with screen.progress(label, _PARTS, quiet_secs=_QUIET_SECS) as advance:
         begin = time.monotonic()
 
         def on_progress(done: int, total: int) -> None:

@@ -18,6 +18,7 @@ from command_line import called, document, flip, save_by_dcp, state
 
 from aio_ckpt.checkpoint import verify
 from aio_ckpt.cli import commands as cli
+from aio_ckpt.cli import console
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.format.root_manifest import FORMAT_MAJOR, FORMAT_MINOR
@@ -198,7 +199,14 @@ def test_verify_of_a_good_root_ends_with_0(root, capsys):
     assert "2 checkpoints, 0 with faults" in out
 
 
-def test_verify_shows_how_far_it_is(root, capsys):
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_short_work_tells_no_progress_to_a_pipe(root, tmp_path, capsys, options):
+    assert called(capsys, "verify", root, *options)[2] == ""
+    assert called(capsys, "cp", root, tmp_path / "new", *options)[2] == ""
+
+
+def test_verify_shows_how_far_it_is(root, capsys, monkeypatch):
+    monkeypatch.setattr(console, "_QUIET_SECS", 0.0)
     _, _, err = called(capsys, "verify", root / "step_000000020")
     assert re.fullmatch(r"verify: 2.4\d* MB of 2.4\d* MB, \S+ .B/s, 0 s left", err.splitlines()[-1])
 
