@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,7 +21,18 @@ if TYPE_CHECKING:
 
 __all__ = ["protect_command", "prune_command", "rm_command", "rollback_command", "unprotect_command"]
 
-_STEP = click.IntRange(0)
+
+class _Step(click.IntRange):
+    """Number of a step. The name of its directory is refused, because ``--step-dir`` tells how to read that."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number, or fail."""
+        if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
+            self.fail(f"{value!r} is no step: give the number, such as 100 for step_000000100", param, ctx)
+        return int(super().convert(value, param, ctx))
+
+
+_STEP = _Step(0)
 
 
 @click.command("protect", epilog=example("aio-ckpt protect runs/ckpt 100"))

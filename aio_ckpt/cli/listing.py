@@ -95,6 +95,10 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
     ):
         for other in others:
             screen.line(f"{kind}: {printable(other)}")
+    if rule is not None and not any(rule.metric in row.metrics for row in found.checkpoints):
+        known = sorted({name for row in found.checkpoints for name in row.metrics})
+        told = f": give one of {', '.join(map(printable, known))}" if known else ""
+        screen.line(f"no step has the metric {printable(rule.metric)}{told}")
     damaged = [Path(row.path) for row in found.checkpoints if row.is_damaged]
     if told := advice(root, names, damaged, [row.step for row in found.checkpoints if row.fault is None]):
         screen.line(told)

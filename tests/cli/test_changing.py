@@ -47,6 +47,15 @@ def test_rm_that_refuses_one_step_deletes_none(many, capsys, arguments, words):
     assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("command", ["rm", "protect", "unprotect", "rollback"])
+def test_the_name_of_a_directory_is_no_step(many, capsys, command):
+    code, _, err = called(capsys, command, many, "step_000000004")
+    assert code == 2
+    assert "'step_000000004' is no step: give the number, such as 100 for step_000000100" in err
+    assert called(capsys, command, many, "--", "-1")[0] == 2
+    assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
+
+
 def test_rm_of_the_newest_step_is_possible(many, capsys):
     assert called(capsys, "rm", many, 6, "--allow-newest")[0] == 0
     assert steps(capsys, many) == [1, 2, 3, 4, 5]

@@ -56,6 +56,12 @@ def test_ls_takes_the_rule_of_the_best_step(measured, capsys):
     assert not any(row["best_of"] for row in document(capsys, "ls", measured, "--best", "acc")[1]["checkpoints"])
 
 
+def test_ls_says_that_no_step_has_the_metric(measured, root, capsys):
+    assert "\nno step has the metric acc: give one of loss\n" in called(capsys, "ls", measured, "--best", "acc:max")[1]
+    assert called(capsys, "ls", root, "--best", "acc")[1].endswith("\nno step has the metric acc\n")
+    assert "no step has" not in called(capsys, "ls", measured, "--best", "loss")[1]
+
+
 def test_the_rule_of_the_best_step_may_hold_a_colon():
     assert best_rule(None, None, "val:loss") == KeepBest(metric="val:loss", mode="min")
     assert best_rule(None, None, "val:loss:max") == KeepBest(metric="val:loss", mode="max")
