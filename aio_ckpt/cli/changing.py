@@ -200,9 +200,10 @@ def _is_confirmed(*, to_stderr: bool) -> bool:
 @step_dir_option
 @json_option
 def rollback_command(root: Path, step: int, names: StepNames, *, as_json: bool) -> None:
-    """Go back to STEP: set all later steps of ROOT aside, so that a run resumes from it. Deletes nothing.
+    """Go back to STEP: set all later steps of ROOT aside.
 
-    No trainer may save there meanwhile: inside of it, call engine.rollback(step).
+    A run resumes from STEP then. Nothing is deleted. No trainer may save there meanwhile: inside of it, call
+    engine.rollback(step).
     """
     from aio_ckpt.cli.work import call
     from aio_ckpt.cli.work.root_changes import as_writer, check_committed, roll_back

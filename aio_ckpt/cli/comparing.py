@@ -27,9 +27,9 @@ __all__ = ["diff_command"]
 @step_dir_option
 @json_option
 def diff_command(a: Path, b: Path, names: StepNames, *, values: bool, as_json: bool) -> int:
-    """Compare the checkpoints A and B (of a root: its newest): names, shapes, dtypes; exit code 1 if they differ.
+    """Compare names, shapes and dtypes of two checkpoints.
 
-    Objects are compared by their stored bytes.
+    Of a root, it is the newest one. Exit code 1 if they differ. Objects are compared by their stored bytes.
     """
     from aio_ckpt.cli.work import call
     from aio_ckpt.cli.work.differences import compare

@@ -28,9 +28,10 @@ __all__ = ["cp_command"]
 @step_dir_option
 @json_option
 def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as_json: bool) -> None:
-    """Copy the checkpoint at PATH (of a root: its newest) into another ROOT, and verify the copy.
+    """Copy a checkpoint into another ROOT, and verify the copy.
 
-    It becomes visible as a whole, once every byte is durable and was read back. ROOT is made if its parent exists.
+    If PATH is a root, its newest checkpoint is copied. The copy becomes visible as a whole, once every
+    byte is durable and was read back. ROOT is made if its parent exists.
     """
     from aio_ckpt.cli.work import call
     from aio_ckpt.cli.work.copies import copy_checkpoint

@@ -20,7 +20,7 @@ __all__ = ["demo_command"]
 )
 @json_option
 def demo_command(out: Path, steps: int, seed: int | None, *, as_json: bool) -> int:
-    """Train a small GPT with asynchronous saves, kill it, resume, and compare bit for bit."""
+    """Train a small GPT, kill it, resume it, compare every loss."""
     from aio_ckpt.demo.run import MIN_STEPS, DemoSpec, OutError, run_demo
 
     if steps < MIN_STEPS:

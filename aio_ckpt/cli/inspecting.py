@@ -44,7 +44,10 @@ def inspect_command(
     *,
     as_json: bool,
 ) -> None:
-    """Show what the checkpoint at PATH holds (of a root: its newest one). Reads no tensor."""
+    """Show names, dtypes, shapes and bytes of the checkpoint at PATH.
+
+    Of a root, it is the newest one. Reads no tensor.
+    """
     from aio_ckpt.cli.work import call
     from aio_ckpt.cli.work.contents import branches_of, describe_newest, selected
 

@@ -63,9 +63,10 @@ def best_rule(_: click.Context, __: click.Parameter, value: str | None) -> KeepB
 @step_dir_option
 @json_option
 def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: bool) -> None:
-    """List the checkpoints under ROOT: newest, best, protected and damaged ones, and what was set aside.
+    """List the checkpoints under ROOT, and what was set aside.
 
-    Damage is what manifests and lengths of files tell; verify reads every byte.
+    The newest, the best, protected and damaged ones are marked. Damage is what manifests
+    and lengths of files tell; verify reads every byte.
     """
     from aio_ckpt.cli.work import call
     from aio_ckpt.cli.work.root_table import list_root
@@ -160,7 +161,10 @@ def _totals(found: RootTable) -> str:
 @step_dir_option
 @json_option
 def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:
-    """Show what ROOT holds on the disk: checkpoints, pending saves, what was set aside, and what is free."""
+    """Show what ROOT holds on the disk, and what is free.
+
+    Checkpoints, pending saves and what was set aside count by the lengths of their files.
+    """
     from aio_ckpt.cli.work import call
     from aio_ckpt.cli.work.root_table import use_of
 

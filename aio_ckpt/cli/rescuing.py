@@ -48,7 +48,10 @@ __all__ = ["recover_command", "rescue_command"]
 def rescue_command(
     root: Path, shm_path: tuple[Path, ...], stale_after: float, names: StepNames, *, as_json: bool
 ) -> int:
-    """Commit what a trainer with shm_path= had staged when it was killed; exit code 1 if a snapshot is lost."""
+    """Commit what a killed trainer left in shared memory.
+
+    Its engine needs shm_path=. Exit code 1 if a snapshot is lost.
+    """
     check_seconds("--stale-after", stale_after)
     from aio_ckpt.cli.work import call
     from aio_ckpt.commit.owner import Owner
@@ -80,9 +83,10 @@ def rescue_command(
 @click.argument("directory", type=Directory())
 @json_option
 def recover_command(directory: Path, *, as_json: bool) -> None:
-    """Bring back the checkpoint of DIRECTORY after a dcp.save with aio_ckpt.dcp.Writer died in it.
+    """Bring back the checkpoint of a directory in which dcp.save died.
 
-    Stock dcp.load can read it then. aio_ckpt.dcp.Reader and the next save need no such call. No save may run there.
+    The save used aio_ckpt.dcp.Writer. Stock dcp.load can read DIRECTORY then. aio_ckpt.dcp.Reader and the
+    next save need no such call. No save may run there.
     """
     names = StepNames(EngineConfig().step_dir)
     entries = os.listdir(directory)

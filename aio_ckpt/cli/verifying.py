@@ -48,7 +48,10 @@ class _Verified(msgspec.Struct, frozen=True, kw_only=True):
 @step_dir_option
 @json_option
 def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool) -> int:
-    """Read every byte of the checkpoint at PATH, or of all under the root PATH; exit code 1 if any is not right."""
+    """Read every byte of a checkpoint, or of all of a root.
+
+    Exit code 1 if any byte is not as it was written.
+    """
     from aio_ckpt.cli.work import call
     from aio_ckpt.cli.work.contents import locate
 

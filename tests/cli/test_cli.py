@@ -317,6 +317,13 @@ def test_without_arguments_it_shows_its_commands(capsys):
         assert f"\n  {command} " in out
 
 
+def test_the_list_of_commands_cuts_no_text_at_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = called(capsys, "--help")[1]
+    assert "..." not in out
+    assert out.count("\n  ") >= len(cli.commands.commands)
+
+
 async def test_the_commands_work_inside_a_running_loop(root, capsys):
     assert called(capsys, "verify", root)[0] == 0
 
