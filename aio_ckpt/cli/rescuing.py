@@ -83,7 +83,7 @@ def rescue_command(
 @click.argument("directory", type=Directory())
 @json_option
 def recover_command(directory: Path, *, as_json: bool) -> None:
-    """Bring back the checkpoint of a directory in which dcp.save died.
+    """Bring back the checkpoint in whose place a dcp.save died.
 
     The save used aio_ckpt.dcp.Writer. Stock dcp.load can read DIRECTORY then. aio_ckpt.dcp.Reader and the
     next save need no such call. No save may run there.
