@@ -66,8 +66,9 @@ async def newest_good(
             for candidate in await candidates(ctx, wanted):
                 try:
                     value = await search.use(candidate, use)
-                except (CorruptCheckpointError, FormatVersionError):
+                except (CorruptCheckpointError, FormatVersionError) as error:
                     if not (wanted.is_newest and fallback):
+                        name_checkpoint(error, candidate.path)
                         raise
                 else:
                     return candidate, await search.settle(), value
@@ -89,6 +90,12 @@ def too_many_changes(root: Path) -> CheckpointNotFoundError:
         f"each of {discovery.MAX_RETRIES} checkpoints under {root} was deleted or replaced by its writer while it "
         "was read: keep more of them (keep_last), or protect(step) one before it is read"
     )
+
+
+def name_checkpoint(error: AioCkptError, path: Path) -> None:
+    """Put the directory of the checkpoint before the text of ``error``, unless the text names it."""
+    if str(path) not in str(error):
+        error.args = (f"{path}: {error}",)
 
 
 class ChangedError(AioCkptError):

@@ -155,6 +155,21 @@ def test_a_checkpoint_in_the_place_of_a_root_is_refused_with_the_root_to_give(tm
         SyncCheckpointEngine(tmp_path / "root" / "step_000000001")
 
 
+def test_damage_of_a_checkpoint_that_was_named_is_told_with_its_directory(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        save(engine, 1, 2)
+        path = steps_dir(tmp_path / "root", 1)
+        data = path / "__0_0.distcp"
+        flip(data, data.read_bytes().index(weights(1)["w"].numpy().tobytes()))
+        calls: list[Callable[[], object]] = [
+            lambda: engine.load(weights(0), 1),
+            lambda: engine.read(path=path),
+        ]
+        for call in calls:
+            with pytest.raises(CorruptCheckpointError, match=rf"^{path}: __0_0.distcp: tensor 'w'"):
+                call()
+
+
 def test_a_root_that_holds_nothing_or_is_gone_is_told(tmp_path: Path) -> None:
     (tmp_path / "rot").mkdir()
     with SyncCheckpointEngine(tmp_path / "rot") as engine:
