@@ -82,6 +82,7 @@ class SyncCheckpointEngine(BaseEngine):
                 False raises at the newest.
             skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
             cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
+                Values beyond the range of the template's dtype are not kept; a warning names such tensors.
             rename: what the template calls a stored leaf: a mapping from stored names of leaves or branches, or a
                 function from the stored name of each leaf. A renamed leaf takes the place of one of that name.
             progress: function that gets a :class:`Progress` of this rank: at each change of the stage, and at most ten
@@ -100,7 +101,8 @@ class SyncCheckpointEngine(BaseEngine):
             FormatVersionError: a newer version wrote the checkpoint.
             ReadError: the operating system could not read the checkpoint.
             PeerFailedError, StallError: another rank failed, or gave no heartbeat.
-            Exception: any error of a ``load_state_dict``, with ``target_modified``: all tensors are filled by then.
+            Exception: any error of a ``load_state_dict``. All tensors are filled by then; ``target_modified`` is False
+                if there was nothing to fill.
         """
         given_up: Future[None] = Future()
         options = {

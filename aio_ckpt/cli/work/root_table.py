@@ -28,6 +28,8 @@ from aio_ckpt.storage.local import Storage, names_in, read_small_file
 
 __all__ = ["RootRow", "RootTable", "RootUsage", "list_root", "rows_of", "use_of"]
 
+_OWNERS = msgspec.json.Decoder(Owner)
+
 
 class RootRow(msgspec.Struct, frozen=True, kw_only=True):
     """One committed checkpoint of a root."""
@@ -120,7 +122,7 @@ async def _below(storage: Storage, root: Path, directory: str) -> tuple[str, ...
 
 async def _owner_words(storage: Storage, pending: Path, here: Owner) -> str:
     try:
-        owner: Owner | None = msgspec.json.decode(await read_owner(storage, pending), type=Owner)
+        owner: Owner | None = _OWNERS.decode(await read_owner(storage, pending))
     except (AioCkptError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         owner = owner_by_name(pending.name, here)  # the record is missing or torn
     if owner is None:
