@@ -45,6 +45,7 @@ __all__ = [
     "owner_by_name",
     "pending_path",
     "read_owner",
+    "recorded_owner",
     "restore_protected",
     "write_owner",
 ]
@@ -251,7 +252,7 @@ async def _clear(
     if path.parent == root / PENDING_DIR:
         seen = await _last_seen(storage, path)
         idle_secs = None if seen is None or now is None else now - seen
-        owner = await _owner_of(storage, path) or owner_by_name(path.name, here)
+        owner = await recorded_owner(storage, path) or owner_by_name(path.name, here)
         if not is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs):
             whose = "not told" if owner is None else f"process {owner.pid} on {owner.host}"
             idle = "unknown" if idle_secs is None else f"{idle_secs:.0f} s ago"
@@ -284,7 +285,8 @@ async def _last_seen(storage: Storage, pending: Path) -> float | None:
     return max((status.modified_unix for status in found if status is not None), default=None)
 
 
-async def _owner_of(storage: Storage, pending: Path) -> Owner | None:
+async def recorded_owner(storage: Storage, pending: Path) -> Owner | None:
+    """Return the owner that the record of a pending directory names; None if the record is missing or unreadable."""
     try:
         return _OWNERS.decode(await read_owner(storage, pending))
     except (AioCkptError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):

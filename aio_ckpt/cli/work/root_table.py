@@ -17,7 +17,7 @@ import msgspec
 
 from aio_ckpt.cli.work.quick_check import check_files, file_lengths
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
-from aio_ckpt.commit.owner import Owner, owner_by_name, read_owner
+from aio_ckpt.commit.owner import Owner, owner_by_name, recorded_owner
 from aio_ckpt.commit.retention import best, protected_steps
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, ReadError
@@ -27,8 +27,6 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in, read_small_file
 
 __all__ = ["RootRow", "RootTable", "RootUsage", "list_root", "rows_of", "use_of"]
-
-_OWNERS = msgspec.json.Decoder(Owner)
 
 
 class RootRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,10 +119,7 @@ async def _below(storage: Storage, root: Path, directory: str) -> tuple[str, ...
 
 
 async def _owner_words(storage: Storage, pending: Path, here: Owner) -> str:
-    try:
-        owner: Owner | None = _OWNERS.decode(await read_owner(storage, pending))
-    except (AioCkptError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        owner = owner_by_name(pending.name, here)  # the record is missing or torn
+    owner = await recorded_owner(storage, pending) or owner_by_name(pending.name, here)
     if owner is None:
         return "its writer is unknown: an engine clears it after a time without a sign of life"
     whose = f"its writer, process {owner.pid} on {owner.host}"
