@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ import pytest
 import torch
 from image_files import pin_chunk_bytes
 from rank_processes import Ranks, ranks
+
+# Workers and the processes of tests import compiled modules: compiling the tests takes ten seconds, in each worker.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would every child of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
