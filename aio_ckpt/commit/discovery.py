@@ -138,7 +138,13 @@ async def checkpoint_at(storage: Storage, path: Path, names: StepNames) -> Commi
         return CommittedCheckpoint(step=-1, path=path)
     if not await storage.exists(path):
         raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: the directory does not exist", str(path))
-    below = await discover(storage, path, names)
+    try:
+        below = await discover(storage, path, names)
+    except ReadError as error:
+        if error.errno != errno.ENOTDIR:
+            raise
+        reason = "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load read the file"
+        raise CheckpointNotFoundError(errno.ENOTDIR, reason, str(path)) from None
     remedy = f": it is a root; give one of its steps, such as {below[-1].path}" if below else ""
     raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: there is no .metadata{remedy}", str(path))
 

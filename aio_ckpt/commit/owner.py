@@ -20,7 +20,6 @@ from typing import Annotated
 
 import anyio
 import msgspec
-import psutil
 
 from aio_ckpt.errors import AioCkptError, WriteError
 from aio_ckpt.format.names import (
@@ -312,6 +311,8 @@ def _pid_namespace() -> str:
 
 def _is_gone(pid: int, started_ticks: int) -> bool:
     """Return whether the process has ended. Its pid may belong to another process by now."""
+    import psutil  # the command line, which must start at once, seldom asks
+
     if not psutil.pid_exists(pid):
         return True
     started = _start_ticks(pid)

@@ -128,7 +128,8 @@ class RootSession:
             StallError: the deadline of the save passed. The next save begins anew.
         """
         if self._lock is not None:
-            self._lock.renew()
+            if self._lock.renew():  # the root may have been removed and made anew
+                self._make_directories(deadline)
             if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of this save
                 self._set_aside(deadline)
             return
@@ -139,8 +140,7 @@ class RootSession:
             with self._lines("taking the lock").beside(self._portal):
                 lock = ctx.storage.lock(ctx.root / LOCK_FILE)
             self._quarantine.is_writer = True
-            what = "making the directories of its own"
-            self._call(make_engine_dirs, ctx.storage, ctx.root, what=what, deadline=deadline)
+            self._make_directories(deadline)
             self._set_aside(deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
             self._call(self._rescue.reclaim, what="clearing segments of dead writers", deadline=deadline)
@@ -180,6 +180,10 @@ class RootSession:
     def _check_open(self) -> None:
         if self._portal.is_closed:  # nothing would release the lock
             raise EngineClosedError("the engine was closed: open a new one")
+
+    def _make_directories(self, deadline: Deadline) -> None:
+        ctx, what = self._ctx, "making the directories of its own"
+        self._call(make_engine_dirs, ctx.storage, ctx.root, what=what, deadline=deadline)
 
     def _set_aside(self, deadline: Deadline) -> None:
         ctx, what = self._ctx, "setting damaged checkpoints aside"

@@ -1,9 +1,9 @@
 """Copy a planned state into leased host memory.
 
 In: a ``PlannedSave`` and a lease. Out: an ``Image``. Its chunks are captured when their events are reached; from then
-on, the caller may change its tensors. ``capture`` decides the order of the phases; ``device_copy``: which tensors are
-copied on their device, in which order and in how much memory; ``optimizer_guard``: what an optimizer waits for. Imports
-everything up to ``plan``; never storage.
+on, the caller may change its tensors. ``capture`` decides the order of the copies: those of unguarded tensors come
+first. ``device_copy`` decides which tensors are copied on their device, from which size and in how much memory;
+``optimizer_guard``: what an optimizer waits for. Imports everything up to ``plan``; never storage.
 """
 
 from aio_ckpt.snapshot.capture import Capture

@@ -63,23 +63,25 @@ class RootLock:
     ) -> None:
         self.release()
 
-    def renew(self) -> None:
-        """Make sure that the lock is still held, and take it again if it was lost.
+    def renew(self) -> bool:
+        """Make sure that the lock is still held, and take it again if it was lost. Return whether its file was new.
 
         The system drops it silently when this process closes any descriptor of the file, as a copy of the root does.
+        The file is new if somebody removed the old one, alone or with its directory.
 
         Raises:
             RootError: another process holds the lock now.
         """
         if os.getpid() != self._pid:
-            return
+            return False
         if self._descriptor is not None and not _is_file(self._descriptor, self.path):
             os.close(self._descriptor)  # the file was removed, so that other processes would lock a new one
             self._descriptor = None
         if self._descriptor is None:
             self._descriptor = _open_locked(self.path)
-        else:
-            _lock(self._descriptor, self.path)
+            return True
+        _lock(self._descriptor, self.path)
+        return False
 
     def discard(self) -> None:
         """Remove the file and release the lock. The next holder makes a new file."""
@@ -100,7 +102,7 @@ class RootLock:
     def _claim(self) -> None:
         while (holder := _held.setdefault(self._key, self._entry)) is not self._entry:
             if holder[0] == self._pid and holder[1]() is not None:
-                raise RootError(errno.EBUSY, "another engine of this process writes here", str(self.path))
+                raise RootError(errno.EBUSY, "another engine of this process writes here: close it first", str(self.path))
             _held.pop(self._key, None)  # the holder was lost, or it is the parent's, which fork copied
 
     def _unclaim(self) -> None:
@@ -154,7 +156,8 @@ def _lock(descriptor: int, path: Path) -> bool:
             return False
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise RootError(error.errno, f"cannot lock: {error.strerror}", str(path)) from error
-        raise RootError(error.errno, f"locked by another writer: process {_holder(descriptor)}", str(path)) from error
+        reason = f"locked by another writer, process {_holder(descriptor)}: let it end, or give another root"
+        raise RootError(error.errno, reason, str(path)) from error
     return True
 
 

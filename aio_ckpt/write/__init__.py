@@ -1,7 +1,8 @@
 """Write an image to its data file.
 
 In: an ``Image``. Out: a ``WriteResult``: the data file is durable, its checksums are known, and the write rate was kept
-below the limit. ``writer`` sums each block and writes the chunks. Imports everything up to ``snapshot``.
+below the limit. ``writer`` sums each block and writes the chunks, at most as many at once as its caller says
+(``EngineConfig.workers``). Imports everything up to ``snapshot``.
 """
 
 from aio_ckpt.write.throttle import WriteThrottle

@@ -93,6 +93,9 @@ def test_a_root_in_the_place_of_a_checkpoint_is_told_with_the_step_to_give(tmp_p
         load(tmp_path / "nowhere", weights(0))
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint: there is no \.metadata"):
         load(tmp_path, weights(0))
+    (tmp_path / "file.pt").touch()
+    with pytest.raises(CheckpointNotFoundError, match="it is a file; give the directory of a checkpoint"):
+        load(tmp_path / "file.pt", weights(0))
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -506,7 +507,7 @@ def test_a_second_writer_is_refused_by_name_until_the_first_is_killed(tmp_path: 
     root = tmp_path / "root"
     with started(WRITER, str(root)) as child, SyncCheckpointEngine(root) as second:
         (pending,) = root.glob(f"{PENDING_DIR}/*")
-        with pytest.raises(RootError, match=f"locked by another writer: process {child.pid} on "):
+        with pytest.raises(RootError, match=f"locked by another writer, process {child.pid} on "):
             second.save(weights(9), 9)
         with pytest.raises(RootError):
             second.rollback(4)
@@ -561,7 +562,19 @@ def test_a_lock_that_the_process_lost_is_taken_again_or_missed(tmp_path: Path, h
         assert child.stdout.readline() == "lost\n"
         second.save(weights(3), 3).result(TIMEOUT)
         child.stdin.write("\n"), child.stdin.flush()
-        assert f"locked by another writer: process {os.getpid()} on " in child.stdout.readline()
+        assert f"locked by another writer, process {os.getpid()} on " in child.stdout.readline()
+
+
+def test_a_root_that_was_removed_and_made_anew_is_saved_into(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(weights(1), 1).result(TIMEOUT)
+        shutil.rmtree(root)
+        with pytest.raises(RootError, match="the root is gone .*: bring it back, or give another root"):
+            engine.save(weights(2), 2)
+        root.mkdir()
+        engine.save(weights(3), 3).result(TIMEOUT)
+        assert engine.steps() == [3]
 
 
 FORKING = """

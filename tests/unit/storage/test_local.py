@@ -903,7 +903,7 @@ def test_the_lock_keeps_other_processes_out_names_the_holder_and_dies_with_it(tm
     with holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RootError, match=f"locked by another writer: process {holder.pid} on "):
+        with pytest.raises(RootError, match=f"locked by another writer, process {holder.pid} on "):
             RootLock(tmp_path / "lock")
         holder.kill()
         holder.wait(TIMEOUT)
