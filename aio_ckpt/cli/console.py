@@ -23,7 +23,7 @@ __all__ = [
     "Screen",
     "age_text",
     "bytes_progress",
-    "duration_text",
+    "clock_text",
     "extra_text",
     "metrics_text",
     "pace_words",
@@ -203,7 +203,7 @@ def pace_words(done: int, total: int, secs: float) -> str:
     """Return how much of how much, how fast, and how long it will still take: ``1 GB of 3 GB, 1 GB/s, 2 s left``."""
     rate = done / secs if secs > 0 else 0.0
     said = f"{amount(done)} of {amount(total)}, {amount(rate)}/s"
-    return f"{said}, {duration_text((total - done) / rate)} left" if rate else said
+    return f"{said}, {clock_text((total - done) / rate)} left" if rate else said
 
 
 # -- texts of values --------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def printable(text: str) -> str:
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
-def duration_text(secs: float) -> str:
+def clock_text(secs: float) -> str:
     """Return a duration as ``3 s``, ``2:05 min`` or ``1:02 h``."""
     whole = max(round(secs), 0)
     if whole < 60:

@@ -102,7 +102,9 @@ class RootLock:
     def _claim(self) -> None:
         while (holder := _held.setdefault(self._key, self._entry)) is not self._entry:
             if holder[0] == self._pid and holder[1]() is not None:
-                raise RootError(errno.EBUSY, "another engine of this process writes here: close it first", str(self.path))
+                raise RootError(
+                    errno.EBUSY, "another engine of this process writes here: close it first", str(self.path)
+                )
             _held.pop(self._key, None)  # the holder was lost, or it is the parent's, which fork copied
 
     def _unclaim(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from command_line import called
 
-from aio_ckpt.cli.console import Screen, age_text, bytes_progress, duration_text, pace_words, plural
+from aio_ckpt.cli.console import Screen, age_text, bytes_progress, clock_text, pace_words, plural
 
 ROWS = [("x" * 100, "a b", "10"), ("日本", "c", "9")]
 TITLES = ("name", "words", "number")
@@ -77,7 +77,7 @@ def test_a_bar_of_nothing_ends_full_too(capsys, terminal):
 def test_the_words_of_a_progress_tell_rate_and_remaining_time():
     assert pace_words(10**9, 3 * 10**9, 2.0) == "1 GB of 3 GB, 500 MB/s, 4 s left"
     assert pace_words(0, 3 * 10**9, 0.0) == "0 B of 3 GB, 0 B/s"
-    assert [*map(duration_text, (0.2, 59, 125, 3720))] == ["0 s", "59 s", "2:05 min", "1:02 h"]
+    assert [*map(clock_text, (0.2, 59, 125, 3720))] == ["0 s", "59 s", "2:05 min", "1:02 h"]
 
 
 def test_an_age_has_one_unit():
