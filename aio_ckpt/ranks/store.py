@@ -75,8 +75,8 @@ class StoreClient:
             raise
         except RuntimeError as error:  # the stores of torch raise it for a lost connection
             raise PeerFailedError(
-                f"the store of the ranks cannot be reached ({type(error).__name__}: {error}): the process that hosts it, "
-                f"mostly that of rank {self._host_rank} or its launcher, has ended; start all ranks again",
+                f"the store of the ranks cannot be reached ({type(error).__name__}: {error}): the process that hosts "
+                f"it, mostly that of rank {self._host_rank} or its launcher, has ended; start all ranks again",
                 rank=self._host_rank,
                 stage="agree",
             ) from error
