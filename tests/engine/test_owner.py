@@ -570,7 +570,7 @@ def test_a_root_that_was_removed_and_made_anew_is_saved_into(tmp_path: Path) -> 
     with SyncCheckpointEngine(root) as engine:
         engine.save(weights(1), 1).result(TIMEOUT)
         shutil.rmtree(root)
-        with pytest.raises(RootError, match="the root is gone .*: bring it back, or give another root"):
+        with pytest.raises(RootError, match=r"the root is gone .*: bring it back, or give another root"):
             engine.save(weights(2), 2)
         root.mkdir()
         engine.save(weights(3), 3).result(TIMEOUT)
