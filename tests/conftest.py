@@ -26,6 +26,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # not take longer than what these tests wait for a rank.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# Workers and their processes are more than the cores. Threads of OpenMP spin while they wait for one that has no core:
+# together they would take twice the CPU time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
 
 WORKERS = 4
 """More than the two cores of the smallest machine: many tests wait for a deadline."""

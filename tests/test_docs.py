@@ -30,6 +30,7 @@ from typing import Any
 import click
 import pytest
 import tracker_stubs
+from warm_python import WarmPython
 
 import aio_ckpt.dcp
 import aio_ckpt.progress
@@ -167,7 +168,7 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(page: str, desk: Path, chec
             if block.language == "bash":
                 run_in_shell(block)
             elif "init_process_group" in block.text and "world_size=1" not in block.text:
-                run_on_two_ranks(block, desk)
+                run_on_two_ranks(block)
             elif block.language == "python":
                 run_in_namespace(block, names, loop)
 
@@ -204,27 +205,29 @@ def run_in_namespace(block: Block, names: dict[str, Any], loop: asyncio.Runner) 
 
 
 def run_in_shell(block: Block) -> None:
-    """Run a shell block as a reader would paste it; lines of nothing but aio-ckpt are run here, without a process."""
-    lines = block.text.splitlines()
-    if all(re.fullmatch(r"aio-ckpt [^;|&<>$]*", line) for line in lines):
-        codes = {line: cli.run(shlex.split(line)[1:]) for line in lines}
-        assert set(codes.values()) == {0}, f"{block.page}:{block.line} {codes}"
-        return
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], capture_output=True, timeout=WAIT_SECS)
-    assert done.returncode == 0, f"{block.page}:{block.line}\n{done.stdout.decode()}{done.stderr.decode()}"
+    """Run a shell block as a reader would paste it; commands of aio-ckpt alone are run here, without a process."""
+    commands = [command for line in block.text.splitlines() for command in line.split("; ")]
+    if not any(re.match("aio-ckpt ", command) for command in commands):
+        commands = [block.text]
+    for command in commands:
+        if re.fullmatch(r"aio-ckpt [^;|&<>$]*", command):
+            code, said = cli.run(shlex.split(command)[1:]), ""
+        else:
+            done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], capture_output=True, timeout=WAIT_SECS)
+            code, said = done.returncode, done.stdout.decode() + done.stderr.decode()
+        assert code == 0, f"{block.page}:{block.line} {command}\n{said}"
 
 
-def run_on_two_ranks(block: Block, desk: Path) -> None:
+def run_on_two_ranks(block: Block) -> None:
     """Run a Python block as torchrun does: the rank and the place to meet stand in the environment."""
-    script = desk / f"ranks_{block.line}.py"
-    script.write_text(block.text)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
+        WarmPython(
+            block.text,
+            options=(),
             env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -232,7 +235,7 @@ def run_on_two_ranks(block: Block, desk: Path) -> None:
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=WAIT_SECS)[0].decode() for rank in ranks]
+        said = [rank.communicate(timeout=WAIT_SECS)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

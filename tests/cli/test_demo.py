@@ -5,25 +5,30 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from child_python import import_path
+from warm_python import WarmPython
 
 from aio_ckpt.cli.console import Screen
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.demo import run
 from aio_ckpt.demo.model import ModelSize
 from aio_ckpt.demo.report import DemoReport, Run, compare, draw
 from aio_ckpt.demo.run import DemoError, DemoSpec, OutError, _child, _plot_line, run_demo
 from aio_ckpt.demo.train import Ended, Event, Saved, Stepped, Trainer, TrainSpec, decode_event, train
 from aio_ckpt.engine.engine import CheckpointEngine
 
-SMALL = ModelSize(layers=2, width=128, heads=4, context=32, batch=8)
+SMALL = ModelSize(layers=1, width=64, heads=2, context=32, batch=4)
 TINY = ModelSize(layers=1, width=16, heads=2, context=8, batch=2)
 
 
@@ -41,10 +46,29 @@ class Shown:
     out: Path
 
 
+def start_warm(command: list[str], **popen: Any) -> WarmPython:
+    """Start ``python -m MODULE SPEC``, the demo's child, as a process that has imported torch already."""
+    python, dash_m, module, spec = command
+    assert (python, dash_m) == (sys.executable, "-m")
+    return WarmPython(f"from {module} import main\nmain()", spec, options=(), text=False, **popen)
+
+
+def start_first_fresh(command: list[str], **popen: Any) -> subprocess.Popen[Any]:
+    """Start the undisturbed run as the demo does, and the others, whose losses must equal its own, warm."""
+    is_undisturbed = msgspec.json.decode(command[-1], type=TrainSpec).save_every == 0
+    return (subprocess.Popen if is_undisturbed else start_warm)(command, **popen)
+
+
+def use_start(patch: pytest.MonkeyPatch, start: Callable[..., subprocess.Popen[Any]]) -> None:
+    """Let the demo start its children by ``start``."""
+    patch.setattr(run, "subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+
+
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     out, text = tmp_path_factory.mktemp("demo") / "out", io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        use_start(patch, start_first_fresh)
         report = run_demo(DemoSpec(out=out, steps=30, seed=11, size=SMALL), Screen(as_json=False))
     return Shown(report, text.getvalue(), out)
 
@@ -190,7 +214,8 @@ def test_a_directory_that_holds_something_else_is_refused_and_left_alone(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_run_that_fails_is_told_with_its_last_words(tmp_path, capsys):
+def test_a_run_that_fails_is_told_with_its_last_words(tmp_path, capsys, monkeypatch):
+    use_start(monkeypatch, start_warm)
     odd = ModelSize(layers=1, width=17, heads=2, context=8, batch=2)
     with pytest.raises(DemoError, match=r"undisturbed run ended with 1: .*Error.*undisturbed\.log"):
         run_demo(DemoSpec(out=tmp_path / "out", steps=20, size=odd), Screen(as_json=False))

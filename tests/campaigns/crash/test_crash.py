@@ -7,21 +7,19 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from child_python import child_environment
+from warm_python import WarmPython, run_warm
 
 from tests.campaigns.crash.block_log import FLUSH, MARK, WRITE, Entry, pack, parse, prefixes, reorderings
 from tests.campaigns.crash.contents import differs, is_overwrite, state_of, step_of
 from tests.campaigns.crash.trial import Known
 
 ENGINE, DIRECTORY = "aio_ckpt", "aio_ckpt, directory mode"
-REPOSITORY = Path(__file__).parents[3]
 SECS = 6
 """Each bounded campaign stops by then, whatever the machine; at least one crash of each kind was tried."""
 TIMEOUT = 150.0
@@ -29,25 +27,21 @@ TIMEOUT = 150.0
 Tallies = dict[tuple[str, str], dict[str, Any]]
 
 
-def command(tmp_path: Path, *options: str) -> list[str]:
+COMMAND = "from tests.campaigns.crash.__main__ import main; main()"
+"""``python -m tests.campaigns.crash``, for a process that has imported torch already."""
+
+
+def arguments(tmp_path: Path, *options: str) -> list[str]:
     folders = {"--dir": "kills", "--images": "images", "--out": "out"}
     for folder in folders.values():
         (tmp_path / folder).mkdir()
     given = [part for option, folder in folders.items() for part in (option, str(tmp_path / folder))]
-    return [sys.executable, "-m", "tests.campaigns.crash", *given, *options]
+    return [*given, *options]
 
 
 def campaign(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any], Tallies]:
     """Exit code, what was printed, the JSON, and its tallies by contender and campaign."""
-    done = subprocess.run(
-        command(tmp_path, *options),
-        cwd=REPOSITORY,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    done = run_warm(COMMAND, *arguments(tmp_path, *options), options=(), timeout=TIMEOUT)
     shown = done.stdout + done.stderr
     print(shown)
     (report,) = (tmp_path / "out").glob("crash-*.json")
@@ -89,10 +83,8 @@ def test_after_a_power_loss_what_save_called_durable_is_there_and_whole(tmp_path
 def test_a_campaign_that_is_ended_leaves_no_mount_no_loop_device_and_no_process(
     tmp_path: Path, end: signal.Signals
 ) -> None:
-    arguments = command(tmp_path, "--only", "shutdown", "--rivals", "", "--trials", "1")
-    with subprocess.Popen(
-        arguments, cwd=REPOSITORY, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as main:
+    given = arguments(tmp_path, "--only", "shutdown", "--rivals", "", "--trials", "1")
+    with WarmPython(COMMAND, *given, options=(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as main:
         assert main.stdout is not None
         said = []
         for line in main.stdout:

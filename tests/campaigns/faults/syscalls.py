@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +24,8 @@ from tests.campaigns.faults.ground import is_state, small_chunks
 __all__ = ["INJECTIONS", "Injection", "strace_refusal", "syscall_points"]
 
 _TIMEOUT_SECS = 30.0
+Start = Callable[[str], subprocess.Popen[str]]
+"""Starts a child that saves to a root, with pipes for its orders and answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,18 +69,23 @@ def strace_refusal() -> str | None:
     return None if tried.returncode == 0 else f"strace cannot trace here: {tried.stderr.strip()[-200:]}"
 
 
+def start_python(root: str) -> subprocess.Popen[str]:
+    """Start ``python -m tests.campaigns.faults.child``."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.campaigns.faults.child", root],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
 class Child:
     """The process under test."""
 
-    def __init__(self, root: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.campaigns.faults.child", str(root)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[3],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
+    def __init__(self, root: Path, start: Start) -> None:
+        self.process = start(str(root))
         self.pending = str(self._answer()["pending"])
         """How the names of its pending directories begin."""
         self.saves = 0
@@ -140,13 +147,15 @@ def _strace(child: Child, root: Path, step: int, injection: Injection, number: i
         tracer.communicate(timeout=_TIMEOUT_SECS)
 
 
-def syscall_points(folder: Path, injections: Sequence[Injection], *, overwrite: bool = False) -> Iterator[Point]:
+def syscall_points(
+    folder: Path, injections: Sequence[Injection], *, overwrite: bool = False, start: Start = start_python
+) -> Iterator[Point]:
     """Every point of each injection into a save with a committed checkpoint before it."""
     root = folder / "root"
     folder.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(small_chunks())
-        child = stack.enter_context(contextlib.closing(Child(root)))
+        child = stack.enter_context(contextlib.closing(Child(root, start)))
         reader = stack.enter_context(contextlib.closing(_Reader(root)))
         held = child.save(1, 1)["files"]
         run = _Run(child=child, reader=reader, log=folder / "strace.log", held=held, overwrite=overwrite)

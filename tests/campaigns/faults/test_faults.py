@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from property_examples import gate_stride
+from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.errors import SaveCancelledError, ThreadDiedError
@@ -179,6 +181,11 @@ def test_a_trainer_that_exits_while_its_state_is_loaded_does_not_end_the_engine(
         assert engine.read(1) == {"model": {"a": 1}}
 
 
+def start_warm(root: str) -> WarmPython:
+    child = "from tests.campaigns.faults.child import main; main()"
+    return WarmPython(child, root, options=(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 @pytest.mark.skipif(strace_refusal() is not None, reason=str(strace_refusal()))
 @pytest.mark.parametrize(
     ("overwrite", "chosen", "at_least"),
@@ -193,7 +200,8 @@ def test_the_nth_system_call_of_a_real_process_fails_and_nothing_is_lost(
 ) -> None:
     injections = [injection for injection in INJECTIONS if injection.name in chosen]
     assert len(injections) == len(chosen)
-    assert_survived(syscall_points(tmp_path / "save", injections, overwrite=overwrite), at_least=at_least)
+    points = syscall_points(tmp_path / "save", injections, overwrite=overwrite, start=start_warm)
+    assert_survived(points, at_least=at_least)
 
 
 def test_no_memory_in_any_call_of_save_keeps_no_later_save_waiting(tmp_path: Path) -> None:
