@@ -22,14 +22,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would every child of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# torch's store asks for the host name of every client while all others wait; a name server that does not answer must
-# not take longer than what these tests wait for a rank.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
 # Workers and their processes are more than the cores. Threads of OpenMP spin while they wait for one that has no core:
 # together they would take twice the CPU time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+# torch's store asks for the host name of every client while all others wait; a name server that does not answer must
+# not take longer than what these tests wait for a rank.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 WORKERS = 4

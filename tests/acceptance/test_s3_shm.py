@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 from builders import steps_dir
-from child_python import child_environment, python
 from image_files import MIB, assert_uniform, raw_of, uniform
 from killed_trainer import named_segments, train_until_killed
 from warm_python import run_warm
@@ -313,7 +312,10 @@ IN_A_CONTAINER = """
     import os, sys
     from aio_ckpt import EngineConfig, SyncCheckpointEngine
     from image_files import MIB, uniform
+    from tests.campaigns.crash.disks import private_mounts, run
 
+    private_mounts()
+    run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm")
     print(os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize)
     with SyncCheckpointEngine(sys.argv[1], EngineConfig(staging="shm")) as engine:
         print(engine.save(uniform(5, 4 * MIB, 1.0), step=1).result(60).step)
@@ -323,15 +325,9 @@ IN_A_CONTAINER = """
 def test_a_dev_shm_smaller_than_the_image_does_not_matter(tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("a mount namespace with a small /dev/shm needs root")
-    inside = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh")
-    if (trial := subprocess.run([*inside, "true"], capture_output=True, text=True)).returncode:
-        pytest.skip(f"no mount namespace here: {trial.stderr.strip()}")
-    done = subprocess.run(
-        python(IN_A_CONTAINER, str(tmp_path), prefix=inside),
-        capture_output=True,
-        text=True,
-        env=child_environment(),
-        timeout=60,
-    )
+    trial = ["unshare", "-m", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"]
+    if (tried := subprocess.run(trial, capture_output=True, text=True)).returncode:
+        pytest.skip(f"no mount namespace here: {tried.stderr.strip()}")
+    done = run_warm(IN_A_CONTAINER, str(tmp_path))
     assert (done.stdout, done.stderr) == ("65536\n1\n", "")
     assert_uniform(steps_dir(tmp_path, 1), 1.0, count=COUNT)

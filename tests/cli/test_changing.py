@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +17,20 @@ from aio_ckpt.storage.local import RootLock
 from aio_ckpt.sync import SyncCheckpointEngine
 
 
-@pytest.fixture
-def many(tmp_path):
-    """A root with the steps 1 to 6; the lowest loss is that of step 2, and step 3 is protected."""
-    with SyncCheckpointEngine(tmp_path / "many") as engine:
+@pytest.fixture(scope="module")
+def six_saved(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("changing") / "many"
+    with SyncCheckpointEngine(root) as engine:
         for step in range(1, 7):
             engine.save({"w": torch.ones(3)}, step=step, metrics={"loss": abs(step - 2)}).result()
         engine.protect(3)
-    return tmp_path / "many"
+    return root
+
+
+@pytest.fixture
+def many(six_saved, tmp_path) -> Path:
+    """A root with the steps 1 to 6; the lowest loss is that of step 2, and step 3 is protected."""
+    return Path(shutil.copytree(six_saved, tmp_path / "many"))
 
 
 def steps(capsys, root) -> list[int]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from child_python import child_environment
 from command_line import called, document, flip, save_by_dcp, state
+from warm_python import WarmPython
 
 from aio_ckpt.checkpoint import verify
 from aio_ckpt.cli import commands as cli
@@ -344,9 +345,8 @@ def test_python_m_shows_colours_on_a_terminal(root):
     leader, follower = pty.openpty()
     environment = child_environment(TERM="xterm-256color")
     environment.pop("NO_COLOR", None)
-    with subprocess.Popen(
-        [sys.executable, "-m", "aio_ckpt", "verify", str(root)], stdout=follower, stderr=follower, env=environment
-    ) as child:
+    python_m = "import runpy; runpy.run_module('aio_ckpt', run_name='__main__', alter_sys=True)"
+    with WarmPython(python_m, "verify", str(root), stdout=follower, stderr=follower, env=environment) as child:
         os.close(follower)
         shown = _read_all(leader)
     assert child.returncode == 0

@@ -50,7 +50,10 @@ def start_warm(command: list[str], **popen: Any) -> WarmPython:
     """Start ``python -m MODULE SPEC``, the demo's child, as a process that has imported torch already."""
     python, dash_m, module, spec = command
     assert (python, dash_m) == (sys.executable, "-m")
-    return WarmPython(f"from {module} import main\nmain()", spec, options=(), text=False, **popen)
+    child = WarmPython(f"from {module} import main\nmain()", spec, options=(), **popen)
+    assert child.stdout is not None
+    child.stdout = child.stdout.detach()  # the demo reads bytes
+    return child
 
 
 def start_first_fresh(command: list[str], **popen: Any) -> subprocess.Popen[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["examples", "gate_stride"]
+__all__ = ["examples", "gate_limit", "gate_stride"]
 
 GATE_EXAMPLES = 15
 NIGHTLY_EXAMPLES = 100
@@ -24,14 +24,19 @@ settings.register_profile("nightly", _ANY, max_examples=NIGHTLY_EXAMPLES)
 settings.load_profile("gate")
 
 
-def examples(nightly: int) -> settings:
-    """Settings of a property: ``nightly`` examples in the nightly run, at most ``GATE_EXAMPLES`` in the gate."""
-    return settings(max_examples=min(nightly, GATE_EXAMPLES) if _is_gate() else nightly)
+def examples(nightly: int, *, gate: int = GATE_EXAMPLES) -> settings:
+    """Settings of a property: ``nightly`` examples in the nightly run, at most ``gate`` in the gate."""
+    return settings(max_examples=min(nightly, gate) if _is_gate() else nightly)
 
 
 def gate_stride(stride: int) -> int:
     """Step between the points that a test tries: ``stride`` in the gate, 1 (each point) in the nightly run."""
     return stride if _is_gate() else 1
+
+
+def gate_limit(most: int) -> int | None:
+    """Number of points that a test tries: ``most`` in the gate, None (all) in the nightly run."""
+    return most if _is_gate() else None
 
 
 def _is_gate() -> bool:

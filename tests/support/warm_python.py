@@ -28,15 +28,12 @@ _MAX_BYTES = 1 << 20
 
 
 class WarmPython(subprocess.Popen[str]):
-    """``subprocess.Popen`` of ``source``, which may be indented, with ``args`` in its ``sys.argv[1:]``.
-
-    Its pipes carry text unless ``text=False`` is given.
-    """
+    """``subprocess.Popen`` of ``source``, which may be indented, with ``args`` in its ``sys.argv[1:]``."""
 
     def __init__(self, source: str, *args: str, options: tuple[str, ...] = ("-W", "error"), **popen: Any) -> None:
         assert options in ((), ("-W", "error")), "another option needs an interpreter of its own"
         self._told = {"source": textwrap.dedent(source), "args": args, "warnings_are_errors": bool(options)}
-        super().__init__(["warm python", *args], **{"text": True, **popen})
+        super().__init__(["warm python", *args], text=True, **popen)
 
     def _execute_child(self, *given: Any) -> None:
         # Its parameters are subprocess's own affair; these names are those of Python 3.11 to 3.14.

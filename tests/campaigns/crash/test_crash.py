@@ -20,7 +20,7 @@ from tests.campaigns.crash.contents import differs, is_overwrite, state_of, step
 from tests.campaigns.crash.trial import Known
 
 ENGINE, DIRECTORY = "aio_ckpt", "aio_ckpt, directory mode"
-SECS = 6
+SECS = 3
 """Each bounded campaign stops by then, whatever the machine; at least one crash of each kind was tried."""
 TIMEOUT = 150.0
 
@@ -54,7 +54,7 @@ def campaign(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any], T
 # -- campaigns ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(120, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kills", [6, pytest.param(120, marks=pytest.mark.campaign)])
 def test_after_kill_9_training_resumes_from_a_whole_checkpoint_never_older_than_the_last_resolved_save(
     tmp_path: Path, kills: int
 ) -> None:

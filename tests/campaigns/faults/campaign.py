@@ -80,11 +80,11 @@ SAVES = (
 # -- saves ------------------------------------------------------------------------------------------
 
 
-def save_points(folder: Path, saving: Saving, fault: Fault) -> Iterator[Point]:
-    """Every point of a fault in a kind of save."""
+def save_points(folder: Path, saving: Saving, fault: Fault, *, start: int = 1, stride: int = 1) -> Iterator[Point]:
+    """Every point of a fault in a kind of save, or from ``start`` on one of ``stride``."""
     with small_chunks(), Clock() as clock, contextlib.ExitStack() as stack:
-        for number in itertools.count(1):
-            if number == 1 or saving.is_fresh:
+        for number in itertools.count(start, stride):
+            if number == start or saving.is_fresh:
                 stack.close()
                 ground = stack.enter_context(_ground(folder / str(number), saving, fault, clock))
             point = _strike(ground, saving, fault, number, clock)

@@ -317,11 +317,11 @@ UPKEEPS = (
 # -- short reads ------------------------------------------------------------------------------------
 
 
-def short_reads(folder: Path) -> Iterator[Point]:
+def short_reads(folder: Path, *, stride: int = 1) -> Iterator[Point]:
     """The n-th read moves half of its bytes: continued. One that ends there is done anew and proves no damage."""
     with small_chunks():
         for is_end in (False, True):
-            for number in itertools.count(1):
+            for number in itertools.count(1, stride):
                 with contextlib.closing(Ground(folder / f"{is_end}-{number}")) as ground:
                     for _ in range(2):
                         ground.keep(ground.save())

@@ -317,10 +317,15 @@ def cancelled_steps(folder: Path, *, stride: int = 1) -> Iterator[Point]:
 
 
 def _memory_points(
-    folder: Path, places: tuple[tuple[Any, str], ...], error: Callable[[], BaseException], *, saves: int
+    folder: Path,
+    places: tuple[tuple[Any, str], ...],
+    error: Callable[[], BaseException],
+    *,
+    saves: int,
+    most: int | None,
 ) -> Iterator[Point]:
     for owner, name in places:
-        for number in itertools.count(1):
+        for number in itertools.islice(itertools.count(1), most):
             with _ground(folder / f"{name}-{number}", saves=saves, staging="shm") as ground:
                 nth, real = Nth(number), getattr(owner, name)
 
@@ -338,11 +343,15 @@ def _memory_points(
                 yield _judged(ground, f"{type(error()).__name__} at call {number} of {name}", outcome, wrong)
 
 
-def memory_in_growth(folder: Path) -> Iterator[Point]:
-    """No memory while an arena is made: by Python's own allocator, and by the system's."""
+def memory_in_growth(folder: Path, *, most: int | None = None) -> Iterator[Point]:
+    """No memory while an arena is made: by Python's own allocator, and by the system's.
+
+    Args:
+        most: calls that fail of each function; None: all.
+    """
     places = ((mmap, "mmap"), (os, "posix_fallocate"))
     refusal = functools.partial(OSError, errno.ENOMEM, os.strerror(errno.ENOMEM))
-    yield from _memory_points(folder / "system", places, refusal, saves=0)
+    yield from _memory_points(folder / "system", places, refusal, saves=0, most=most)
     python: tuple[tuple[Any, str], ...] = (
         (mmap, "mmap"),
         (arena, "_populate"),
@@ -351,11 +360,11 @@ def memory_in_growth(folder: Path) -> Iterator[Point]:
         (image, "Image"),
         (image, "Future"),
     )
-    yield from _memory_points(folder / "python", python, MemoryError, saves=0)
+    yield from _memory_points(folder / "python", python, MemoryError, saves=0, most=most)
 
 
-def memory_in_stages(folder: Path) -> Iterator[Point]:
-    """No memory in a stage of a cached save."""
+def memory_in_stages(folder: Path, *, most: int | None = None) -> Iterator[Point]:
+    """No memory in a stage of a cached save; ``most`` as in :func:`memory_in_growth`."""
     places: tuple[tuple[Any, str], ...] = (
         (snapshot.Capture, "issue"),
         (snapshot.Capture, "check_sources"),
@@ -365,7 +374,7 @@ def memory_in_stages(folder: Path) -> Iterator[Point]:
         (pipeline, "render_rank"),
         (pipeline, "render_root"),
     )
-    yield from _memory_points(folder, places, MemoryError, saves=2)
+    yield from _memory_points(folder, places, MemoryError, saves=2, most=most)
 
 
 def memory_in_save(folder: Path, *, start: int = 1, stride: int = 1) -> Iterator[Point]:

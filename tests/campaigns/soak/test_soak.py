@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize(
-    ("saves", "every", "first"), [(100, 5, 30), pytest.param(200, 10, 40, marks=pytest.mark.campaign)]
+    ("saves", "every", "first"), [(100, 10, 30), pytest.param(200, 10, 40, marks=pytest.mark.campaign)]
 )
 def test_some_hundred_saves_that_change_and_fail_leave_files_threads_and_disk_flat(
     tmp_path: Path, saves: int, every: int, first: int
