@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,14 +85,22 @@ def disturbed(root: Path, happens: Callable[[], object], at: int, **config: obje
         disturbed.reached = storage.count >= at  # type: ignore[attr-defined]
 
 
-def each_moment(tmp_path: Path, prepare: Callable[[Path], None]) -> Iterator[tuple[int, Path]]:
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with steps 1 and 2, to be copied."""
+    root = tmp_path_factory.mktemp("readers") / "root"
+    saved(root, 1, 2)
+    return root
+
+
+def each_moment(tmp_path: Path, original: Path) -> Iterator[tuple[int, Path]]:
     """A fresh root for a disturbance at the first, a later, ... question, until one was never asked."""
     disturbed.reached = True  # type: ignore[attr-defined]
     at, stride = 1 - gate_stride(3), gate_stride(3)
     while disturbed.reached:  # type: ignore[attr-defined]
         at += stride
         root = tmp_path / f"{at}"
-        prepare(root)
+        shutil.copytree(original, root)
         yield at, root
     assert at > 5, "the reader asked less than was expected"
 
@@ -135,8 +144,8 @@ def replaced(root: Path) -> Callable[[], None]:
 # -- the engine -------------------------------------------------------------------------------------
 
 
-def test_a_load_of_the_newest_goes_on_to_the_newest(tmp_path: Path) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+def test_a_load_of_the_newest_goes_on_to_the_newest(tmp_path: Path, two_steps: Path) -> None:
+    for at, root in each_moment(tmp_path, two_steps):
         target = state(0)
         with disturbed(root, newer(root), at) as reader:
             report = reader.load(target)
@@ -144,15 +153,15 @@ def test_a_load_of_the_newest_goes_on_to_the_newest(tmp_path: Path) -> None:
         assert number_of(target) == report.step in (2, 9), at
 
 
-def test_a_read_of_the_newest_goes_on_to_the_newest(tmp_path: Path) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+def test_a_read_of_the_newest_goes_on_to_the_newest(tmp_path: Path, two_steps: Path) -> None:
+    for at, root in each_moment(tmp_path, two_steps):
         with disturbed(root, newer(root), at) as reader:
             assert number_of(reader.read()) in (2, 9), at
 
 
-def test_a_load_of_a_step_that_is_deleted_says_so_and_never_that_it_is_corrupt(tmp_path: Path) -> None:
+def test_a_load_of_a_step_that_is_deleted_says_so_and_never_that_it_is_corrupt(tmp_path: Path, two_steps: Path) -> None:
     deleted = 0
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+    for at, root in each_moment(tmp_path, two_steps):
         target = state(0)
         with disturbed(root, newer(root), at) as reader:
             told = outcome(lambda target=target: reader.load(target, 2))
@@ -171,8 +180,8 @@ def deleted(root: Path) -> Callable[[], None]:
     return write
 
 
-def test_a_load_of_the_newest_goes_on_to_an_older_one_if_it_is_deleted(tmp_path: Path) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+def test_a_load_of_the_newest_goes_on_to_an_older_one_if_it_is_deleted(tmp_path: Path, two_steps: Path) -> None:
+    for at, root in each_moment(tmp_path, two_steps):
         target = state(0)
         with disturbed(root, deleted(root), at) as reader:
             report = reader.load(target)
@@ -181,9 +190,11 @@ def test_a_load_of_the_newest_goes_on_to_an_older_one_if_it_is_deleted(tmp_path:
 
 
 @pytest.mark.parametrize("verify", ["load", "never"])
-def test_a_load_of_a_step_that_is_overwritten_gets_one_of_the_two_whole(tmp_path: Path, verify: str) -> None:
+def test_a_load_of_a_step_that_is_overwritten_gets_one_of_the_two_whole(
+    tmp_path: Path, two_steps: Path, verify: str
+) -> None:
     got = set()
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+    for at, root in each_moment(tmp_path, two_steps):
         target = state(0)
         with disturbed(root, replaced(root), at, verify=verify) as reader:
             report = reader.load(target, 2)
@@ -253,11 +264,12 @@ def called(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object], at: i
 @pytest.mark.parametrize("change", [newer, replaced])
 def test_ls_beside_a_writer_lists_what_is_there(
     tmp_path: Path,
+    two_steps: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path], Callable[[], None]],
 ) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+    for at, root in each_moment(tmp_path, two_steps):
         assert called(monkeypatch, change(root), at, "ls", root, "--json") == 0, at
         rows = json.loads(capsys.readouterr().out)["checkpoints"]
         assert all(row["fault"] is None for row in rows), at
@@ -267,11 +279,12 @@ def test_ls_beside_a_writer_lists_what_is_there(
 @pytest.mark.parametrize("change", [newer, replaced])
 def test_verify_beside_a_writer_finds_no_fault(
     tmp_path: Path,
+    two_steps: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path], Callable[[], None]],
 ) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+    for at, root in each_moment(tmp_path, two_steps):
         assert called(monkeypatch, change(root), at, "verify", root, "--json") == 0, at
         found = json.loads(capsys.readouterr().out)
         assert found["is_good"], at
@@ -288,11 +301,12 @@ def test_verify_beside_a_writer_finds_no_fault(
 @pytest.mark.parametrize("change", [newer, replaced])
 def test_inspect_beside_a_writer_shows_the_newest(
     tmp_path: Path,
+    two_steps: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path], Callable[[], None]],
 ) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+    for at, root in each_moment(tmp_path, two_steps):
         assert called(monkeypatch, change(root), at, "inspect", root, "--json") == 0, at
         assert json.loads(capsys.readouterr().out)["step"] in (2, 9)
 
