@@ -17,6 +17,7 @@ from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
+from aio_ckpt.commit import discovery
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage import local
@@ -203,7 +204,10 @@ def test_a_load_of_a_step_that_is_overwritten_gets_one_of_the_two_whole(
     assert {2, 200} <= got <= {2, 20, 200}
 
 
-def test_a_writer_that_never_rests_ends_a_load_with_a_clear_error(tmp_path: Path) -> None:
+def test_a_writer_that_never_rests_ends_a_load_with_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "MAX_RETRIES", 4)
     root = tmp_path / "root"
     saved(root, 1)
     steps = iter(range(2, 1000))
@@ -313,7 +317,7 @@ def test_inspect_beside_a_writer_shows_the_newest(
 
 # -- real processes ---------------------------------------------------------------------------------
 
-SAVES = 120 // gate_stride(3)
+SAVES = 120 // gate_stride(6)
 WRITER = f"""
     import sys, torch
     from aio_ckpt import EngineConfig, SyncCheckpointEngine
