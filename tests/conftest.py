@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import property_examples  # noqa: F401 - registers the profiles before the plugin of Hypothesis chooses one
@@ -32,6 +33,12 @@ torch.set_num_threads(1)
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+# pytest enters and leaves each logger that keeps its records to itself, six times a test: torch has 45 of them.
+for logger in logging.Logger.manager.loggerDict.values():
+    if isinstance(logger, logging.Logger):
+        logger.propagate = True
+
+
 WORKERS = 4
 """More than the two cores of the smallest machine: many tests wait for a deadline."""
 
@@ -47,6 +54,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if all(os.path.isfile(file) for file in files):  # a worker runs whole files
         return min(WORKERS, len(files)) if len(files) > 1 else 0
     return WORKERS
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without collecting garbage, and never look again at what is there then.
+
+    It lives as long as the tests: torch, the modules of the tests and their items, half a million objects.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -102,7 +102,8 @@ CAPTURE = """
 def trainer(source: str, root: Path, *, drain_secs: float) -> Iterator[subprocess.Popen[str]]:
     """A child that does not outlive the block."""
     whole = textwrap.dedent(PREAMBLE) + textwrap.dedent(source)
-    with WarmPython(whole, str(root), str(drain_secs), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with WarmPython(whole, str(root), str(drain_secs), is_end_tested=True, **streams) as child:
         try:
             yield child
         finally:
@@ -232,5 +233,5 @@ IN_A_CHILD = """
 
 
 def test_a_trainer_that_multiprocessing_forked_is_drained_too(tmp_path: Path) -> None:
-    assert run_warm(IN_A_CHILD, str(tmp_path)).returncode == 0
+    assert run_warm(IN_A_CHILD, str(tmp_path), is_end_tested=True).returncode == 0
     assert steps(tmp_path) == [1, 2]

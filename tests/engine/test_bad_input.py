@@ -94,12 +94,14 @@ BAD_STATES: dict[str, tuple[Callable[[], object], type[AioCkptError], type[Excep
 
 def everything(root: Path) -> Tree:
     """Every path below with size and time of its last change; of the engine's own directories only that they exist."""
-    return {
-        str(path.relative_to(root)): (0, 0)
-        if path.parent.name == ENGINE_DIR and path.is_dir()
-        else (path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(root.rglob("*"))
-    }
+    found: Tree = {}
+    for place, directories, files in os.walk(root):
+        is_own = os.path.basename(place) == ENGINE_DIR
+        found |= {os.path.join(place, name): (0, 0) for name in directories if is_own}
+        for path in (os.path.join(place, name) for name in (files if is_own else directories + files)):
+            status = os.stat(path)
+            found[path] = (status.st_size, status.st_mtime_ns)
+    return {os.path.relpath(path, root): found[path] for path in sorted(found)}
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -152,6 +153,7 @@ def registered(copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch) -> Regist
     return found
 
 
+@functools.cache
 def made() -> dict[str, torch.Tensor]:
     torch.manual_seed(2)
     shared = torch.randn(400_000)
@@ -226,17 +228,19 @@ def columns(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(value.shape[::-1]).t() for name, value in state.items()}
 
 
-WIDE = {f"w{i}": torch.arange(5 * MIB, dtype=torch.float32).add_(i).view(1280, 4096) for i in range(2)}
-"""20 MiB each, which are read in three parts."""
+@functools.cache
+def wide() -> dict[str, torch.Tensor]:
+    """20 MiB each, which are read in three parts."""
+    return {f"w{i}": torch.arange(5 * MIB, dtype=torch.float32).add_(i).view(1280, 4096) for i in range(2)}
 
 
 def test_what_must_be_laid_out_anew_is_so_on_the_device(tmp_path: Path, copies: WatchedCopies) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
-        engine.save(WIDE).result(TIMEOUT)
-        state = columns(WIDE)
+        engine.save(wide()).result(TIMEOUT)
+        state = columns(wide())
         assert engine.load(state).verified
-    assert all(torch.equal(state[name], value) for name, value in WIDE.items())
-    assert copies.bytes_issued_to_room() == sum(value.nbytes for value in WIDE.values())
+    assert all(torch.equal(state[name], value) for name, value in wide().items())
+    assert copies.bytes_issued_to_room() == sum(value.nbytes for value in wide().values())
     assert len(copies.filled_from) == 6
     assert set(copies.filled_from) == {copies.room.data_ptr()}
 
@@ -254,8 +258,8 @@ def test_no_copy_reaches_from_one_memory_of_the_device_into_the_next(tmp_path: P
 
     copies.allocate = noted  # type: ignore[method-assign]
     with SyncCheckpointEngine(tmp_path, config=EngineConfig(workers=1)) as engine:
-        engine.save(WIDE).result(TIMEOUT)
-        engine.load(columns(WIDE))
+        engine.save(wide()).result(TIMEOUT)
+        engine.load(columns(wide()))
     into_room = [(target, target + nbytes) for target, nbytes in copies.issued if copies.has(target)]
     assert into_room
     for low, high in into_room:
@@ -272,7 +276,7 @@ def test_memory_of_the_device_is_let_go_of_when_its_copies_are_done(tmp_path: Pa
         copies.on_synchronize = lambda: filled_of.append(sum(memory() is not None for memory in made))
 
     copies.fill = fill  # type: ignore[method-assign]
-    state = {f"{name} {i}": value for name, value in WIDE.items() for i in range(4)}
+    state = {f"{name} {i}": value for name, value in wide().items() for i in range(4)}
     state = {name: value.clone() for name, value in state.items()}
     with SyncCheckpointEngine(tmp_path, config=EngineConfig(workers=1)) as engine:
         engine.save(state).result(TIMEOUT)
@@ -285,13 +289,13 @@ def test_memory_of_the_device_is_let_go_of_when_its_copies_are_done(tmp_path: Pa
 def test_who_keeps_the_error_of_a_load_keeps_no_memory_of_the_device(tmp_path: Path, copies: WatchedCopies) -> None:
     made = copies.make_apart()
     with SyncCheckpointEngine(tmp_path) as engine:
-        engine.save(WIDE).result(TIMEOUT)
+        engine.save(wide()).result(TIMEOUT)
         (path,) = tmp_path.glob("step_*/*.distcp")
         data = bytearray(path.read_bytes())
         data[-6 * MIB] ^= 1
         path.write_bytes(data)
         with pytest.raises(MismatchError) as caught:
-            engine.load(columns(WIDE), step=1)
+            engine.load(columns(wide()), step=1)
         assert made
         assert caught.value is not None
         assert not any(memory() is not None for memory in made)
@@ -324,11 +328,11 @@ def test_a_device_that_is_full_is_asked_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_device_without_room_only_costs_time(tmp_path: Path, copies: WatchedCopies) -> None:
     copies.most_bytes = 6 * MIB
     with SyncCheckpointEngine(tmp_path) as engine:
-        engine.save(WIDE).result(TIMEOUT)
-        state = columns(WIDE)
+        engine.save(wide()).result(TIMEOUT)
+        state = columns(wide())
         engine.load(state)
-    assert all(torch.equal(state[name], value) for name, value in WIDE.items())
-    assert 0 < copies.bytes_issued_to_room() < sum(value.nbytes for value in WIDE.values())
+    assert all(torch.equal(state[name], value) for name, value in wide().items())
+    assert 0 < copies.bytes_issued_to_room() < sum(value.nbytes for value in wide().values())
     assert copies.bytes_issued_to_room() == sum(copies.runs), "what is the host's the host copies"
 
 

@@ -48,7 +48,7 @@ TRACED = {
 FOREIGN = {"Condition.__enter__", "Condition.__exit__"}
 """Of the standard library, in Python: a lock that is taken there is lost when they are interrupted. Nothing of ours
 enters a Condition; a Future does, where nobody can help it."""
-EVERY = [pytest.param(7, id="every seventh place"), pytest.param(1, id="every place", marks=pytest.mark.slow)]
+EVERY = [pytest.param(29, id="every 29th place"), pytest.param(1, id="every place", marks=pytest.mark.slow)]
 NEVER = 1 << 60
 """A place that no call reaches. CPython 3.12 traces the opcodes of a function only if its first call was traced."""
 LOOKS_BEHIND = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
+from aio_ckpt.commit import discovery
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage import local
@@ -84,14 +86,22 @@ def disturbed(root: Path, happens: Callable[[], object], at: int, **config: obje
         disturbed.reached = storage.count >= at  # type: ignore[attr-defined]
 
 
-def each_moment(tmp_path: Path, prepare: Callable[[Path], None]) -> Iterator[tuple[int, Path]]:
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with steps 1 and 2, to be copied."""
+    root = tmp_path_factory.mktemp("readers") / "root"
+    saved(root, 1, 2)
+    return root
+
+
+def each_moment(tmp_path: Path, original: Path) -> Iterator[tuple[int, Path]]:
     """A fresh root for a disturbance at the first, a later, ... question, until one was never asked."""
     disturbed.reached = True  # type: ignore[attr-defined]
     at, stride = 1 - gate_stride(3), gate_stride(3)
     while disturbed.reached:  # type: ignore[attr-defined]
         at += stride
         root = tmp_path / f"{at}"
-        prepare(root)
+        shutil.copytree(original, root)
         yield at, root
     assert at > 5, "the reader asked less than was expected"
 
@@ -135,8 +145,8 @@ def replaced(root: Path) -> Callable[[], None]:
 # -- the engine -------------------------------------------------------------------------------------
 
 
-def test_a_load_of_the_newest_goes_on_to_the_newest(tmp_path: Path) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+def test_a_load_of_the_newest_goes_on_to_the_newest(tmp_path: Path, two_steps: Path) -> None:
+    for at, root in each_moment(tmp_path, two_steps):
         target = state(0)
         with disturbed(root, newer(root), at) as reader:
             report = reader.load(target)
@@ -144,15 +154,15 @@ def test_a_load_of_the_newest_goes_on_to_the_newest(tmp_path: Path) -> None:
         assert number_of(target) == report.step in (2, 9), at
 
 
-def test_a_read_of_the_newest_goes_on_to_the_newest(tmp_path: Path) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+def test_a_read_of_the_newest_goes_on_to_the_newest(tmp_path: Path, two_steps: Path) -> None:
+    for at, root in each_moment(tmp_path, two_steps):
         with disturbed(root, newer(root), at) as reader:
             assert number_of(reader.read()) in (2, 9), at
 
 
-def test_a_load_of_a_step_that_is_deleted_says_so_and_never_that_it_is_corrupt(tmp_path: Path) -> None:
+def test_a_load_of_a_step_that_is_deleted_says_so_and_never_that_it_is_corrupt(tmp_path: Path, two_steps: Path) -> None:
     deleted = 0
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+    for at, root in each_moment(tmp_path, two_steps):
         target = state(0)
         with disturbed(root, newer(root), at) as reader:
             told = outcome(lambda target=target: reader.load(target, 2))
@@ -171,8 +181,8 @@ def deleted(root: Path) -> Callable[[], None]:
     return write
 
 
-def test_a_load_of_the_newest_goes_on_to_an_older_one_if_it_is_deleted(tmp_path: Path) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+def test_a_load_of_the_newest_goes_on_to_an_older_one_if_it_is_deleted(tmp_path: Path, two_steps: Path) -> None:
+    for at, root in each_moment(tmp_path, two_steps):
         target = state(0)
         with disturbed(root, deleted(root), at) as reader:
             report = reader.load(target)
@@ -181,9 +191,11 @@ def test_a_load_of_the_newest_goes_on_to_an_older_one_if_it_is_deleted(tmp_path:
 
 
 @pytest.mark.parametrize("verify", ["load", "never"])
-def test_a_load_of_a_step_that_is_overwritten_gets_one_of_the_two_whole(tmp_path: Path, verify: str) -> None:
+def test_a_load_of_a_step_that_is_overwritten_gets_one_of_the_two_whole(
+    tmp_path: Path, two_steps: Path, verify: str
+) -> None:
     got = set()
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+    for at, root in each_moment(tmp_path, two_steps):
         target = state(0)
         with disturbed(root, replaced(root), at, verify=verify) as reader:
             report = reader.load(target, 2)
@@ -192,7 +204,10 @@ def test_a_load_of_a_step_that_is_overwritten_gets_one_of_the_two_whole(tmp_path
     assert {2, 200} <= got <= {2, 20, 200}
 
 
-def test_a_writer_that_never_rests_ends_a_load_with_a_clear_error(tmp_path: Path) -> None:
+def test_a_writer_that_never_rests_ends_a_load_with_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "MAX_RETRIES", 4)
     root = tmp_path / "root"
     saved(root, 1)
     steps = iter(range(2, 1000))
@@ -253,11 +268,12 @@ def called(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object], at: i
 @pytest.mark.parametrize("change", [newer, replaced])
 def test_ls_beside_a_writer_lists_what_is_there(
     tmp_path: Path,
+    two_steps: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path], Callable[[], None]],
 ) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+    for at, root in each_moment(tmp_path, two_steps):
         assert called(monkeypatch, change(root), at, "ls", root, "--json") == 0, at
         rows = json.loads(capsys.readouterr().out)["checkpoints"]
         assert all(row["fault"] is None for row in rows), at
@@ -267,11 +283,12 @@ def test_ls_beside_a_writer_lists_what_is_there(
 @pytest.mark.parametrize("change", [newer, replaced])
 def test_verify_beside_a_writer_finds_no_fault(
     tmp_path: Path,
+    two_steps: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path], Callable[[], None]],
 ) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+    for at, root in each_moment(tmp_path, two_steps):
         assert called(monkeypatch, change(root), at, "verify", root, "--json") == 0, at
         found = json.loads(capsys.readouterr().out)
         assert found["is_good"], at
@@ -288,18 +305,19 @@ def test_verify_beside_a_writer_finds_no_fault(
 @pytest.mark.parametrize("change", [newer, replaced])
 def test_inspect_beside_a_writer_shows_the_newest(
     tmp_path: Path,
+    two_steps: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path], Callable[[], None]],
 ) -> None:
-    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+    for at, root in each_moment(tmp_path, two_steps):
         assert called(monkeypatch, change(root), at, "inspect", root, "--json") == 0, at
         assert json.loads(capsys.readouterr().out)["step"] in (2, 9)
 
 
 # -- real processes ---------------------------------------------------------------------------------
 
-SAVES = 120 // gate_stride(3)
+SAVES = 120 // gate_stride(6)
 WRITER = f"""
     import sys, torch
     from aio_ckpt import EngineConfig, SyncCheckpointEngine

@@ -392,7 +392,7 @@ def test_an_engine_whose_device_is_dead_releases_all_that_it_can(root: Path, mon
 
 
 def run_python(source: str, root: Path) -> subprocess.CompletedProcess[str]:
-    return run_warm(source, str(root), options=())
+    return run_warm(source, str(root), options=(), is_end_tested=True)
 
 
 EXIT = """

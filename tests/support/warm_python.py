@@ -30,9 +30,22 @@ _MAX_BYTES = 1 << 20
 class WarmPython(subprocess.Popen[str]):
     """``subprocess.Popen`` of ``source``, which may be indented, with ``args`` in its ``sys.argv[1:]``."""
 
-    def __init__(self, source: str, *args: str, options: tuple[str, ...] = ("-W", "error"), **popen: Any) -> None:
+    def __init__(
+        self,
+        source: str,
+        *args: str,
+        options: tuple[str, ...] = ("-W", "error"),
+        is_end_tested: bool = False,
+        **popen: Any,
+    ) -> None:
+        """What C++ does behind the end of an interpreter is done for ``is_end_tested`` only: most of its time."""
         assert options in ((), ("-W", "error")), "another option needs an interpreter of its own"
-        self._told = {"source": textwrap.dedent(source), "args": args, "warnings_are_errors": bool(options)}
+        self._told = {
+            "source": textwrap.dedent(source),
+            "args": args,
+            "warnings_are_errors": bool(options),
+            "is_end_tested": is_end_tested,
+        }
         super().__init__(["warm python", *args], text=True, **popen)
 
     def _execute_child(self, *given: Any) -> None:
@@ -49,11 +62,9 @@ class WarmPython(subprocess.Popen[str]):
             self._close_pipe_fds(*pipes)
 
 
-def run_warm(
-    source: str, *args: str, options: tuple[str, ...] = ("-W", "error"), timeout: float = 60, **popen: Any
-) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run`` of ``source``, its output captured."""
-    with WarmPython(source, *args, options=options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **popen) as child:
+def run_warm(source: str, *args: str, timeout: float = 60, **given: Any) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` of ``source``, its output captured; ``given`` are parameters of ``WarmPython``."""
+    with WarmPython(source, *args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **given) as child:
         try:
             out, err = child.communicate(timeout=timeout)
         except BaseException:
@@ -139,6 +150,10 @@ def _become(told: dict[str, Any], streams: list[int]) -> dict[str, Any]:
     sys.path[:], sys.argv[:] = told["path"], ["-c", *told["args"]]
     if told["warnings_are_errors"]:
         warnings.simplefilter("error")
+    if not told["is_end_tested"]:
+        # The interpreter has ended when this runs. The destructors of torch's static objects take twice its time.
+        c = ctypes.CDLL(None)
+        assert c.on_exit(c._exit, None) == 0
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     return vars(main)
 

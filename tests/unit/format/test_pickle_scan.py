@@ -8,8 +8,6 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from warm_python import run_warm
 
 from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
@@ -68,9 +67,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("cases")
     names = {f"{number:03}.{reader}": name for number, (name, (reader, _)) in enumerate(CASES.items())}
     for file, name in names.items():
-        (folder / file).write_bytes(CASES[name][1])
-    child = [sys.executable, "-c", CHILD, str(folder), str(SPARE_BYTES)]
-    done = subprocess.run(child, capture_output=True, text=True, timeout=300)
+        data = CASES[name][1]
+        (folder / file).write_bytes(data() if callable(data) else data)
+    done = run_warm(CHILD, str(folder), str(SPARE_BYTES), options=(), timeout=300)
     lines = (line.split(" ", 1) for line in done.stdout.splitlines())
     return {names[file]: rest for file, rest in lines} | {"the end": f"{done.returncode} {done.stderr[-300:]}"}
 
@@ -220,7 +219,7 @@ def test_a_crafted_pickle_in_an_object_runs_nothing(tmp_path: Path, protocol: in
     assert not mark.exists()
 
 
-FORGED_LENGTHS: dict[str, tuple[str, bytes]] = {
+FORGED_LENGTHS: dict[str, tuple[str, bytes | Callable[[], bytes]]] = {
     **{
         f"{reader} {code:#x}": (reader, b"\x81" + b"\xa7tensors" * (reader == "rank") + bytes([code]) + b"\xff" * 4)
         for reader in ("rank", "skeleton")
@@ -233,7 +232,7 @@ FORGED_LENGTHS: dict[str, tuple[str, bytes]] = {
     "metadata: a far memo": ("metadata", b"\x80\x02Nr\xff\xff\xff\x7f."),
     "metadata: a long frame": ("metadata", b"\x80\x04\x95" + b"\xff" * 7 + b"\x7fN."),
     "object: a long text": ("object", archive(b"\x80\x02X\xff\xff\xff\x7fa.")),
-    "object: a packed record": ("object", packed()),
+    "object: a packed record": ("object", packed),
     "object: more bytes than are stored": ("object", expanded()),
 }
 NESTED: dict[str, tuple[str, bytes]] = {
@@ -245,7 +244,7 @@ NESTED: dict[str, tuple[str, bytes]] = {
     "object: tuples": ("object", archive(KEY_OF_TUPLES)),
     "object: tuples through the memo": ("object", archive(KEY_THROUGH_MEMO)),
 }
-CASES: dict[str, tuple[str, bytes]] = {
+CASES: dict[str, tuple[str, bytes | Callable[[], bytes]]] = {
     **NESTED,
     **FORGED_LENGTHS,
     **{case: ("object", data) for case, data in FORGED_OBJECTS.items()},

@@ -26,8 +26,8 @@ from aio_ckpt.write.trace_file import NO_TRACE
 
 
 def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(len(sizes))
-    return {f"t{i}": torch.randint(0, 255, (n,), generator=generator).to(torch.uint8) for i, n in enumerate(sizes)}
+    generator = np.random.default_rng(len(sizes))
+    return {f"t{i}": torch.from_numpy(generator.integers(0, 255, n, dtype=np.uint8)) for i, n in enumerate(sizes)}
 
 
 @examples(60)

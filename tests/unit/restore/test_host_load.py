@@ -49,7 +49,7 @@ def short_reads(monkeypatch):
 
 
 def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8))
 
 
 def placed(count: int, lead: int) -> tuple[torch.Tensor, torch.Tensor]:
