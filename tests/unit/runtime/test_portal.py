@@ -44,7 +44,7 @@ async def forever() -> None:
 
 
 def run_python(source: str) -> subprocess.CompletedProcess[str]:
-    return run_warm(source)
+    return run_warm(source, is_end_tested=True)
 
 
 # -- calls and futures ----------------------------------------------------------------------------
