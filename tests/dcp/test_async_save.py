@@ -7,7 +7,6 @@ import gc
 import io
 import itertools
 import os
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from child_python import child_environment
 from dcp_states import assert_same_state, blank, leaves_of, needs_stagers, state_of
 from gated_storage import TIMEOUT, GatedStorage
 from torch.distributed.checkpoint.staging import AsyncStager as StockAsyncStager
@@ -431,10 +429,8 @@ if __name__ == "__main__":
 
 @needs_stagers
 def test_dcps_own_process_saves_with_our_writer(tmp_path: Path) -> None:
-    script = tmp_path / "save.py"
-    script.write_text(IN_A_PROCESS)
-    command = [sys.executable, str(script), str(tmp_path / "a")]
-    subprocess.run(command, env=child_environment(), check=True, timeout=3 * TIMEOUT, capture_output=True)
+    done = run_warm(IN_A_PROCESS, str(tmp_path / "a"), timeout=3 * TIMEOUT)
+    assert done.returncode == 0, done.stderr
     target = {"w": torch.zeros(1000), "turned": torch.zeros(3, 5)}
     dcp.load(target, storage_reader=Reader(tmp_path / "a"))
     assert_same_state(target, {"w": torch.full((1000,), 7.0), "turned": torch.ones(3, 5)})

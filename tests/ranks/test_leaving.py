@@ -446,7 +446,7 @@ def open_and_close(rank: int, count: int, root: Path, times: int) -> None:
 def test_engines_that_were_opened_and_closed_leave_no_keys(four: Ranks, tmp_path: Path) -> None:
     four.run(open_and_close, tmp_path, 1)
     before = four.store.num_keys()
-    four.run(open_and_close, tmp_path / "other", 20)
+    four.run(open_and_close, tmp_path / "other", 3)
     assert four.store.num_keys() <= before + 1
     assert left_of(four, tmp_path / "other") == ["queue"], "of each root the queue of its lobby stays, empty"
 
