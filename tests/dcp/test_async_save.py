@@ -224,7 +224,7 @@ def test_of_saves_that_overlap_in_one_directory_none_takes_another_ones_files(tm
     path, held = tmp_path / "a", torch.zeros(200, 200)
     with Writer(path) as writer:
         dcp.save({"w": held}, storage_writer=writer)
-        for number in range(10):
+        for number in range(6):
             values = [torch.full_like(held, 2.0 * number + which) for which in (1, 2)]
             saves = [dcp.async_save({"w": value}, storage_writer=writer) for value in values]
             errors = [save.exception(TIMEOUT) for save in saves]
@@ -339,7 +339,7 @@ def test_async_saves_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
 
     turn()
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
+    for _ in range(5):
         turn()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 

@@ -414,7 +414,14 @@ def call_different_things(rank: int, count: int, root: Path, kinds: tuple[str, s
 
 
 @pytest.mark.parametrize(
-    "kinds", [("save", "load"), ("load", "save"), ("rollback", "save"), ("load", "rollback"), ("delete", "save")]
+    "kinds",
+    [
+        ("save", "load"),
+        pytest.param(("load", "save"), marks=pytest.mark.slow),
+        pytest.param(("rollback", "save"), marks=pytest.mark.slow),
+        ("load", "rollback"),
+        ("delete", "save"),
+    ],
 )
 def test_ranks_that_wait_in_different_calls_are_told_of_both_before_a_stall_is_over(
     two: Ranks, tmp_path: Path, kinds: tuple[str, str]

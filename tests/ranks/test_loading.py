@@ -104,8 +104,13 @@ BOTH, HYBRID = (Shard(0), Shard(1)), (Replicate(), Shard(0))
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [(ROWS, COLUMNS), (COLUMNS, ROWS), (HYBRID, BOTH), (BOTH, HYBRID), (ROWS, (Replicate(),))],
-    ids=["FSDP to TP", "TP to FSDP", "HSDP to FSDP and TP", "FSDP and TP to HSDP", "FSDP to copies"],
+    [
+        pytest.param(ROWS, COLUMNS, id="FSDP to TP"),
+        pytest.param(COLUMNS, ROWS, id="TP to FSDP", marks=pytest.mark.slow),
+        pytest.param(HYBRID, BOTH, id="HSDP to FSDP and TP"),
+        pytest.param(BOTH, HYBRID, id="FSDP and TP to HSDP", marks=pytest.mark.slow),
+        pytest.param(ROWS, (Replicate(),), id="FSDP to copies"),
+    ],
 )
 def test_four_ranks_load_another_layout_bit_for_bit_as_dcp_does(
     four: Ranks, tmp_path: Path, saved: tuple[Placement, ...], loaded: tuple[Placement, ...]
@@ -830,8 +835,14 @@ def _disk_bytes() -> int:
     return int(rows["read_bytes"])
 
 
-SAVED_AND_LOADED = [("copies", "copies", True), ("rows", "columns", True), ("columns", "rows", False)]
-SAVED_AND_LOADED += [("rows", "rows", False), ("columns", "columns", False), ("stages", "stages", False)]
+SAVED_AND_LOADED = [
+    ("copies", "copies", True),
+    ("rows", "columns", True),
+    ("columns", "rows", False),
+    pytest.param("rows", "rows", False, marks=pytest.mark.slow),  # two ranks do so below
+    pytest.param("columns", "columns", False, marks=pytest.mark.slow),
+    ("stages", "stages", False),
+]
 
 
 @pytest.mark.parametrize(("saved", "loaded", "is_shared"), SAVED_AND_LOADED)
