@@ -14,7 +14,7 @@ import property_examples  # noqa: F401 - registers the profiles before the plugi
 import pytest
 import torch
 from image_files import pin_chunk_bytes
-from rank_processes import Ranks, ranks
+from rank_processes import Pools, Ranks
 
 # Workers and the processes of tests import compiled modules: compiling the tests takes ten seconds, in each worker.
 sys.dont_write_bytecode = False
@@ -100,15 +100,21 @@ def quiet() -> Iterator[None]:
     logging.getLogger("aio_ckpt").setLevel(logging.NOTSET)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two ranks for the tests of a module."""
-    with ranks(2) as running:
-        yield running
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """Ranks for all tests of a worker: new ones cost a second of CPU time each, with what torch caches in them."""
+    running = Pools()
+    yield running
+    running.close()
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
+@pytest.fixture
+def two(pools: Pools) -> Ranks:
+    """Two ranks. A test that changes them for good, beyond killing one, makes ranks of its own."""
+    return pools.of(2)
+
+
+@pytest.fixture
+def four(pools: Pools) -> Ranks:
     """Four of them."""
-    with ranks(4) as running:
-        yield running
+    return pools.of(4)

@@ -7,7 +7,6 @@ import gc
 import io
 import itertools
 import os
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from child_python import child_environment
 from dcp_states import assert_same_state, blank, leaves_of, needs_stagers, state_of
 from gated_storage import TIMEOUT, GatedStorage
 from torch.distributed.checkpoint.staging import AsyncStager as StockAsyncStager
@@ -226,7 +224,7 @@ def test_of_saves_that_overlap_in_one_directory_none_takes_another_ones_files(tm
     path, held = tmp_path / "a", torch.zeros(200, 200)
     with Writer(path) as writer:
         dcp.save({"w": held}, storage_writer=writer)
-        for number in range(10):
+        for number in range(6):
             values = [torch.full_like(held, 2.0 * number + which) for which in (1, 2)]
             saves = [dcp.async_save({"w": value}, storage_writer=writer) for value in values]
             errors = [save.exception(TIMEOUT) for save in saves]
@@ -341,7 +339,7 @@ def test_async_saves_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
 
     turn()
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
+    for _ in range(5):
         turn()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
@@ -431,10 +429,8 @@ if __name__ == "__main__":
 
 @needs_stagers
 def test_dcps_own_process_saves_with_our_writer(tmp_path: Path) -> None:
-    script = tmp_path / "save.py"
-    script.write_text(IN_A_PROCESS)
-    command = [sys.executable, str(script), str(tmp_path / "a")]
-    subprocess.run(command, env=child_environment(), check=True, timeout=3 * TIMEOUT, capture_output=True)
+    done = run_warm(IN_A_PROCESS, str(tmp_path / "a"), timeout=3 * TIMEOUT)
+    assert done.returncode == 0, done.stderr
     target = {"w": torch.zeros(1000), "turned": torch.zeros(3, 5)}
     dcp.load(target, storage_reader=Reader(tmp_path / "a"))
     assert_same_state(target, {"w": torch.full((1000,), 7.0), "turned": torch.ones(3, 5)})

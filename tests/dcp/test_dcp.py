@@ -818,7 +818,7 @@ def test_saves_and_loads_leave_no_thread_and_no_file_open(tmp_path: Path) -> Non
 
     turn()
     before = threading.active_count(), open_files()
-    for _ in range(20):
+    for _ in range(5):
         turn()
     assert (threading.active_count(), open_files()) == before
 

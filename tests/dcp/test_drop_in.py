@@ -124,6 +124,7 @@ def test_what_changes_after_async_save_returned_is_not_saved(tmp_path: Path) -> 
 
 
 def test_all_calls_of_a_process_share_threads_and_one_arena(tmp_path: Path) -> None:
+    of_tests_before = {thread.name for thread in threading.enumerate()}  # on a loaded machine some still end
     with default() as handle:
         loops = set()
         for seed in range(3):
@@ -135,7 +136,7 @@ def test_all_calls_of_a_process_share_threads_and_one_arena(tmp_path: Path) -> N
                 if thread.name.startswith("AsyncCheckpoint"):
                     thread.join(TIMEOUT)
             gc.collect()
-        assert len(loops) == 1
+        assert len(loops - of_tests_before) == 1
         assert [manager.stats.arenas for manager in managers(handle)] == [1, 1]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_states import assert_same_state
-from rank_processes import Ranks
+from rank_processes import Ranks, ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -116,6 +116,13 @@ def titan_loads(rank: int, count: int, folder: Path, is_stock: bool) -> None:
         manager.close()
 
     told(load)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """Ranks that no other module uses: the frameworks set environment variables and globals."""
+    with ranks(2) as running:
+        yield running
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

@@ -23,7 +23,7 @@ from aio_ckpt import EngineConfig
 from aio_ckpt.dcp import AsyncStager, Reader, Writer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LARGE_MIB = 64 if DEVICE == "cuda" else 4
+LARGE_MIB, SMALL = (64, 200) if DEVICE == "cuda" else (4, 40)
 RANKS = max(torch.cuda.device_count(), 1) if DEVICE == "cuda" else 2
 warnings.simplefilter("ignore")  # torch's own, in the ranks
 pytestmark = [pytest.mark.gpu(0), pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")]
@@ -33,7 +33,7 @@ def state_on(device: str, value: float) -> dict[str, Any]:
     """One large tensor, many small ones, views, host tensors and an object."""
     return {
         "large": torch.full((LARGE_MIB * MIB // 4,), value, device=device),
-        "small": {f"s{i}": torch.full((i % 7, 33), value + i, device=device) for i in range(200)},
+        "small": {f"s{i}": torch.full((i % 7, 33), value + i, device=device) for i in range(SMALL)},
         "half": torch.full((1000, 3), value, device=device, dtype=torch.bfloat16),
         "transposed": torch.arange(30.0, device=device).reshape(5, 6).t() + value,
         "cut": torch.full((64, 64), value, device=device)[::2, 1::3],

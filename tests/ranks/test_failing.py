@@ -69,14 +69,14 @@ OPTIONS = {"strict": False, "allow_missing": False, "fallback": True}
 @pytest.mark.parametrize(
     ("failing", "at"),
     [
-        (1, ("create_data_file", "*")),
+        pytest.param(1, ("create_data_file", "*"), marks=pytest.mark.slow),
         (1, ("write", "*")),
-        (1, ("sync", "*")),
+        pytest.param(1, ("sync", "*"), marks=pytest.mark.slow),
         (1, ("write_file", "aio_ckpt.1.bin")),
         (0, ("write", "*")),
-        (0, ("write_file", "aio_ckpt.0.bin")),
+        pytest.param(0, ("write_file", "aio_ckpt.0.bin"), marks=pytest.mark.slow),
         (0, ("write_file", ".metadata")),
-        (0, ("write_file", "aio_ckpt.json")),
+        pytest.param(0, ("write_file", "aio_ckpt.json"), marks=pytest.mark.slow),
         (0, ("rename", "*")),
     ],
 )
@@ -249,35 +249,46 @@ DEATHS = [
     (0, ("remove_file", "writer.json"), 2),
 ]
 """Who dies, at which call, and which step is the newest afterwards."""
+SLOW_DEATHS = [DEATHS[0], DEATHS[3]]
 
 
 @pytest.fixture(scope="module")
-def dead(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Ranks, Path]]]:
-    """Two ranks and their root for each of ``DEATHS``: one has died, the other still waits out its deadline.
+def dead(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[int, tuple[Ranks, Path]]]:
+    """Two ranks and their root for each of ``DEATHS`` that runs: one has died, the other waits out its deadline.
 
     One after the other to that point, so that nobody is starved, and together from there on.
     """
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    cases = sorted({item.callspec.params["case"] for item in tests if "dead" in item.fixturenames})
     with contextlib.ExitStack() as stack:
-        found = []
-        for dying, at, _ in DEATHS:
+        found = {}
+        for case in cases:
+            dying, at, _ = DEATHS[case]
             two, root = stack.enter_context(ranks(2)), tmp_path_factory.mktemp("death")
             for rank in range(2):
                 two.start(rank, die_at, root, dying, at, signal.SIGKILL)
             two.wait_until_dead(dying)
-            found.append((two, root))
+            found[case] = two, root
         yield found
 
 
-@pytest.mark.parametrize("case", range(len(DEATHS)), ids=[f"{dying}-{at[0]} {at[1]}" for dying, at, _ in DEATHS])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{death[0]}-{' '.join(death[1])}", marks=[pytest.mark.slow] * (death in SLOW_DEATHS))
+        for case, death in enumerate(DEATHS)
+    ],
+)
 def test_after_the_death_of_a_rank_the_others_name_it_and_the_next_run_goes_on(
-    dead: list[tuple[Ranks, Path]], case: int
+    dead: dict[int, tuple[Ranks, Path]], two: Ranks, case: int
 ) -> None:
-    (two, root), (dying, _, newest) = dead[case], DEATHS[case]
-    kind, rank, text = two.finish(1 - dying)
+    (those, root), (dying, _, newest) = dead[case], DEATHS[case]
+    kind, rank, text = those.finish(1 - dying)
     assert (kind, rank) == ("PeerFailedError", dying), text
     assert f"rank {dying} gave no sign of life" in text
-    with ranks(2) as living:
-        living.run(check_whole, root, newest)
+    two.run(check_whole, root, newest)
     assert [name for name in visible(root) if name.startswith(".pending")] == []
 
 

@@ -414,7 +414,14 @@ def call_different_things(rank: int, count: int, root: Path, kinds: tuple[str, s
 
 
 @pytest.mark.parametrize(
-    "kinds", [("save", "load"), ("load", "save"), ("rollback", "save"), ("load", "rollback"), ("delete", "save")]
+    "kinds",
+    [
+        ("save", "load"),
+        pytest.param(("load", "save"), marks=pytest.mark.slow),
+        pytest.param(("rollback", "save"), marks=pytest.mark.slow),
+        ("load", "rollback"),
+        ("delete", "save"),
+    ],
 )
 def test_ranks_that_wait_in_different_calls_are_told_of_both_before_a_stall_is_over(
     two: Ranks, tmp_path: Path, kinds: tuple[str, str]
@@ -446,7 +453,7 @@ def open_and_close(rank: int, count: int, root: Path, times: int) -> None:
 def test_engines_that_were_opened_and_closed_leave_no_keys(four: Ranks, tmp_path: Path) -> None:
     four.run(open_and_close, tmp_path, 1)
     before = four.store.num_keys()
-    four.run(open_and_close, tmp_path / "other", 20)
+    four.run(open_and_close, tmp_path / "other", 3)
     assert four.store.num_keys() <= before + 1
     assert left_of(four, tmp_path / "other") == ["queue"], "of each root the queue of its lobby stays, empty"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import os
 import re
 import time
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import rank_states
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,8 +25,8 @@ from gated_storage import TIMEOUT, Call, Gate, GatedStorage
 from rank_engines import ActingStorage, engine_over
 from rank_processes import Ranks, engine_on
 from rank_states import assert_same, whole
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.checkpoint.data_files import Files
@@ -57,15 +59,19 @@ SHAPE = (1024, 512)
 """2 MiB: two blocks."""
 
 
+@functools.cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
 def spread(count: int, placements: tuple[Placement, ...], *, step: int = 0, fill: bool = True) -> dict[str, Any]:
     """One matrix of several, in one layout."""
-    shape = (count,) if len(placements) == 1 else (2, count // 2)
-    mesh = init_device_mesh("cpu", shape)
+    mesh = mesh_of((count,) if len(placements) == 1 else (2, count // 2))
     given = whole("matrix", *SHAPE, step=step) if fill else torch.zeros(SHAPE)
     odd = whole("odd", 37, 11, step=step) if fill else torch.zeros(37, 11)
     return {
-        "matrix": distribute_tensor(given, mesh, placements),
-        "odd": distribute_tensor(odd, mesh, placements),
+        "matrix": rank_states.spread(given, mesh, *placements),
+        "odd": rank_states.spread(odd, mesh, *placements),
         "plain": whole("plain", 5, step=step) if fill else torch.zeros(5),
         "step": step,
     }
@@ -98,8 +104,13 @@ BOTH, HYBRID = (Shard(0), Shard(1)), (Replicate(), Shard(0))
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [(ROWS, COLUMNS), (COLUMNS, ROWS), (HYBRID, BOTH), (BOTH, HYBRID), (ROWS, (Replicate(),))],
-    ids=["FSDP to TP", "TP to FSDP", "HSDP to FSDP and TP", "FSDP and TP to HSDP", "FSDP to copies"],
+    [
+        pytest.param(ROWS, COLUMNS, id="FSDP to TP"),
+        pytest.param(COLUMNS, ROWS, id="TP to FSDP", marks=pytest.mark.slow),
+        pytest.param(HYBRID, BOTH, id="HSDP to FSDP and TP"),
+        pytest.param(BOTH, HYBRID, id="FSDP and TP to HSDP", marks=pytest.mark.slow),
+        pytest.param(ROWS, (Replicate(),), id="FSDP to copies"),
+    ],
 )
 def test_four_ranks_load_another_layout_bit_for_bit_as_dcp_does(
     four: Ranks, tmp_path: Path, saved: tuple[Placement, ...], loaded: tuple[Placement, ...]
@@ -757,7 +768,7 @@ def test_a_save_committed_beside_a_load_stays_the_newest(
 
 READ_SECS = 60.0
 SIDE = 1 << 10
-TENSORS = 10
+TENSORS = 4
 """Of 4 MiB: more than is read ahead."""
 STATE_BYTES = TENSORS * 4 * SIDE * SIDE
 
@@ -779,7 +790,7 @@ def shared_state_of(kind: str, rank: int, count: int, *, fill: bool = True) -> d
     if kind in ("rows", "columns"):
         mesh = init_device_mesh("cpu", (count,))
         cut = Shard(("rows", "columns").index(kind))
-        return {name: distribute_tensor(tensor, mesh, [cut]) for name, tensor in plain.items()}
+        return {name: rank_states.spread(tensor, mesh, cut) for name, tensor in plain.items()}
     if kind == "stages":
         return {f"{name}.{rank}": tensor for name, tensor in plain.items()}
     return plain
@@ -824,8 +835,14 @@ def _disk_bytes() -> int:
     return int(rows["read_bytes"])
 
 
-SAVED_AND_LOADED = [("copies", "copies", True), ("rows", "columns", True), ("columns", "rows", False)]
-SAVED_AND_LOADED += [("rows", "rows", False), ("columns", "columns", False), ("stages", "stages", False)]
+SAVED_AND_LOADED = [
+    ("copies", "copies", True),
+    ("rows", "columns", True),
+    ("columns", "rows", False),
+    pytest.param("rows", "rows", False, marks=pytest.mark.slow),  # two ranks do so below
+    pytest.param("columns", "columns", False, marks=pytest.mark.slow),
+    ("stages", "stages", False),
+]
 
 
 @pytest.mark.parametrize(("saved", "loaded", "is_shared"), SAVED_AND_LOADED)

@@ -18,7 +18,7 @@ HAS_STAGERS = "async_stager" in inspect.signature(dcp.async_save).parameters
 needs_stagers = pytest.mark.skipif(not HAS_STAGERS, reason="torch before 2.9 takes no stager but the writer")
 
 
-def state_of(seed: int, mebibytes: int = 3) -> dict[str, Any]:
+def state_of(seed: int, mebibytes: int = 1) -> dict[str, Any]:
     """Tensors of many kinds, objects, tied names; another for every seed."""
     tied = random_tensor((33, 5), torch.float32, seed)
     return {

@@ -39,6 +39,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self._unsettled: set[int] = set()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pairs = [_CONTEXT.Pipe() for _ in range(count)]
         self._pipes = [mine for mine, _ in pairs]
@@ -53,6 +54,7 @@ class Ranks:
 
     def start(self, rank: int, fn: Callable[..., object], *args: object) -> None:
         """``rank`` begins ``fn(rank, count, *args)``."""
+        self._unsettled.add(rank)
         self._pipes[rank].send((fn, args))
 
     def finish(self, rank: int, timeout: float = WAIT_SECS) -> Any:
@@ -64,7 +66,13 @@ class Ranks:
             self.wait_until_dead(rank)
             raise AssertionError(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
         assert not failure, f"rank {rank}:\n{failure}"
+        self._unsettled.remove(rank)
         return value
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every rank lives, and every call has ended without an error: others may use these ranks."""
+        return not self._unsettled and all(process.is_alive() for process in self.processes)
 
     def run(self, fn: Callable[..., object], *args: object, timeout: float = WAIT_SECS) -> list[Any]:
         """``fn(rank, count, *args)`` on every rank; what each returned."""
@@ -122,6 +130,28 @@ def error_of(save: Callable[[], SaveTicket], secs: float) -> BaseException | Non
         return save().exception(secs)
     except Exception as error:  # noqa: BLE001 - the caller's to judge
         return error
+
+
+class Pools:
+    """Ranks that the tests of a worker share, one pool for each number of ranks."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Ranks] = {}
+
+    def of(self, count: int) -> Ranks:
+        """Idle ranks: those of the test before, or new ones if that test left them in another state."""
+        found = self._pools.get(count)
+        if found is not None and not found.is_clean:
+            found.close()
+            found = None
+        if found is None:
+            found = self._pools[count] = Ranks(count)
+        return found
+
+    def close(self) -> None:
+        """End every process."""
+        for running in self._pools.values():
+            running.close()
 
 
 @contextmanager

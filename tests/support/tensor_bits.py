@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import zipfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The elements in row-major order, conj and neg bits resolved."""
-    raw = torch.zeros(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
+    raw = torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
     raw.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
     return raw.numpy().tobytes()
 
@@ -34,8 +35,9 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> 
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).view(torch.bool)
-    raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
-    return raw.view(dtype).reshape(shape)
+    nbytes = math.prod(shape) * dtype.itemsize
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-nbytes // 8),), generator=generator)
+    return words.view(torch.uint8)[:nbytes].clone().view(dtype).reshape(shape)
 
 
 def cut_items(checkpoint: Path) -> dict[str, bytes]:
