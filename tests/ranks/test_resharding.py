@@ -121,7 +121,7 @@ def slow(*given: object) -> Any:
 
 # The gate saves and loads each kind at least once: here or in the tests below.
 KINDS = [
-    slow("FSDP2"),
+    "FSDP2",
     pytest.param("HSDP", marks=[pytest.mark.slow, needs_gloo_average]),
     slow("TP"),
     "FSDP2 and TP",
