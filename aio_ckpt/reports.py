@@ -19,11 +19,15 @@ __all__ = [
     "SkippedCheckpoint",
     "Stage",
     "StageTimings",
+    "Target",
     "WriteMode",
     "amount",
+    "title",
 ]
 
 WriteMode = Literal["direct", "dontcache", "buffered"]
+Target: TypeAlias = int | Path
+"""What a save makes: a step of the root, or the checkpoint in a directory that the caller named."""
 Stage = Literal["capture", "write", "agree", "commit", "read", "apply", "done", "failed"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -81,7 +85,7 @@ class SaveReport:
     """Report of one save."""
 
     step: int
-    """Step that was saved."""
+    """Step that was saved; 0 for a save with ``path=``, which has none."""
     path: Path
     """The committed directory."""
     image_bytes: int
@@ -122,7 +126,8 @@ class LoadReport:
     """Report of one load."""
 
     step: int
-    """Step that was loaded; -1 for a directory that was given by its path and tells none (stock DCP)."""
+    """Step that was loaded; 0 if ``save(path=)`` wrote it. -1 for a directory that was given by its path and tells none
+    (stock DCP)."""
     path: Path
     """Directory of the checkpoint."""
     skipped: tuple[SkippedCheckpoint, ...] = ()
@@ -146,7 +151,8 @@ class ReadReport:
     """Report of one ``read(with_report=True)``."""
 
     step: int
-    """Step that was read; -1 for a directory that was given by its path and tells none (stock DCP)."""
+    """Step that was read; 0 if ``save(path=)`` wrote it. -1 for a directory that was given by its path and tells none
+    (stock DCP)."""
     path: Path
     """Directory of the checkpoint."""
     skipped: tuple[SkippedCheckpoint, ...] = ()
@@ -201,6 +207,13 @@ class EngineStats:
         del named["rank"], named["stage_secs"]
         named |= {f"{stage}_secs": secs for stage, secs in self.stage_secs.items()}
         return {name: value for name, value in named.items() if value is not None}
+
+
+def title(target: object) -> str:
+    """Return the name of a :data:`Target` in messages: ``step 5``, or the path; ``the next step`` for None."""
+    if target is None:
+        return "the next step"
+    return str(target) if isinstance(target, Path) else f"step {target}"
 
 
 def amount(nbytes: float) -> str:

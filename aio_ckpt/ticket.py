@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +18,7 @@ import torch
 
 from aio_ckpt.checks import MAX_SECS, check_wait, shown
 from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError
-from aio_ckpt.reports import Progress, SaveReport
+from aio_ckpt.reports import Progress, SaveReport, title
 
 __all__ = ["Milestone", "SaveTicket"]
 
@@ -172,6 +173,7 @@ class SaveTicket:
         self,
         *,
         step: int,
+        path: Path | None = None,
         portal_check: Callable[[str], None],
         cancel: Callable[[], bool] | None = None,
         fence: Callable[[object], None] | None = None,
@@ -184,14 +186,16 @@ class SaveTicket:
         ``progress`` returns the progress of a save that is not settled; it may be called in any thread.
         """
         self.step = step
-        """Step that is saved."""
+        """Step that is saved; 0 for a save with ``path=``, which has none."""
+        self.path = path
+        """Directory that the caller named; None for a save of a step."""
         self.skipped = skipped
         """Whether the save was not begun because others were pending."""
         self.waited_secs = waited_secs
         """Seconds that ``save()`` waited for room."""
-        self.staged: Milestone[None] = Milestone(f"staged of step {step}", portal_check)
+        self.staged: Milestone[None] = Milestone(f"staged of {title(path or step)}", portal_check)
         """Reached once everything is copied. The sources may be changed then."""
-        self.committed: Milestone[SaveReport | None] = Milestone(f"committed of step {step}", portal_check)
+        self.committed: Milestone[SaveReport | None] = Milestone(f"committed of {title(path or step)}", portal_check)
         """Reached once the checkpoint is durable and visible."""
         self._cancel = cancel
         self._fence = fence
@@ -203,7 +207,7 @@ class SaveTicket:
         self.committed.add_done_callback(self._let_go)
 
     def __repr__(self) -> str:
-        return f"<SaveTicket step {self.step}: {self._state()}>"
+        return f"<SaveTicket {title(self.path or self.step)}: {self._state()}>"
 
     def __await__(self) -> Generator[Any, None, SaveReport | None]:
         return self.committed.__await__()

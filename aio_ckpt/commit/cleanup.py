@@ -57,14 +57,15 @@ async def settle_failure(
     image: Image,
     threads: ThreadTracker,
     *,
-    step: int,
+    title: str,
     cause: BaseException,
     pending_cleanup: PendingCleanup,
     are_several: bool,
 ) -> None:
     """Give the memory back once the last thread has ended, and remove the directory of the save.
 
-    ``pending`` is None if another rank removes it. If ``are_several``, a late rank may make the directory anew.
+    ``title`` names the save. ``pending`` is None if another rank removes it. If ``are_several``, a late rank may make
+    the directory anew.
     """
     image.fail_slots(cause)
     lease = image.lease
@@ -77,12 +78,12 @@ async def settle_failure(
         return lease.settled.done() and threads.is_idle
 
     if not is_idle():
-        _log.error("step %d: a thread still works for it; its pending directory stays until it has ended", step)
+        _log.error("%s: a thread still works for it; its pending directory stays until it has ended", title)
     if pending is None:
         return
     if isinstance(cause, AioCkptError) and cause.in_doubt:
         # The directory may hold the files of a visible step, or of the step that it replaced.
-        _log.error("step %d: %s stays until it is cleared: the step may still become visible", step, pending)
+        _log.error("%s: %s stays until it is cleared: the checkpoint may still become visible", title, pending)
     elif not is_idle() or not await _try_remove(storage, pending) or are_several:
         pending_cleanup.add(pending, is_idle)
 

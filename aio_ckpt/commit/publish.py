@@ -19,7 +19,7 @@ from aio_ckpt.format.names import OWNER_FILE, TRASH_DIR
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.storage.local import Storage, sync_parents
 
-__all__ = ["publish", "sync_pending"]
+__all__ = ["holds_checkpoint", "publish", "sync_pending"]
 
 _TIDY_SECS = 60.0
 """Longest time that a committed save waits for the removal of the replaced checkpoint."""
@@ -42,7 +42,7 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
     and the old one is removed once the new one is durable. If the removal fails, the names where it may be are
     returned.
     """
-    replaces = overwrite and await _holds_checkpoint(storage, final)  # only a checkpoint is replaced
+    replaces = overwrite and await holds_checkpoint(storage, final)  # only a checkpoint is replaced
     try:
         if replaces and not await storage.exists(final / OWNER_FILE):
             # The old directory takes the pending name. After a crash it is cleared by its owner record.
@@ -54,7 +54,7 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
                 await storage.remove_file(final / OWNER_FILE)
         raise
     # Shielded, with its own limit: the step is committed, and a stall from here on must not fail the save.
-    trash = final.parent / TRASH_DIR / pending.name if replaces else None
+    trash = pending.parents[2] / TRASH_DIR / pending.name if replaces else None
     is_tidy = False
     with anyio.move_on_after(_TIDY_SECS, shield=True) as tidying:
         is_tidy = await _tidy(storage, pending, final, trash)
@@ -63,7 +63,7 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
     return () if is_tidy or trash is None else (pending, trash)
 
 
-async def _holds_checkpoint(storage: Storage, path: Path) -> bool:
+async def holds_checkpoint(storage: Storage, path: Path) -> bool:
     """Return whether a directory is a checkpoint, or was one of ours before it lost its ``.metadata``."""
     return await storage.exists(path / METADATA_FILE) or await storage.exists(path / ROOT_MANIFEST)
 
@@ -73,9 +73,12 @@ async def _make_visible(storage: Storage, pending: Path, final: Path, *, replace
     try:
         await move(pending, final)
     except WriteError as error:
+        if error.errno == errno.EXDEV:
+            text = f"is on another file system than the root {pending.parents[2]}: give a path on that of the root"
+            raise WriteError(errno.EXDEV, text, str(final)) from error
         if error.errno != errno.EEXIST:
             raise
-        remedy = "is in the way and holds no checkpoint: move it away, or save another step"
+        remedy = "is in the way and holds no checkpoint: move it away, or save another step or path"
         raise WriteError(errno.EEXIST, remedy, str(final)) from error
     try:
         await sync_parents(storage, pending, final)

@@ -9,6 +9,7 @@ from aio_ckpt.commit.owner import Owner, pending_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.reports import Target
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
@@ -43,9 +44,9 @@ class EngineContext:
         """Number of ranks that save together."""
         return self.members.coordinator.world_size
 
-    def final_path(self, step: int) -> Path:
-        """Return the directory of ``step`` once it is committed."""
-        return self.root / self.names.name(step)
+    def final_path(self, target: Target) -> Path:
+        """Return the directory of a checkpoint once it is committed."""
+        return target if isinstance(target, Path) else self.root / self.names.name(target)
 
     def pending_path(self, number: int) -> Path:
         """Return the directory of call ``number`` of ``save()`` until the commit. It is the same on every rank."""

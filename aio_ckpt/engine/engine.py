@@ -23,6 +23,7 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.in_flight import CallsByPath
 from aio_ckpt.engine.load import Loader, selection, wanted_checkpoint
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, usable_root
@@ -136,7 +137,11 @@ class BaseEngine:
         )
         self._shutdown = Shutdown(
             self._frontend.in_flight,
-            background=lambda: [*self._root_session.last_passes(), *self._frontend.dropping],
+            background=lambda: [
+                *self._frontend.in_flight.removals(),
+                *self._root_session.last_passes(),
+                *self._frontend.dropping,
+            ],
             release=self._shut_down,
         )
 
@@ -157,6 +162,7 @@ class BaseEngine:
         state: State,
         step: int | None = None,
         *,
+        path: str | os.PathLike[str] | None = None,
         overwrite: bool = False,
         deadline_secs: float | None = None,
         metrics: Mapping[str, SupportsFloat] | None = None,
@@ -174,7 +180,11 @@ class BaseEngine:
                 and dicts, lists and tuples of these.
             step: whole number, numpy's too; must exceed every committed and pending step; default one more than the
                 newest.
-            overwrite: replace the committed checkpoint of the same step, in one exchange.
+            path: directory to save at, in the place of a step. A checkpoint there is replaced, in one exchange. It must
+                be on the file system of the root, and its parents are made. A relative path counts from the working
+                directory at the call. Retention, ``steps()`` and ``rollback`` do not know such a checkpoint.
+            overwrite: replace the committed checkpoint of the same step, in one exchange. With ``path``, replace also a
+                checkpoint that files of others lie in, which are deleted.
             deadline_secs: fail this save if it is not committed this many seconds after the call; nothing becomes
                 visible then. A last rename and fsync that have begun are completed.
             metrics: numbers to keep with the step, by name, as for ``EngineConfig.keep_best``. One that is not finite
@@ -199,9 +209,34 @@ class BaseEngine:
         """
         step = step_numbers.whole_number(step)
         call = SaveCall.of(
-            step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, extra=extra, trace=trace
+            step, path=path, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, extra=extra, trace=trace
         )
         return self._frontend.save(state, step, call)
+
+    def remove(self, path: str | os.PathLike[str]) -> Milestone[None]:
+        """Remove the checkpoint at ``path`` in the background, after the commits of all saves called before.
+
+        Saves that are called later are committed after the removal, also at the same path. The directory is renamed to
+        trash first, so that the checkpoint is whole or gone at any instant. ``await`` the returned milestone, or call
+        its ``result()``, until its files are deleted. A failure is logged too.
+
+        If the last save before this call fails, or one that is pending now, nothing is removed: the checkpoint may be
+        the only good one. The milestone then raises the error of that save. A failure that was awaited before this call
+        does not count.
+
+        If there are several ranks, every rank calls this, as it calls ``save()``. The leader removes.
+
+        Args:
+            path: the directory of a checkpoint, on the file system of the root. For a step, use ``delete(step)``.
+
+        Raises:
+            ConfigError: a path that :meth:`save` would refuse; nothing was touched.
+            RootError: the root is not writable, or another writer holds it.
+            PeerFailedError, StallError: as :meth:`load`.
+            CheckpointNotFoundError: by the milestone: there is no checkpoint at ``path``, so that nothing is removed.
+            WriteError: by the milestone: the disk failed. The checkpoint is whole, or gone.
+        """
+        return self._frontend.remove(path)
 
     def prepare(self, state: State, step: int | None = None) -> Milestone[None]:
         """Do the slow parts of a first save ahead: take the root's lock, plan, map and register staging memory.
@@ -396,7 +431,7 @@ class BaseEngine:
         """Start a load and return its future. Once ``given_up`` is done, the load ends early."""
         self._portal.check_thread("load()")
         load = functools.partial(self._loader.load, state, step, options, given_up or Future())
-        return self._portal.submit(self._going_on, load, options.get("path"))
+        return self._portal.submit(self._going_on, load, options.get("path"), self._frontend.in_flight.calls_by_path())
 
     def _submit_read(
         self,
@@ -415,10 +450,15 @@ class BaseEngine:
         check_callback("progress", progress)
         wanted = wanted_checkpoint(step, path)
         read = functools.partial(self._loader.read, wanted, selection(only), skip_untrusted, with_report, progress)
-        return self._portal.submit(self._going_on, read, path)
+        return self._portal.submit(self._going_on, read, path, self._frontend.in_flight.calls_by_path())
 
-    async def _going_on(self, load: Callable[[], Awaitable[T]], path: object) -> T:
-        """Return the result of ``load``. Note that this run goes on from the steps of its root, if no path is given."""
+    async def _going_on(self, load: Callable[[], Awaitable[T]], path: object, before: CallsByPath) -> T:
+        """Return the result of ``load``. If no path is given, note that this run goes on from the steps of its root.
+
+        ``before``: the calls by path that were pending at this call. Those of ``path`` end first.
+        """
+        if path is not None and before:
+            await self._frontend.in_flight.await_calls(path, before)
         loaded = await load()
         if path is None:
             self._frontend.earlier_steps.go_on()
@@ -428,8 +468,8 @@ class BaseEngine:
         """Finish pending saves, then release all resources."""
         self._shutdown.finish_blocking()
 
-    def _expire(self, step: int) -> None:
-        """After the commit of ``step``: let retention delete expired steps."""
+    def _expire(self, step: int | None) -> None:
+        """After the commit of ``step``, or of a path if that is None: let retention delete expired steps."""
         if not self._preemption.is_on:
             self._root_session.delete_expired(step)
 

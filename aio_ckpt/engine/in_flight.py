@@ -5,22 +5,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.checks import MAX_SECS, check_path
+from aio_ckpt.commit.by_path import is_same_place
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.outcomes import call_back, log_commit, log_failure, named
 from aio_ckpt.engine.pipeline import SavePipeline, keep_trace
+from aio_ckpt.engine.removal import Removal, Remover
 from aio_ckpt.engine.stages import CapturedSave, PendingSave, SaveCall, SaveTimer
 from aio_ckpt.errors import (
     BusyError,
+    ConfigError,
     EngineClosedError,
     PeerFailedError,
     SaveCancelledError,
@@ -30,19 +35,23 @@ from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.planner import Plan, PlannedSave
 from aio_ckpt.ranks.group_call import CALL_STAGE
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
-from aio_ckpt.reports import SaveReport
+from aio_ckpt.reports import SaveReport, Target, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage, note_ticket
-from aio_ckpt.runtime.portal import Condition, Lock, Portal
+from aio_ckpt.runtime.futures import follow
+from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitLines, call_text
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
-from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.ticket import Milestone, SaveTicket
 
-__all__ = ["MAX_CALLS", "InFlight", "note_failure", "raise_failure"]
+__all__ = ["MAX_CALLS", "CallsByPath", "InFlight", "note_failure", "raise_failure"]
+
+CallsByPath: TypeAlias = tuple[tuple[Path, Future[None]], ...]
+"""Path and settlement of calls that save or remove at a path, in the order of the calls."""
 
 MAX_CALLS = sys.maxsize
 """Larger than the number of any call."""
@@ -61,12 +70,13 @@ class InFlight:
         portal: Portal,
         pipeline: SavePipeline,
         *,
-        on_settled: Callable[[SaveReport | BaseException], None],
+        on_settled: Callable[[PendingSave, SaveReport | BaseException], None],
     ) -> None:
-        """``on_settled`` gets the report or the error of each save before the save leaves the table."""
+        """``on_settled`` gets each save with its report or error, before the save leaves the table."""
         self._ctx = ctx
         self._pipeline = pipeline
         self._portal = portal
+        self._remover = Remover(ctx=ctx, quarantine=pipeline.quarantine, pending_cleanup=pipeline.pending_cleanup)
         self._on_settled = on_settled
         max_bytes = ctx.config.device_copy_bytes
         self._copy_engines = CopyEngines(device_copier=DeviceCopier(None if max_bytes == "auto" else max_bytes))
@@ -80,6 +90,8 @@ class InFlight:
         self._changed = Condition(self._lock)
         self._calls = 0
         self._pending: list[PendingSave] = []
+        self._removals: list[Removal] = []
+        self._newest: SaveTicket | None = None  # of the last save that came into the table
         self._unreported: list[tuple[int, SaveTicket]] = []  # with the number of the call
         self._is_closing = False
 
@@ -106,10 +118,10 @@ class InFlight:
                     return None
                 if when_busy == "raise":
                     raise BusyError(
-                        f"the save of step {self._pending[0].step} is pending: await engine.ready() first, "
+                        f"the save of {self._pending[0].title} is pending: await engine.ready() first, "
                         "or raise max_in_flight"
                     )
-                deadline.check(step, f"waiting for the save of step {self._pending[0].step} to end")
+                deadline.check(step, f"waiting for the save of {self._pending[0].title} to end")
                 self._changed.wait(pause_secs)
 
     def lines(self, call: str, step: object = None) -> WaitLines:
@@ -119,7 +131,7 @@ class InFlight:
             what = call_text(call, step)
             for oldest in self.pending[:1]:
                 return (
-                    f"{what} has waited {waited} for the save of step {oldest.step}, which is {oldest.activity} "
+                    f"{what} has waited {waited} for the save of {oldest.title}, which is {oldest.activity} "
                     f"(max_in_flight={self._max})"
                 )
             return f"{what} has waited {waited} for deletions in the background"
@@ -175,7 +187,7 @@ class InFlight:
             with self._lock:
                 if not self._pending or self._pending[0].number > through:
                     return
-                deadline.check(step, f"waiting for the save of step {self._pending[0].step} to end")
+                deadline.check(step, f"waiting for the save of {self._pending[0].title} to end")
                 self._changed.wait(pause_secs)
 
     @property
@@ -193,7 +205,7 @@ class InFlight:
         objects: ObjectBytes,
         image: Image,
         *,
-        step: int,
+        target: Target,
         number: int,
         agreement: SaveRound,
         requested: Sequence[str],
@@ -210,7 +222,7 @@ class InFlight:
                 event.fence(stream)
 
         captured = CapturedSave(
-            step=step,
+            target=target,
             number=number,
             requested=requested,
             plan=planned.plan,
@@ -227,14 +239,15 @@ class InFlight:
                     captured=captured,
                     round=agreement,
                     ticket=SaveTicket(
-                        step=step,
+                        step=0 if isinstance(target, Path) else target,
+                        path=target if isinstance(target, Path) else None,
                         portal_check=self._portal.check_thread,
                         cancel=cancel,
                         fence=fence,
                         progress=lambda: save.so_far,
                         waited_secs=waited_secs,
                     ),
-                    earlier=tuple(pending.settled for pending in self._pending),
+                    earlier=self._unsettled(),
                     timer=SaveTimer(call.started, waited_secs=waited_secs, plan_secs=plan_secs),
                 )
         except BaseException:
@@ -287,6 +300,7 @@ class InFlight:
             with self._lock:  # inside the try: a save in the table that is never settled would block all later ones
                 self.check_open()  # again: close() waits only for saves that are in the table then
                 self._pending.append(save)
+                self._newest = save.ticket
             if not plan.uses_cuda:  # with CUDA, once all copies are issued: see capture()
                 begin()
             work = capture(
@@ -328,7 +342,7 @@ class InFlight:
         """End a save whose ``save()`` is about to raise ``error``, at whatever stage it is."""
         timeout_secs = self._ctx.config.stall_timeout_secs
         # Only save() raises Ctrl-C. The pipeline and later saves get a SaveCancelledError.
-        interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
+        interrupted = SaveCancelledError(f"save() of {save.title} was interrupted by {type(error).__name__}")
         cause = error if isinstance(error, Exception) else interrupted
         note_stage(cause, CALL_STAGE)
         try:
@@ -364,16 +378,17 @@ class InFlight:
             save.round.lose(error)
         rank, world_size = self._ctx.rank, self._ctx.world_size
         if error is None:
-            log_commit(done.result(), rank=rank, world_size=world_size)
+            log_commit(done.result(), save.target, rank=rank, world_size=world_size)
         elif not is_cancelled:
             newest = self.steps.newest(())
-            log_failure(error, step=save.step, stage=save.failing_stage, rank=rank, newest=newest)
+            log_failure(error, save.target, stage=save.failing_stage, rank=rank, newest=newest)
         if error is not None:
             save.captured.image.fail_slots(error)  # a pipeline that never began has not done it
-        self._on_settled(done.result() if error is None else error)
+        self._on_settled(save, done.result() if error is None else error)
         with self._lock:
             self._pending = [other for other in self._pending if other is not save]
-            self.steps.settle(save.step, is_committed=error is None)
+            if save.step is not None:
+                self.steps.settle(save.step, is_committed=error is None)
             if error is not None and not is_cancelled and not _was_raised_elsewhere(error):
                 self._unreported.append((save.number, save.ticket))
             self._changed.notify_all()
@@ -386,16 +401,82 @@ class InFlight:
         # Last: a slow callback then delays neither the waiters of this save nor a save() that waits for room.
         config = self._ctx.config
         if error is None:
-            call_back("on_commit", config.on_commit, done.result(), step=save.step, rank=rank)
+            call_back("on_commit", config.on_commit, done.result(), target=save.target, rank=rank)
         elif isinstance(error, Exception) and not is_cancelled:
-            call_back("on_error", config.on_error, error, step=save.step, rank=rank)
+            call_back("on_error", config.on_error, error, target=save.target, rank=rank)
+
+    # -- removals and paths ---------------------------------------------------------------------------
+
+    def remove(self, path: Path, number: int) -> Milestone[None]:
+        """Start the removal of the checkpoint at ``path``, in its place between the commits of other calls.
+
+        Raises:
+            EngineClosedError: the engine was closed.
+        """
+        done: Milestone[None] = Milestone(f"removal of {path}", self._portal.check_thread)
+        with self._lock:
+            self.check_open()
+            removal = Removal(
+                path=path,
+                number=number,
+                earlier=self._unsettled(),
+                tickets=self._awaited_by_removal(),
+                done=done,
+            )
+            self._removals.append(removal)
+        removal.ended.add_done_callback(lambda _: self._forget(removal))
+        try:
+            self._remover.start(removal, self._portal)
+        except BaseException:
+            self._forget(removal)
+            raise
+        return done
+
+    def _forget(self, removal: Removal) -> None:
+        with self._lock:
+            self._removals = [other for other in self._removals if other is not removal]
+
+    def _awaited_by_removal(self) -> tuple[SaveTicket, ...]:
+        """Return the tickets of the saves whose failure drops a removal that is called now. Call this under the lock.
+
+        The last save counts although it may have failed before the call: it may fail faster than the caller goes on.
+        A failure that the caller knows does not count: the removal may be what makes room.
+        """
+        pending = [save.ticket for save in self._pending]
+        newest = [] if self._newest is None or self._newest in pending else [self._newest]
+        return tuple(ticket for ticket in (*newest, *pending) if not ticket.committed.observed)
+
+    def _unsettled(self) -> tuple[Future[None], ...]:
+        """Return the settlements of all saves and removals of earlier calls. Call this under the lock."""
+        saves, removals = (save.settled for save in self._pending), (removal.settled for removal in self._removals)
+        return (*saves, *removals)
+
+    def removals(self) -> list[Future[None]]:
+        """Return the futures of the removals that have not ended."""
+        with self._lock:
+            return [removal.ended for removal in self._removals]
+
+    async def await_calls(self, path: object, calls: CallsByPath) -> None:
+        """Wait for those of ``calls`` that save or remove at ``path``. A path that is none names no call."""
+        with contextlib.suppress(ConfigError), self.lines("load").on_loop():
+            place = check_path("path", path)
+            for other, settled in calls:
+                if not settled.done() and await run_blocking(self._ctx.executor, is_same_place, place, other):
+                    await asyncio.wrap_future(follow(settled))
+
+    def calls_by_path(self) -> CallsByPath:
+        """Return path and settlement of each pending save by path, and of each removal."""
+        with self._lock:
+            saves = [(save.call.path, save.settled) for save in self._pending]
+            removals = [(removal.path, removal.settled) for removal in self._removals]
+        return tuple((path, settled) for path, settled in (*saves, *removals) if path is not None)
 
     # -- steps ----------------------------------------------------------------------------------------
 
     @property
     def pending_steps(self) -> list[int]:
-        """Steps of the saves that are not settled."""
-        return [save.step for save in self.pending]
+        """Steps of the saves that are not settled, without the saves by path."""
+        return [save.step for save in self.pending if save.step is not None]
 
     @property
     def newest_step(self) -> int | None:
@@ -433,7 +514,7 @@ def raise_failure(failed: SaveTicket, *, made: SaveTicket | None = None) -> None
     """Raise the failure of a background save. ``made``: the save that the same call made all the same."""
     error = failed.exception()
     if error is not None:
-        error.add_note(f"this is the background save of step {failed.step}, which nobody awaited")
+        error.add_note(f"this is the background save of {title(failed.path or failed.step)}, which nobody awaited")
         if made is not None:
             note_ticket(error, made)
         raise error
@@ -443,8 +524,8 @@ def note_failure(error: BaseException, failed: SaveTicket) -> None:
     """Note on ``error``, with which a call of ``save()`` ends, that an earlier background save had failed, too."""
     earlier = failed.exception()
     if earlier is not None:
-        text = "before this call, the background save of step %d had failed, which nobody awaited: %s"
-        error.add_note(text % (failed.step, named(earlier)))
+        text = "before this call, the background save of %s had failed, which nobody awaited: %s"
+        error.add_note(text % (title(failed.path or failed.step), named(earlier)))
 
 
 def _was_raised_elsewhere(error: BaseException) -> bool:

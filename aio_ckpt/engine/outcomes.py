@@ -10,13 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
 import anyio
 
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, WriteError
-from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, amount
+from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, Target, amount, title
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.runtime.portal import Lock
 
@@ -40,17 +41,17 @@ _LOOK_SECS = 2.0
 """Time within which the file system must tell how much is free: the save has failed and others wait for it."""
 
 
-def log_commit(report: SaveReport, *, rank: int, world_size: int) -> None:
+def log_commit(report: SaveReport, target: Target, *, rank: int, world_size: int) -> None:
     """Log one line of a committed save: INFO on rank 0, DEBUG on the others, so that a run of many ranks logs one."""
     level, timings = logging.DEBUG if rank else logging.INFO, report.timings
     if not is_logged(level):
         return
     log_step(
         level,
-        report.step,
+        _step_of(target),
         rank,
-        "step %d committed: %s durable after %s; save() blocked %s, staged after %s",
-        report.step,
+        "%s committed: %s durable after %s; save() blocked %s, staged after %s",
+        title(target),
         _size(report.image_bytes, rank, world_size),
         _took(report.image_bytes, timings.committed_secs),
         duration(timings.blocked_secs),
@@ -76,7 +77,7 @@ def log_load(report: LoadReport | ReadReport, secs: float, *, rank: int, world_s
     )
 
 
-def log_failure(error: BaseException, *, step: int, stage: str, rank: int, newest: int | None) -> None:
+def log_failure(error: BaseException, target: Target, *, stage: str, rank: int, newest: int | None) -> None:
     """Log one ERROR line of a failed save: its cause, and what is still good. ``newest`` is the newest committed step.
 
     ``stage`` counts only if ``error`` tells none.
@@ -87,27 +88,27 @@ def log_failure(error: BaseException, *, step: int, stage: str, rank: int, newes
     good = "no step is committed yet" if newest is None else f"the newest committed step is {newest}"
     log_step(
         logging.ERROR,
-        step,
+        _step_of(target),
         rank,
-        "the save of step %d failed: %s (rank %d, stage %s); %s%s",
-        step,
+        "the save of %s failed: %s (rank %d, stage %s); %s%s",
+        title(target),
         named(error),
         rank,
         told_stage,
-        f"step {step} may still become visible; without it, " if is_in_doubt else "",
+        f"{title(target)} may still become visible; without it, " if is_in_doubt else "",
         good,
     )
 
 
-def call_back(name: str, callback: Callable[[T], object] | None, value: T, *, step: int, rank: int) -> None:
+def call_back(name: str, callback: Callable[[T], object] | None, value: T, *, target: Target, rank: int) -> None:
     """Call ``callback(value)``, the setting ``name``, if it is given. If it raises, log the error."""
     if callback is None:
         return
     try:
         callback(value)
     except BaseException as error:  # noqa: BLE001 - SystemExit would end the engine's loop
-        text = "%s raised at step %d, which changes nothing for the save: %s"
-        log_step(logging.ERROR, step, rank, text, name, step, named(error))
+        text = "%s raised at %s, which changes nothing for the save: %s"
+        log_step(logging.ERROR, _step_of(target), rank, text, name, title(target), named(error))
 
 
 def named(error: BaseException) -> str:
@@ -116,6 +117,10 @@ def named(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001
         return f"{type(error).__name__} (its text cannot be shown)"
+
+
+def _step_of(target: Target) -> int | None:
+    return None if isinstance(target, Path) else target
 
 
 def duration(secs: float) -> str:
@@ -194,7 +199,7 @@ class Counters:
     blocked_secs: float = 0.0
     stage_secs: Mapping[str, float] = field(default_factory=lambda: stage_secs(StageTimings()))
     last_commit: tuple[int, float] | None = None
-    """Step of the last commit, and ``time.monotonic`` then."""
+    """Step of the last commit of a step, and ``time.monotonic`` then."""
 
     def age_secs(self, step: int | None) -> float | None:
         """Return the seconds since the commit of ``step``; None if it is not that of the last commit."""
@@ -215,8 +220,8 @@ class Statistics:
         with self._lock:
             self.counters = replace(self.counters, skipped=self.counters.skipped + 1)
 
-    def settle(self, outcome: SaveReport | BaseException) -> None:
-        """Count a save that is settled."""
+    def settle(self, outcome: SaveReport | BaseException, step: int | None) -> None:
+        """Count a save that is settled. ``step`` is None if it was saved by path."""
         with self._lock:
             before = self.counters
             if isinstance(outcome, SaveReport):
@@ -228,7 +233,7 @@ class Statistics:
                     stage_secs={
                         stage: before.stage_secs[stage] + secs for stage, secs in stage_secs(outcome.timings).items()
                     },
-                    last_commit=(outcome.step, time.monotonic()),
+                    last_commit=before.last_commit if step is None else (step, time.monotonic()),
                 )
             elif not isinstance(outcome, SaveCancelledError):
                 self.counters = replace(before, failed=before.failed + 1)

@@ -15,7 +15,7 @@ import anyio.lowlevel
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit import cleanup, owner, publish
+from aio_ckpt.commit import by_path, cleanup, owner, publish
 from aio_ckpt.commit.manifests import (
     MetadataFile,
     object_entries,
@@ -28,7 +28,7 @@ from aio_ckpt.commit.manifests import (
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.outcomes import explain_full_disk, named
-from aio_ckpt.engine.stages import PendingSave, WrittenRank
+from aio_ckpt.engine.stages import PendingSave, WrittenRank, sent_target
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.manifests import data_file_name
 from aio_ckpt.format.root_manifest import METADATA_FILE, FileEntry, rank_manifest_name
@@ -86,7 +86,7 @@ class SavePipeline:
                 thread that uses it has ended.
         """
         if save.settled.done():
-            raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
+            raise SaveCancelledError(f"the save of {save.title} ended before its pipeline began")
         try:
             with watch_submissions(save.threads.add), _stall_lines(self.ctx, save).on_loop():
                 report = await self._watched(save)
@@ -142,7 +142,8 @@ class SavePipeline:
                 beside.start_soon(owner.write_owner, storage, pending, ctx.owner)
             if metadata is not None:
                 beside.start_soon(storage.write_file, pending / METADATA_FILE, *metadata.parts)
-                beside.start_soon(self._record_snapshot, save, metadata)
+                if save.step is not None:  # a save by path cannot be rescued
+                    beside.start_soon(self._record_snapshot, save, metadata, save.step)
             result = await self._write_image(save, pending)
             save.begin("writing its .metadata")
             captured.image.lease.close()
@@ -153,7 +154,7 @@ class SavePipeline:
         save.begin("writing the rank's manifest")
         save_id = ctx.save_id(save.number)
         manifest = render_rank(
-            plan, entries, result, step=save.step, save_id=save_id, rank=ctx.rank, world_size=ctx.world_size
+            plan, entries, result, step=save.stored_step, save_id=save_id, rank=ctx.rank, world_size=ctx.world_size
         )
         await storage.write_file(pending / rank_manifest_name(ctx.rank), manifest)
         save.progress.touch()
@@ -206,10 +207,10 @@ class SavePipeline:
         if captured.plan.metadata is None:
             return None
         spans = object_spans(captured.plan, captured.objects)
-        final, save_id = self.ctx.final_path(save.step), self.ctx.save_id(save.number)
+        final, save_id = self.ctx.final_path(save.target), self.ctx.save_id(save.number)
         return render_metadata_file(captured.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id)
 
-    async def _record_snapshot(self, save: PendingSave, metadata: MetadataFile) -> None:
+    async def _record_snapshot(self, save: PendingSave, metadata: MetadataFile, step: int) -> None:
         captured, call = save.captured, save.call
         await self.rescue.record(
             captured.image,
@@ -217,9 +218,9 @@ class SavePipeline:
             captured.objects,
             save.progress,
             metadata=metadata,
-            final=self.ctx.final_path(save.step),
+            final=self.ctx.final_path(save.target),
             save_id=self.ctx.save_id(save.number),
-            step=save.step,
+            step=step,
             overwrite=call.overwrite,
             metrics=call.metrics,
             extra=call.extra,
@@ -234,7 +235,7 @@ class SavePipeline:
         spans = object_spans(plan, save.captured.objects)
         is_alone, is_first = all(settled.done() for settled in save.earlier), sent.is_new(plan.share_id)
         return Vote(
-            save.step,
+            sent_target(save.target),
             plan.share_id,
             written.manifest_bytes,
             written.manifest_crc32,
@@ -265,13 +266,15 @@ class SavePipeline:
         root_manifest = render_root(
             metadata,
             [FileEntry(rank_manifest_name(rank), vote.nbytes, vote.crc32) for rank, vote in enumerate(votes)],
-            step=save.step,
+            step=save.stored_step,
             save_id=ctx.save_id(save.number),
             created_unix=time.time(),
             metrics=save.call.metrics,
             extra=save.call.extra,
         )
         save.begin("making its directory durable", stage="commit")
+        if save.call.path is not None:
+            await by_path.prepare_place(ctx.storage, save.call.path, spares_foreign=not save.call.overwrite)
         await publish.sync_pending(ctx.storage, pending, root_manifest)
         save.timer.reached("dir_synced")
         save.begin("waiting while other checkpoints are renamed")
@@ -289,30 +292,31 @@ class SavePipeline:
         spans = ledger.learn(votes)
         with save.progress.paused():  # takes seconds for 10,000 ranks, without any request to the storage
             template = await run_blocking(ctx.executor, ledger.template, votes)
-        final, save_id = ctx.final_path(save.step), ctx.save_id(save.number)
+        final, save_id = ctx.final_path(save.target), ctx.save_id(save.number)
         metadata = render_metadata_file(template, spans, checkpoint_id=str(final), save_id=save_id)
         await ctx.storage.write_file(pending / METADATA_FILE, *metadata.parts)
         return metadata
 
     async def _rename(self, save: PendingSave, pending: Path) -> None:
-        ctx, limit_secs, final = self.ctx, self.ctx.config.stall_timeout_secs, self.ctx.final_path(save.step)
+        ctx, limit_secs, final = self.ctx, self.ctx.config.stall_timeout_secs, self.ctx.final_path(save.target)
         # Shielded, because a rename that has begun must be completed or undone.
         with anyio.move_on_after(limit_secs, shield=True) as scope:
-            left = await publish.publish(ctx.storage, pending=pending, final=final, overwrite=save.call.overwrite)
+            replaces = save.call.overwrite or save.call.path is not None
+            left = await publish.publish(ctx.storage, pending=pending, final=final, overwrite=replaces)
             for directory in left:
                 self.pending_cleanup.add(directory, lambda: True)
         if scope.cancelled_caught:
             save.round.advance(SaveState.IN_DOUBT)
             raise StallError(
-                f"the commit of step {save.step} did not end within {limit_secs} s: {ctx.root} is "
-                "stalled; the step may still become visible, whole, when it recovers"
+                f"the commit of {save.title} did not end within {limit_secs} s: {ctx.root} is "
+                "stalled; the checkpoint may still become visible, whole, when it recovers"
             )
 
     def _report(self, save: PendingSave, written: WrittenRank, reply: CommitReply) -> SaveReport:
         captured = save.captured
         return SaveReport(
-            step=save.step,
-            path=self.ctx.final_path(save.step),
+            step=save.stored_step,
+            path=self.ctx.final_path(save.target),
             image_bytes=written.result.image_bytes,
             raw_bytes=captured.plan.layout.raw_bytes,
             plan_hit=captured.plan_hit,
@@ -350,10 +354,10 @@ class SavePipeline:
                 if report is None:
                     raise
                 # The deadline may pass in the same turn of the loop as the leader's reply. The step is committed then.
-                late, rank = "step %d was committed before this came: %s", ctx.rank
-                log_step(logging.WARNING, save.step, rank, late, save.step, named(first_cause(error)))
+                late, rank = "%s was committed before this came: %s", ctx.rank
+                log_step(logging.WARNING, save.step, rank, late, save.title, named(first_cause(error)))
         if report is None:
-            raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
+            raise SaveCancelledError(f"the save of {save.title} was cancelled; nothing became visible")
         return report
 
     async def _clean_up(self, save: PendingSave, cause: BaseException, stage: str) -> BaseException:
@@ -364,7 +368,7 @@ class SavePipeline:
             self.ctx.pending_path(save.number) if end.may_clear else None,
             save.captured.image,
             save.threads,
-            step=save.step,
+            title=save.title,
             cause=end.cause,
             pending_cleanup=self.pending_cleanup,
             are_several=self.ctx.world_size > 1,
@@ -375,7 +379,7 @@ class SavePipeline:
 async def keep_trace(ctx: EngineContext, save: PendingSave, error: BaseException | None) -> None:
     """Write the trace that the caller asked for, once the save has ended. ``error``: its failure, or None."""
     captured = save.captured
-    about = {"step": save.step, "plan_hit": captured.plan_hit, "image_bytes": captured.image.chunks[-1].stop}
+    about = {"step": save.stored_step, "plan_hit": captured.plan_hit, "image_bytes": captured.image.chunks[-1].stop}
     await save.call.trace.keep(ctx.executor, origin=save.call.started, rank=ctx.rank, about=about, error=error)
 
 
@@ -393,7 +397,7 @@ async def _await_earlier(save: PendingSave) -> None:
 
 def _stall_lines(ctx: EngineContext, save: PendingSave) -> WaitLines:
     """Return the lines about a save that makes no progress. A save that waits for another has none: the other tells."""
-    whose = f"the save of step {save.step}" + (f" on rank {ctx.rank}" if ctx.world_size > 1 else "")
+    whose = f"the save of {save.title}" + (f" on rank {ctx.rank}" if ctx.world_size > 1 else "")
 
     def describe(idle: str) -> str:
         return f"{whose} has made no progress for {idle}: it is {save.activity} under {ctx.root}"
@@ -405,11 +409,11 @@ async def _watch(ctx: EngineContext, save: PendingSave) -> None:
     """Raise the failure of the capture; StallError if nothing moves for too long or the deadline passes."""
     limit = ctx.config.stall_timeout_secs
     while not save.round.is_committing:  # the commit has its own limit, and is not undone
-        save.call.deadline.check(save.step, save.activity)
+        save.call.deadline.check(save.target, save.activity)
         idle_left = save.progress.idle_left_secs(limit)
         if idle_left <= 0:
             raise StallError(
-                f"the save of step {save.step} (rank {ctx.rank}) made no progress for {limit} s: "
+                f"the save of {save.title} (rank {ctx.rank}) made no progress for {limit} s: "
                 f"storage under {ctx.root} is stalled, it was {save.activity}"
             )
         with anyio.move_on_after(save.call.deadline.left_secs(idle_left)):

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
 
-from aio_ckpt.commit import discovery, retention
+from aio_ckpt.commit import by_path, discovery, retention
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
@@ -27,7 +27,7 @@ from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
-from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.runtime.portal import Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitLines, disk_lines
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import checked_path
@@ -251,6 +251,12 @@ class RootSession:
         left: list[int] = self._call(work, what="delete()")
         return max(left, default=None), [step]
 
+    def check_place(self, path: Path, deadline: Deadline) -> None:
+        """Raise ConfigError if no checkpoint can be saved or removed at ``path``; see :func:`by_path.check_place`."""
+        ctx, what = self._ctx, f"looking at {path}"
+        check = functools.partial(run_blocking, ctx.executor, by_path.check_place, path, ctx.root, ctx.names)
+        self._call(check, what=what, deadline=deadline)
+
     def protect(self, step: int) -> None:
         """Protect a step from deletion, durably.
 
@@ -274,14 +280,16 @@ class RootSession:
         """Steps that the last retention pass could not delete, with the reason."""
         return self._retention.undeleted
 
-    def delete_expired(self, good: int) -> None:
+    def delete_expired(self, good: int | None) -> None:
         """After the commit of step ``good``: begin to delete expired steps and directories of failed saves.
+
+        After the commit of a path, ``good`` is None, and no step expires.
 
         The deletion runs in the background. Without the lock no step expires, so only the leader of several ranks
         deletes steps, by its own settings.
         """
         self._passes = [done for done in self._passes if not done.done()]
-        expires = self._retention.is_enabled and self._lock is not None
+        expires = good is not None and self._retention.is_enabled and self._lock is not None
         if expires or len(self._pending_cleanup):
             self._begin_pass(good if expires else None)
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from isal import isal_zlib
 
-from aio_ckpt.checks import MAX_SECS, check_flag
+from aio_ckpt.checks import MAX_SECS, check_flag, check_path
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.owner import make_pending
 from aio_ckpt.config import BusyPolicy
@@ -27,7 +27,7 @@ from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import Statistics
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, StepsChange
-from aio_ckpt.engine.stages import SaveCall
+from aio_ckpt.engine.stages import PendingSave, SaveCall, sent_target
 from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
@@ -37,7 +37,7 @@ from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.group_call import CALL_STAGE, GroupCall, await_counted, await_met, told_of
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
-from aio_ckpt.reports import SaveReport
+from aio_ckpt.reports import SaveReport, Target, title
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.log_records import log_step
@@ -70,9 +70,19 @@ class SaveFrontend:
         *,
         rescue: Rescue,
         is_urgent: Callable[[], bool],
-        on_committed: Callable[[int], None],
+        on_committed: Callable[[int | None], None],
     ) -> None:
-        """``is_urgent``: whether the process is to end soon. A save is not skipped then, as there may be no other."""
+        """Set up the calls.
+
+        Args:
+            ctx: the engine's context.
+            portal: the engine's loop.
+            root_session: the root and its lock.
+            pipeline: the half of a save on the loop.
+            rescue: the hooks of rescue.
+            is_urgent: whether the process is to end soon. A save is not skipped then, as there may be no other.
+            on_committed: called after each commit, with its step; None for a save by path.
+        """
         config = ctx.config
         self._ctx = ctx
         self._portal = portal
@@ -146,7 +156,7 @@ class SaveFrontend:
         self._check_not_inside("save()")
         with call.trace.span("save()", CALLER), self._lock:
             number, failed = self.in_flight.next_number("save", step), None
-            claim = functools.partial(self.in_flight.claim_step, number, step)
+            claim = functools.partial(self._claim, number, step, call)
             joint = GroupCall(
                 self._ctx.members,
                 self._ctx.executor,
@@ -168,7 +178,7 @@ class SaveFrontend:
                 # Under the lock no other call leases: a lease that no pending save owns was lost by Ctrl-C.
                 self.lifetime.close_lost([save.captured.image.lease for save in self.in_flight.pending])
                 with call.trace.span("wait for room", CALLER):
-                    waited_secs, through = self._make_room(step, number, when_busy, joint, call.deadline)
+                    waited_secs, through = self._make_room(call.path or step, number, when_busy, joint, call.deadline)
                 failed = self.in_flight.take_unreported(through)
                 ticket = self._save(state, step, call, number, waited_secs, joint)
             except BaseException as error:
@@ -190,12 +200,15 @@ class SaveFrontend:
         if call.refuse is not None:  # after the wait, which ends alike on all ranks: the call is refused on all
             call = call.refuse()
         read_steps = functools.partial(self._root_session.steps, deadline)
-        if step is not None:
+        if call.path is not None:
+            self._root_session.check_place(call.path, deadline)
+        elif step is not None:
             in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
         if waited_secs is None:
             self.statistics.skip()
-            skipped_step = (in_flight.newest_step or 0) if step is None else step
-            return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
+            skipped_step = 0 if call.path else (in_flight.newest_step or 0) if step is None else step
+            check = self._portal.check_thread
+            return SaveTicket(step=skipped_step, path=call.path, portal_check=check, skipped=True)
         with trace.span("walk and plan", CALLER):
             flat = self._flatten(state)
             with naming_all_faults(flat):
@@ -206,24 +219,24 @@ class SaveFrontend:
         with trace.span("open the root", CALLER):
             if self._ctx.members.is_leader:
                 self._root_session.become_writer(in_flight.steps.learn, deadline)
-            self._tell_earlier_steps(step)
-            claimed = in_flight.claim_step(number, step)
+            if call.takes_step:
+                self._tell_earlier_steps(step)
+            target = self._claim(number, step, call)
             if step is not None:
                 in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
-            step = claimed
         if planned.plan.local is not None and not planned.plan.share_id:  # other ranks hold shards, too
             with trace.span("agree before the capture", CALLER):
-                planned, objects = self._assign(planned, objects, step, number, joint.agreement, deadline)
+                planned, objects = self._assign(planned, objects, target, number, joint.agreement, deadline)
         with trace.span("lease memory", CALLER):
-            image = self._lease(planned, objects, step, deadline)
+            image = self._lease(planned, objects, target, deadline)
         try:
-            self._tell_waves(image, step)
+            self._tell_waves(image, target)
             save = in_flight.enter(
                 call,
                 planned,
                 objects,
                 image,
-                step=step,
+                target=target,
                 number=number,
                 agreement=joint.agreement,
                 requested=flat.names,
@@ -240,8 +253,12 @@ class SaveFrontend:
             raise
         return save.ticket
 
+    def _claim(self, number: int, step: int | None, call: SaveCall) -> Target:
+        """Take the step of the call, unless it names a directory: a save by path takes no step."""
+        return call.path if call.path is not None else self.in_flight.claim_step(number, step)
+
     def _make_room(
-        self, step: int | None, number: int, when_busy: BusyPolicy, joint: GroupCall, deadline: Deadline
+        self, target: Target | None, number: int, when_busy: BusyPolicy, joint: GroupCall, deadline: Deadline
     ) -> tuple[float | None, int]:
         """Wait for room. Returns the seconds waited (None: skip), and the last call whose failure this call reports.
 
@@ -250,17 +267,17 @@ class SaveFrontend:
         """
         in_flight = self.in_flight
         if not self._ctx.members.are_several:
-            return in_flight.wait_for_room(step, when_busy, deadline), number - 1
+            return in_flight.wait_for_room(target, when_busy, deadline), number - 1
         began, has_room, through = time.perf_counter(), True, number - self._ctx.config.max_in_flight
         if when_busy != "wait":  # if the leader has room, every rank has, or will have once a message has arrived
             in_flight.check_open()
             has_room, through = joint.room(in_flight.room(), deadline)
-        in_flight.wait_settled(step, through, deadline)
+        in_flight.wait_settled(target, through, deadline)
         if not has_room and when_busy == "skip":
             return None, through
         if not has_room:
             raise BusyError("saves are pending on some rank: await engine.ready() first, or raise max_in_flight")
-        in_flight.wait_for_room(step, "wait", deadline)
+        in_flight.wait_for_room(target, "wait", deadline)
         return time.perf_counter() - began, through
 
     def _learn_steps(self, deadline: Deadline) -> None:
@@ -368,9 +385,7 @@ class SaveFrontend:
                 _CHANGE.broadcast, coordinator, topic, (busy, changed), timeout=timeout_secs, what=what
             )
         except BaseException as error:
-            with contextlib.suppress(EngineClosedError):
-                agreement = SaveRound(members, self._ctx.executor, topic=topic)
-                self._portal.submit(functools.partial(agreement.end, told_of(members, error), stage=CALL_STAGE))
+            self._tell_refused(topic, error)
             raise
         coordinator.end_call(topic)
         if busy:
@@ -379,6 +394,31 @@ class SaveFrontend:
         self.in_flight.steps.change(newest)
         members.newest = newest
         return gone
+
+    def remove(self, path: object) -> Milestone[None]:
+        """See ``CheckpointEngine.remove``."""
+        self._portal.check_thread("remove()")
+        self._check_not_inside("remove()")
+        members, session = self._ctx.members, self._root_session
+        with self._lock:
+            number = self.in_flight.next_number("remove")
+            try:
+                self.in_flight.check_open()
+                await_met(members, NO_DEADLINE)
+                place = check_path("path", path)
+                session.check_place(place, NO_DEADLINE)
+                if members.is_leader:
+                    session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
+                return self.in_flight.remove(place, number)
+            except BaseException as error:
+                self._tell_refused(f"remove {number}", error)
+                raise
+
+    def _tell_refused(self, topic: str, error: BaseException) -> None:
+        """Tell the other ranks that this rank takes no part in the call of ``topic``."""
+        with contextlib.suppress(EngineClosedError):
+            agreement = SaveRound(self._ctx.members, self._ctx.executor, topic=topic)
+            self._portal.submit(functools.partial(agreement.end, told_of(self._ctx.members, error), stage=CALL_STAGE))
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""
@@ -403,7 +443,7 @@ class SaveFrontend:
         self,
         planned: PlannedSave,
         objects: ObjectBytes,
-        step: int,
+        target: Target,
         number: int,
         agreement: SaveRound,
         deadline: Deadline,
@@ -414,12 +454,12 @@ class SaveFrontend:
         same root.
         """
         whole = planned.plan
-        limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), _plan_message(planned, objects, step)
+        limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), _plan_message(planned, objects, target)
         assign = functools.partial(_assign_under_one_root, self._ctx, number, agreement, told)
         try:
             reply = self._portal.call(assign, timeout=limit_secs, what="save()")
         except StallError:
-            deadline.check(step, "waiting for the plans of the other ranks")
+            deadline.check(target, "waiting for the plans of the other ranks")
             raise
         assert reply.share is not None  # a rank that planned anew has no older share
         plan = narrow(whole, reply.share, reply.share_id)
@@ -428,7 +468,7 @@ class SaveFrontend:
         mine = [leaf for leaf in planned.objects if leaf[0] in kept]
         return replace(planned, plan=plan, objects=mine), _own_objects(objects, whole.object_names, kept)
 
-    def _lease(self, planned: PlannedSave, objects: ObjectBytes, step: int, deadline: Deadline) -> Image:
+    def _lease(self, planned: PlannedSave, objects: ObjectBytes, target: Target, deadline: Deadline) -> Image:
         lease = functools.partial(
             lease_image,
             planned,
@@ -436,11 +476,11 @@ class SaveFrontend:
             self.lifetime,
             timeout_secs=self._pipeline.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
-            step=step,
+            step=target if isinstance(target, int) else None,
         )
         return self._staging.take(planned.plan.source, lease)
 
-    def _tell_waves(self, image: Image, step: int) -> None:
+    def _tell_waves(self, image: Image, target: Target) -> None:
         """Log once that the state is saved in waves, so that ``save()`` takes as long as the disk."""
         if image.is_whole or self._has_told_waves:
             return
@@ -448,12 +488,12 @@ class SaveFrontend:
         image_bytes, budget_bytes = image.chunks[-1].stop, self.lifetime.budget_bytes
         log_step(
             logging.WARNING,
-            step,
+            target if isinstance(target, int) else None,
             self._ctx.rank,
-            "step %d: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
+            "%s: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
             "is captured, which takes as long as the disk needs for the others%s; raise budget_bytes where there is "
             "memory. Told once",
-            step,
+            title(target),
             image_bytes,
             budget_bytes,
             "" if self._ctx.config.shm_path is None else ", and such a snapshot cannot be rescued (shm_path)",
@@ -475,15 +515,16 @@ class SaveFrontend:
             with contextlib.suppress(EngineClosedError):
                 self.dropping = [self._ctx.executor.submit(self._rescue.give_up, "a later run has committed a step")]
 
-    def _after(self, outcome: SaveReport | BaseException) -> None:
+    def _after(self, save: PendingSave, outcome: SaveReport | BaseException) -> None:
         """Handle the outcome of a save that is about to settle. After a failure, the cached plan is not trusted."""
-        self.statistics.settle(outcome)
+        self.statistics.settle(outcome, save.step)
         if isinstance(outcome, BaseException):
             self.cache.clear()
-        else:
-            self._ctx.members.newest = max(outcome.step, self._ctx.members.newest or 0)
+            return
+        if save.step is not None:
+            self._ctx.members.newest = max(save.step, self._ctx.members.newest or 0)
             self._drop_orphans()
-            self._on_committed(outcome.step)
+        self._on_committed(save.step)
 
 
 _CHANGE: Exchange[tuple[str, bool], tuple[str, StepsChange]] = Exchange(
@@ -497,6 +538,7 @@ _LOCKING = frozenset(
         SaveFrontend.prepare,
         SaveFrontend.rollback,
         SaveFrontend.delete,
+        SaveFrontend.remove,
         SaveFrontend.clear_cache,
     )
 )
@@ -545,13 +587,13 @@ def _busy_ranks(asked: Sequence[tuple[str, bool]], call: str) -> str:
     return ", ".join(str(rank) for rank, (_, is_busy) in enumerate(asked) if is_busy)
 
 
-def _plan_message(planned: PlannedSave, objects: ObjectBytes, step: int) -> PlanMsg:
+def _plan_message(planned: PlannedSave, objects: ObjectBytes, target: Target) -> PlanMsg:
     """Return all that this rank holds, with the checksums by which the leader compares replicas."""
     plan = planned.plan
     assert plan.local is not None  # there are several ranks
     tensors = content_sums([planned.tensors[item.leaf] for item in plan.layout.items])
     crc32s = [isal_zlib.crc32(objects.region[start : start + nbytes]) for start, nbytes in objects.spans]
-    return PlanMsg(step, plan.local, ContentSums(tensors, struct.pack(f"<{len(crc32s)}I", *crc32s)))
+    return PlanMsg(sent_target(target), plan.local, ContentSums(tensors, struct.pack(f"<{len(crc32s)}I", *crc32s)))
 
 
 def _own_objects(objects: ObjectBytes, names: Sequence[str], kept: Collection[str]) -> ObjectBytes:

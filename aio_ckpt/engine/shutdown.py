@@ -90,7 +90,7 @@ class Shutdown:
                 save.ticket.cancel()
                 save.ticket.exception(timeout_secs)
             except StallError as error:
-                _log.error("terminate(): the save of step %d does not end: %s", save.step, error)
+                _log.error("terminate(): the save of %s does not end: %s", save.title, error)
         self._release()
 
     def drain(self, timeout_secs: float) -> None:
@@ -101,9 +101,11 @@ class Shutdown:
             lines.wait_for(self._begin(), timeout_secs)
             lines.wait_for(self._background(), deadline - time.monotonic())
         finally:  # also after Ctrl-C: the lost steps are logged in any case
-            late = [save.step for save in pending if not save.settled.done()]
+            late = [save for save in pending if not save.settled.done()]
             if late:
-                _log.error("interpreter exit: steps %s were not committed in drain_timeout_secs", late)
+                steps, paths = [save.step for save in late if save.step is not None], [save.call.path for save in late]
+                lost = ", ".join([f"steps {steps}"] * bool(steps) + [str(path) for path in paths if path is not None])
+                _log.error("interpreter exit: %s were not committed in drain_timeout_secs", lost)
             self._release()
 
     def _end(self) -> None:

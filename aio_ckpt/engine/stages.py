@@ -8,21 +8,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import anyio
 
-from aio_ckpt.checks import check_flag
+from aio_ckpt.checks import check_flag, check_path, shown
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.extra import check_extra
 from aio_ckpt.commit.manifests import MetadataFile
 from aio_ckpt.commit.retention import check_metrics
+from aio_ckpt.errors import ConfigError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.ranks.group_call import CALL_STAGE
 from aio_ckpt.ranks.save_round import SaveRound
-from aio_ckpt.reports import Progress, Stage, StageTimings
+from aio_ckpt.reports import Progress, Stage, StageTimings, Target, title
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker
 from aio_ckpt.runtime.log_records import is_logged, log_step
@@ -32,7 +34,12 @@ from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.trace_file import NO_TRACE, SaveTrace, TraceFile
 
-__all__ = ["CapturedSave", "PendingSave", "SaveCall", "SaveTimer", "WrittenRank"]
+__all__ = ["CapturedSave", "PendingSave", "SaveCall", "SaveTimer", "WrittenRank", "sent_target"]
+
+
+def sent_target(target: Target) -> int | str:
+    """Return a target as the ranks send it to each other."""
+    return str(target) if isinstance(target, Path) else target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +47,7 @@ class SaveCall:
     """Arguments of one call of ``save()``, without the state and the step."""
 
     overwrite: bool
-    """Whether a committed checkpoint of the same step is replaced."""
+    """Whether a committed checkpoint of the same step is replaced; of a path, also one with foreign files."""
     metrics: Mapping[str, float | None]
     """Metrics of the step by name; None for a value that is not finite."""
     extra: Mapping[str, Any]
@@ -49,6 +56,10 @@ class SaveCall:
     """Time by which the save must be committed."""
     started: float
     """``time.perf_counter`` at the call."""
+    path: Path | None = None
+    """Directory that the caller named, absolute; None for a save of a step, and for a refused call."""
+    takes_step: bool = True
+    """Whether the call takes a step number: no path was given."""
     trace: SaveTrace = NO_TRACE
     """Records the time of each stage."""
     refuse: Callable[[], SaveCall] | None = None
@@ -59,6 +70,7 @@ class SaveCall:
         cls,
         step: object,
         *,
+        path: str | os.PathLike[str] | None,
         overwrite: bool,
         deadline_secs: float | None,
         metrics: Mapping[str, object] | None,
@@ -71,9 +83,13 @@ class SaveCall:
         def checked() -> SaveCall:
             deadline = replace(Deadline.after(deadline_secs), began=began)
             check_flag("overwrite", overwrite)
+            if step is not None and path is not None:
+                raise ConfigError(f"step={shown(step)} and path={shown(path)} each name a checkpoint: give one of them")
             if step is not None:
                 step_numbers.check_step_number(step)
             return cls(
+                path=None if path is None else check_path("path", path),
+                takes_step=path is None,
                 overwrite=overwrite,
                 metrics=check_metrics(metrics),
                 extra=check_extra(extra),
@@ -85,14 +101,23 @@ class SaveCall:
         try:
             return checked()
         except Exception:  # noqa: BLE001 - ``refuse`` raises it again
-            return cls(overwrite=False, metrics={}, extra={}, deadline=NO_DEADLINE, started=started, refuse=checked)
+            return cls(
+                overwrite=False,
+                metrics={},
+                extra={},
+                deadline=NO_DEADLINE,
+                started=started,
+                takes_step=path is None,
+                refuse=checked,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedSave:
     """One save whose copies are issued. The image holds its bytes once the copies end."""
 
-    step: int
+    target: Target
+    """Step of the save, or the directory that the caller named."""
     number: int
     """Number of the call of ``save()``, the same on every rank."""
     requested: Sequence[str]
@@ -203,9 +228,24 @@ class PendingSave:
         return CALL_STAGE if is_waiting else self.stage
 
     @property
-    def step(self) -> int:
-        """Step of the save."""
-        return self.captured.step
+    def target(self) -> Target:
+        """Step of the save, or the directory that the caller named."""
+        return self.captured.target
+
+    @property
+    def step(self) -> int | None:
+        """Step of the save; None if the caller named a directory."""
+        return None if isinstance(self.target, Path) else self.target
+
+    @property
+    def stored_step(self) -> int:
+        """Step in manifests and reports: 0 if the caller named a directory."""
+        return self.step or 0
+
+    @property
+    def title(self) -> str:
+        """Name of the save in messages: ``step 5``, or its path."""
+        return title(self.target)
 
     @property
     def number(self) -> int:
@@ -237,8 +277,8 @@ class PendingSave:
     def debug(self, text: str) -> None:
         """Log one DEBUG line of this save, with the time since its call."""
         if is_logged(logging.DEBUG):
-            secs, told = self.timer.elapsed(), "step %d, %.3f s after save(): %s"
-            log_step(logging.DEBUG, self.step, self.round.rank, told, self.step, secs, text)
+            secs, told = self.timer.elapsed(), "%s, %.3f s after save(): %s"
+            log_step(logging.DEBUG, self.step, self.round.rank, told, self.title, secs, text)
 
     async def cancel(self) -> bool:
         """Cancel the save, on the loop; False if it is too late."""

@@ -94,7 +94,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """One numbered call of a rank."""
 
     kind: str
-    """Name of the method: ``save``, ``load``, ``rollback`` or ``delete``."""
+    """Name of the method: ``save``, ``load``, ``rollback``, ``delete`` or ``remove``."""
     number: int
     """Number of the call, the same on every rank."""
     step: int | None = None
@@ -170,14 +170,15 @@ def failure_of(rank: int, stage: str, error: BaseException) -> Failure:
     return Failure(rank, stage, f"{type(error).__name__}: {text}", is_in_doubt)
 
 
-_NUMBERED_TOGETHER = {"rollback": "save", "delete": "save"}
+_NUMBERED_TOGETHER = {"rollback": "save", "delete": "save", "remove": "save"}
 _BEGUN_TOGETHER = _NUMBERED_TOGETHER | {"room": "save"}
 
 
 def call_of(topic: str) -> tuple[str, int] | None:
     """Return the numbered call that ``topic`` is part of, as ``("save", 3)``; None if the topic has no number.
 
-    Saves, rollbacks and deletions share one numbering: ranks that call different ones never meet in one topic.
+    Saves, rollbacks, deletions and removals share one numbering, so ranks that call different ones never meet in one
+    topic.
     """
     kind, number = _parts(topic)
     return None if number is None else (_NUMBERED_TOGETHER.get(kind, kind), number)

@@ -56,7 +56,8 @@ class ContentSums(msgspec.Struct, frozen=True, array_like=True):
 class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     """Message of a rank without a plan: all that it holds. The rank then captures what the leader assigns to it."""
 
-    step: int
+    target: int | str
+    """Step that the rank saves, or the path as text."""
     local: LocalPlan
     content: ContentSums | None = None
     """Checksums by which replicas are compared; None if they are not compared."""
@@ -65,7 +66,8 @@ class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
 class Vote(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """Vote of a rank to commit: its data file with its share, and its manifest, are durable."""
 
-    step: int
+    target: int | str
+    """Step that the rank saves, or the path as text."""
     share_id: bytes
     """Identity of the share that was written, as the leader named it."""
     nbytes: int
@@ -166,15 +168,15 @@ class Ledger:
         self._rendered: tuple[tuple[bytes, ...], MetadataTemplate] | None = None
 
     def check(self, reports: Sequence[PlanMsg | Vote]) -> None:
-        """Raise PeerFailedError unless all ranks save one step, PlanChangedError if a share is unknown."""
+        """Raise PeerFailedError unless all ranks save one step or path, PlanChangedError if a share is unknown."""
         if len(self._ranks) == 1:
             return  # one rank writes all that it holds; nothing is assigned
         for rank, report in enumerate(reports):
-            if report.step != reports[0].step:
+            if report.target != reports[0].target:
                 raise PeerFailedError(
-                    f"rank {rank} saves step {report.step} where rank 0 saves step {reports[0].step}: every rank has "
-                    "to call save() as often as the others, with the same steps; engines opened anew on all ranks "
-                    "begin anew",
+                    f"rank {rank} saves {_title(report.target)} where rank 0 saves {_title(reports[0].target)}: every "
+                    "rank has to call save() as often as the others, with the same steps and paths; engines opened "
+                    "anew on all ranks begin anew",
                     rank=rank,
                     stage="agree",
                 )
@@ -263,6 +265,10 @@ class Ledger:
             ]
             self._rendered = ids, render_global(stored)
         return self._rendered[1]
+
+
+def _title(target: int | str) -> str:
+    return target if isinstance(target, str) else f"step {target}"
 
 
 def _warn_of(names: Set[str]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from aio_ckpt.checks import check_seconds
 from aio_ckpt.errors import StallError
+from aio_ckpt.reports import title
 
 __all__ = ["NO_DEADLINE", "Deadline"]
 
@@ -33,11 +34,12 @@ class Deadline:
             return at_most
         return min(at_most, max(0.0, self.began + self.secs - time.monotonic()))
 
-    def check(self, step: object, stage: str) -> None:
-        """Raise StallError, which names ``stage``, if the deadline has passed. ``step`` is None if it is unknown."""
+    def check(self, target: object, stage: str) -> None:
+        """Raise StallError, which names ``stage``, if the deadline has passed. ``target`` is None if it is unknown."""
         if self.secs is not None and not self.left_secs(1.0):
-            which = "the next step" if step is None else f"step {step}"
-            raise StallError(f"the save of {which} did not end within deadline_secs={self.secs}: it was {stage}")
+            raise StallError(
+                f"the save of {title(target)} did not end within deadline_secs={self.secs}: it was {stage}"
+            )
 
 
 NO_DEADLINE = Deadline(secs=None, began=0.0)

@@ -15,11 +15,11 @@ def is_logged(level: int) -> bool:
     return _log.isEnabledFor(level)
 
 
-def log_step(level: int, step: int, rank: int, message: str, *args: object) -> None:
+def log_step(level: int, step: int | None, rank: int, message: str, *args: object) -> None:
     """Log ``message % args`` with ``level``. The attributes ``step`` and ``rank`` of the record hold the two numbers.
 
-    Pass errors as text: a handler that keeps records would keep a traceback, and so the caller's state. A handler that
-    raises breaks nothing.
+    A save by path has no step. Pass errors as text: a handler that keeps records would keep a traceback, and so the
+    caller's state. A handler that raises breaks nothing.
     """
     with contextlib.suppress(Exception):
         _log.log(level, message, *args, extra={"step": step, "rank": rank}, stacklevel=2)

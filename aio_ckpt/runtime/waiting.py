@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.reports import title
 from aio_ckpt.runtime.portal import Portal
 
 __all__ = ["FIRST_LINE_SECS", "WaitLines", "call_text", "disk_lines", "duration_text", "next_line_secs"]
@@ -40,9 +41,9 @@ def duration_text(secs: float) -> str:
     return f"{secs / 60:.0f} min" if secs < 7200 else f"{secs / 3600:.1f} h"
 
 
-def call_text(call: str, step: object = None) -> str:
-    """Return a call in the user's words: "save() of step 200"; without a step, "load()"."""
-    return f"{call}()" if step is None else f"{call}() of step {step}"
+def call_text(call: str, target: object = None) -> str:
+    """Return a call in the user's words: "save() of step 200"; without a step or path, "load()"."""
+    return f"{call}()" if target is None else f"{call}() of {title(target)}"
 
 
 class WaitLines:

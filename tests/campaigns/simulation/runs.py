@@ -213,7 +213,7 @@ class World:
                 quarantine=Quarantine(),
                 pending_cleanup=PendingCleanup(),
             )
-            in_flight = InFlight(self.ctx, self.portal, pipeline, on_settled=lambda outcome: None)
+            in_flight = InFlight(self.ctx, self.portal, pipeline, on_settled=lambda save, outcome: None)
             for number in range(1, self.rng.randrange(2, 6)):
                 while (settled := in_flight.settled_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
@@ -245,7 +245,7 @@ class World:
 
     def _save(self, in_flight: InFlight, number: int) -> Attempt:
         rng, now = self.rng, self.loop.time()
-        committed = [a.save.step for a in self.attempts if a.save.ticket.committed.state == "reached"]
+        committed = [a.save.stored_step for a in self.attempts if a.save.ticket.committed.state == "reached"]
         overwrite = bool(committed) and not in_flight.pending and rng.random() < 0.2
         state = self._state(number)
         flat = flatten(state, rank=0)
@@ -263,7 +263,7 @@ class World:
             planned,
             objects,
             image,
-            step=step,
+            target=step,
             number=call,
             agreement=SaveRound(self.ctx.members, self.ctx.executor, topic="save"),
             requested=flat.names,
@@ -305,7 +305,7 @@ class World:
         await self._check_disk(self.disk.after_loss(self.rng), f"after power loss {self.run.losses}")
 
     async def _check_disk(self, disk: Directory, when: str) -> None:
-        promised = {a.save.step: a for a in self.attempts if a.save.ticket.committed.state == "reached"}
+        promised = {a.save.stored_step: a for a in self.attempts if a.save.ticket.committed.state == "reached"}
         possible = {a.state["number"]: a for a in self.attempts if a.may_be_visible}
         calm = SimThreads(self.loop, random.Random(0), 8, Chances())
         storage = SimStorage(calm, random.Random(0), Chances(), disk, _ROOT)
@@ -319,7 +319,7 @@ class World:
         for step in sorted(found):
             state: Any = await loader.read(Wanted(step=step), None)
             attempt = possible.get(state["number"])
-            if attempt is None or attempt.save.step != step:
+            if attempt is None or attempt.save.stored_step != step:
                 raise BrokenPromiseError(f"{when}: step {step} shows save {state['number']}, which was not committed")
             if step in promised and attempt.state["number"] < promised[step].state["number"]:
                 raise BrokenPromiseError(f"{when}: step {step} went back to save {attempt.state['number']}")

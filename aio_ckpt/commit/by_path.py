@@ -1,0 +1,113 @@
+"""Checkpoints at paths that the caller names: which paths may be used, what a save replaces there, and removal.
+
+The pending directory of such a save lies below the root, as that of a step does, and becomes visible by one rename. So
+the path must be on the file system of the root.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from aio_ckpt.commit.discovery import checkpoint_at
+from aio_ckpt.commit.publish import holds_checkpoint
+from aio_ckpt.errors import ConfigError, WriteError
+from aio_ckpt.format.names import ENGINE_DIR, OWNER_FILE, TRASH_DIR, StepNames
+from aio_ckpt.format.root_manifest import METADATA_FILE
+from aio_ckpt.storage.local import Storage, sync_parents
+
+__all__ = ["check_place", "is_same_place", "move_to_trash", "prepare_place", "refusal"]
+
+_SHOWN = 3
+"""Most foreign names that an error shows."""
+
+
+def check_place(path: Path, root: Path, names: StepNames) -> None:
+    """Refuse a path at which no checkpoint can be saved or removed by its path. Blocks, and changes nothing.
+
+    Raises:
+        ConfigError: ``path`` holds the root, belongs to it, is a link, or is on another file system.
+    """
+    place, home = _real(path), Path(os.path.realpath(root))
+    why = refusal(place, home, names)
+    if not why and place.is_symlink():
+        why = f"it is a symbolic link to {place.readlink()}: give the path of the directory itself"
+    if not why and _device(place.parent) != _device(home):
+        why = (
+            f"it is on another file system than the root {root}, so that no rename can reach it: open an engine whose "
+            "root is on the file system of the path"
+        )
+    if why:
+        raise ConfigError(f"path={str(path)!r}: {why}")
+
+
+def refusal(place: Path, root: Path, names: StepNames) -> str:
+    """Return why ``place`` cannot be named by its path; '' if it can. Both paths are absolute, without links. Pure."""
+    if root.is_relative_to(place):
+        return f"it holds the root {root} of the engine: give the path of one checkpoint"
+    if not place.is_relative_to(root):
+        return ""
+    first = place.relative_to(root).parts[0]
+    step = names.step(first)
+    if first == ENGINE_DIR:
+        return f"the directory {ENGINE_DIR} of a root belongs to the engine: give a path outside of it"
+    if step is not None and place.parent == root:
+        return f"that is the name of a step in this root: give step={step}, or another name"
+    if step is not None:
+        return f"it lies in the checkpoint {first} of the root: give a path outside of it"
+    return ""
+
+
+def is_same_place(path: Path, other: Path) -> bool:
+    """Return whether two paths name one directory. Blocks."""
+    return path == other or _real(path) == _real(other)
+
+
+async def prepare_place(storage: Storage, path: Path, *, spares_foreign: bool) -> None:
+    """Make the parents of ``path``, durably. If ``spares_foreign``, refuse to replace a checkpoint with foreign files.
+
+    Raises:
+        WriteError: files or directories of no checkpoint lie in the checkpoint at ``path``; or a parent cannot be made.
+    """
+    if not await storage.exists(path.parent):
+        await storage.make_dir(path.parent, parents=True)
+    if spares_foreign and await holds_checkpoint(storage, path):
+        foreign = [name for name in await storage.list_dir(path) if not _is_of_checkpoint(name)]
+        if foreign:
+            shown = ", ".join(foreign[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
+            text = f"is a checkpoint with files of others ({shown}): move them away, or save with overwrite=True"
+            raise WriteError(errno.EEXIST, text, str(path))
+
+
+async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNames, *, name: str) -> Path:
+    """Rename the checkpoint at ``path`` to trash of ``root``, durably. Returns its new path.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at ``path``.
+        WriteError: the rename or an fsync failed. The checkpoint is whole, or gone.
+    """
+    await checkpoint_at(storage, path, names)
+    trash = root / TRASH_DIR / name
+    await storage.rename(path, trash)
+    await sync_parents(storage, path, trash)
+    return trash
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    return name == OWNER_FILE or name.endswith(".distcp") or name.startswith((METADATA_FILE, "aio_ckpt."))
+
+
+def _real(path: Path) -> Path:
+    """Return the path without links in its parents. The directory itself may be a link, and may be missing."""
+    return Path(os.path.realpath(path)) if path.name in ("", "..") else Path(os.path.realpath(path.parent), path.name)
+
+
+def _device(path: Path) -> int:
+    """Return the device of ``path``, or of its nearest parent that exists."""
+    for place in (path, *path.parents):
+        try:
+            return place.stat().st_dev
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return -1

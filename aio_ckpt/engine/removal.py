@@ -1,0 +1,168 @@
+"""Removal of checkpoints by path, in one order with the commits: :meth:`Remover._remove` shows all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import anyio
+
+from aio_ckpt.commit import by_path
+from aio_ckpt.commit.cleanup import PendingCleanup
+from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.outcomes import named
+from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError
+from aio_ckpt.ranks.coordinator import Exchange
+from aio_ckpt.ranks.group_call import told_of
+from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.reports import title
+from aio_ckpt.runtime.futures import follow
+from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.ticket import Milestone, SaveTicket
+
+__all__ = ["Removal", "Remover"]
+
+_STAGE = "remove"
+_Message: TypeAlias = tuple[str, str]
+"""(path, why a save before the call failed; '' if none did)."""
+_REMOVE: Exchange[_Message, _Message] = Exchange(tuple[str, str], tuple[str, str], stage=_STAGE)
+"""A rank sends its path and its failure. The leader removes, and replies with the first failure of any rank."""
+_log = logging.getLogger("aio_ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """One call of ``remove()``, from the call until the directory is gone."""
+
+    path: Path
+    """Directory of the checkpoint, absolute."""
+    number: int
+    """Number of the call, the same on every rank."""
+    earlier: Sequence[Future[None]]
+    """Settlements of the saves and removals that were pending at the call."""
+    tickets: Sequence[SaveTicket]
+    """Tickets of the saves whose failure drops the removal."""
+    done: Milestone[None]
+    """Milestone that ``remove()`` returns."""
+    settled: Future[None] = field(default_factory=Future)
+    """Done once the path is free, or the removal has failed. Commits of later calls wait for this."""
+    ended: Future[None] = field(default_factory=Future)
+    """Done once the milestone is set. The end of the engine waits for this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remover:
+    """Runs removals on the loop."""
+
+    ctx: EngineContext
+    quarantine: Quarantine
+    """Its lock ``renames`` orders all renames of checkpoints."""
+    pending_cleanup: PendingCleanup
+    """Gets trash that could not be deleted."""
+
+    def start(self, removal: Removal, portal: Portal) -> None:
+        """Submit a removal. However it ends, its milestone and its settlement are set."""
+        portal.submit(self._remove, removal, on_done=functools.partial(_settle, removal))
+
+    async def _remove(self, removal: Removal) -> None:
+        """Wait for the saves before, agree, rename to trash, then delete the files."""
+        for settled in removal.earlier:
+            await asyncio.wrap_future(follow(settled))
+        failed = await _first_failed(removal.tickets)
+        moved, why = await self._agree(removal, "" if failed is None else _text_of(failed))
+        if why:
+            _log.warning("remove(%s): dropped, and the checkpoint stays: %s", removal.path, why)
+            dropped = PeerFailedError(f"remove({removal.path}) was dropped: {why}", rank=0, stage=_STAGE, cause=why)
+            removal.done.fail((None if failed is None else failed.committed.peek()) or dropped)
+            return
+        removal.settled.set_result(None)
+        for trash in moved:
+            await self._delete(trash)
+
+    async def _agree(self, removal: Removal, failure: str) -> tuple[list[Path], str]:
+        """Remove the checkpoint on the leader, if no rank has a failure. Returns the trash, and the first failure."""
+        members, topic, moved = self.ctx.members, f"remove {removal.number}", list[Path]()
+
+        async def decide(messages: Sequence[_Message]) -> _Message:
+            why = _first_failure_of(messages)
+            if not why:
+                moved.append(await self._move_to_trash(removal))
+            return messages[0][0], why
+
+        try:
+            _, why = await _REMOVE.run(members.coordinator, topic, (str(removal.path), failure), decide)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await SaveRound(members, self.ctx.executor, topic=topic).end(told_of(members, error), stage=_STAGE)
+            raise
+        members.coordinator.end_call(topic)
+        return moved, why
+
+    async def _move_to_trash(self, removal: Removal) -> Path:
+        ctx, limit_secs = self.ctx, self.ctx.config.stall_timeout_secs
+        name = f"removed-{ctx.save_id(removal.number)}"
+        async with self.quarantine.renames:
+            with anyio.move_on_after(limit_secs, shield=True):  # a rename that has begun is completed
+                return await by_path.move_to_trash(ctx.storage, removal.path, ctx.root, ctx.names, name=name)
+        raise StallError(f"remove({removal.path}) did not end within {limit_secs} s: the disk is stalled")
+
+    async def _delete(self, trash: Path) -> None:
+        """Delete the files. The checkpoint is gone already, so a failure is only logged."""
+        try:
+            await self.ctx.storage.remove_tree(trash)
+        except (AioCkptError, OSError) as error:
+            _log.warning("%s stays until it is cleared: %s", trash, error)
+            self.pending_cleanup.add(trash, lambda: True)
+
+
+async def _first_failed(tickets: Sequence[SaveTicket]) -> SaveTicket | None:
+    """Return the first ticket of a save that failed; None if all are committed."""
+    for ticket in tickets:
+        told: Future[None] = Future()
+        ticket.committed.add_done_callback(functools.partial(_tell, told))
+        await asyncio.wrap_future(follow(told))
+        if ticket.committed.peek() is not None:
+            return ticket
+    return None
+
+
+def _tell(told: Future[None], _: object) -> None:
+    told.set_result(None)
+
+
+def _text_of(failed: SaveTicket) -> str:
+    error = failed.committed.peek()
+    assert error is not None
+    return f"the save of {title(failed.path or failed.step)}, which came before, failed: {named(error)}"
+
+
+def _first_failure_of(messages: Sequence[_Message]) -> str:
+    """Return the first failure of any rank; '' if there is none.
+
+    Raises:
+        PeerFailedError: the ranks remove different paths.
+    """
+    for rank, (path, _) in enumerate(messages):
+        if path != messages[0][0]:
+            text = f"rank {rank} removes {path} where rank 0 removes {messages[0][0]}"
+            raise PeerFailedError(f"{text}: give the same path on every rank", rank=rank, stage="agree")
+    return next((failure for _, failure in messages if failure), "")
+
+
+def _settle(removal: Removal, done: Future[None]) -> None:
+    error = EngineClosedError("the engine was closed") if done.cancelled() else done.exception()
+    if not removal.settled.done():
+        removal.settled.set_result(None)
+    if error is None:
+        removal.done.resolve(None)  # does nothing if the removal was dropped
+    else:
+        _log.warning("remove(%s) failed: %s", removal.path, named(error))
+        removal.done.fail(error)
+    removal.ended.set_result(None)
