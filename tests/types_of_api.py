@@ -7,6 +7,7 @@ those is a mistake that has to be found.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, assert_type
 
 import numpy as np
@@ -52,6 +53,8 @@ def of_either_engine(engine: CheckpointEngine | SyncCheckpointEngine) -> None:
     engine.guard(optimizer)
     for stateful in (model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)):
         engine.save(stateful)
+    assert_type(engine.save({"model": model}, path="ckpts/last.ckpt"), SaveTicket)
+    assert_type(engine.remove(Path("ckpts/last.ckpt")), Milestone[None])
 
 
 def of_the_sync_engine(engine: SyncCheckpointEngine) -> None:
@@ -66,6 +69,7 @@ async def of_the_async_engine(engine: CheckpointEngine) -> None:
     assert_type(await engine.load(model, progress=show, rename=str.lower), LoadReport)
     assert_type(await engine.save({"model": model}), SaveReport | None)
     assert_type(await engine.prepare(model), None)
+    assert_type(await engine.remove("ckpts/last.ckpt"), None)
     async with engine as entered:
         assert_type(entered, CheckpointEngine)
 
@@ -76,6 +80,8 @@ def mistakes(engine: SyncCheckpointEngine, ticket: SaveTicket) -> None:
     engine.prepare(3)  # type: ignore[arg-type]
     engine.load(3)  # type: ignore[arg-type]
     aio_ckpt.load("runs/ckpt", 3)  # type: ignore[arg-type]
+    engine.save({}, path=3)  # type: ignore[arg-type]
+    engine.remove(3)  # type: ignore[arg-type]
     engine.save({}, metrics={"loss": "low"})  # type: ignore[dict-item]
     engine.load({}, progress=len)  # type: ignore[arg-type]
     engine.guard(model)  # type: ignore[arg-type]

@@ -87,6 +87,8 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "prepare(state)": (lambda engine, odd: engine.prepare(odd), {"a dict"}, "state"),
     "prepare(step)": (lambda engine, odd: engine.prepare(STATE, odd), {"None"}, "step="),
     "save(step)": (lambda engine, odd: engine.save(STATE, odd), {"None"}, "step="),
+    "save(path)": (lambda engine, odd: engine.save(STATE, path=odd), {"None", "text"}, "path="),
+    "remove(path)": (lambda engine, odd: engine.remove(odd).result(TIMEOUT), set(), "path=|no checkpoint"),
     "save(overwrite)": (lambda engine, odd: engine.save(STATE, overwrite=odd), FLAG, "overwrite="),
     "save(deadline_secs)": (
         lambda engine, odd: engine.save(STATE, deadline_secs=odd), {"None", *SECS}, "deadline_secs="
