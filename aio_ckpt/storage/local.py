@@ -358,7 +358,10 @@ def _exchange(a: Path, b: Path) -> None:
         if error.errno not in _NO_RENAMEAT2:
             raise
         raise RootError(
-            error.errno, "this file system cannot exchange two directories: overwrite=True needs it", str(b)
+            error.errno,
+            "this file system cannot exchange two directories, so that no checkpoint is replaced in one step: "
+            "delete(step) or remove(path) the old one first",
+            str(b),
         ) from error
 
 
