@@ -70,9 +70,9 @@ class InFlight:
         portal: Portal,
         pipeline: SavePipeline,
         *,
-        on_settled: Callable[[PendingSave, SaveReport | BaseException], None],
+        on_settled: Callable[[SaveReport | BaseException, int | None], None],
     ) -> None:
-        """``on_settled`` gets each save with its report or error, before the save leaves the table."""
+        """``on_settled`` gets the report or the error of each save before the save leaves the table, and its step."""
         self._ctx = ctx
         self._pipeline = pipeline
         self._portal = portal
@@ -384,7 +384,7 @@ class InFlight:
             log_failure(error, save.target, stage=save.failing_stage, rank=rank, newest=newest)
         if error is not None:
             save.captured.image.fail_slots(error)  # a pipeline that never began has not done it
-        self._on_settled(save, done.result() if error is None else error)
+        self._on_settled(done.result() if error is None else error, save.step)
         with self._lock:
             self._pending = [other for other in self._pending if other is not save]
             if save.step is not None:
@@ -419,7 +419,6 @@ class InFlight:
             removal = Removal(
                 path=path,
                 number=number,
-                earlier=self._unsettled(),
                 tickets=self._awaited_by_removal(),
                 done=done,
             )

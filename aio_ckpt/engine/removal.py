@@ -45,10 +45,8 @@ class Removal:
     """Directory of the checkpoint, absolute."""
     number: int
     """Number of the call, the same on every rank."""
-    earlier: Sequence[Future[None]]
-    """Settlements of the saves and removals that were pending at the call."""
     tickets: Sequence[SaveTicket]
-    """Tickets of the saves whose failure drops the removal."""
+    """Tickets of the saves that the removal waits for. If one of them fails, the removal is dropped."""
     done: Milestone[None]
     """Milestone that ``remove()`` returns."""
     settled: Future[None] = field(default_factory=Future)
@@ -73,8 +71,6 @@ class Remover:
 
     async def _remove(self, removal: Removal) -> None:
         """Wait for the saves before, agree, rename to trash, then delete the files."""
-        for settled in removal.earlier:
-            await asyncio.wrap_future(follow(settled))
         failed = await _first_failed(removal.tickets)
         moved, why = await self._agree(removal, "" if failed is None else _text_of(failed))
         if why:
@@ -123,7 +119,7 @@ class Remover:
 
 
 async def _first_failed(tickets: Sequence[SaveTicket]) -> SaveTicket | None:
-    """Return the first ticket of a save that failed; None if all are committed."""
+    """Wait for the saves. Return the first ticket of one that failed; None if all are committed."""
     for ticket in tickets:
         told: Future[None] = Future()
         ticket.committed.add_done_callback(functools.partial(_tell, told))

@@ -27,7 +27,7 @@ from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import Statistics
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, StepsChange
-from aio_ckpt.engine.stages import PendingSave, SaveCall, sent_target
+from aio_ckpt.engine.stages import SaveCall, sent_target
 from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
@@ -515,16 +515,16 @@ class SaveFrontend:
             with contextlib.suppress(EngineClosedError):
                 self.dropping = [self._ctx.executor.submit(self._rescue.give_up, "a later run has committed a step")]
 
-    def _after(self, save: PendingSave, outcome: SaveReport | BaseException) -> None:
+    def _after(self, outcome: SaveReport | BaseException, step: int | None) -> None:
         """Handle the outcome of a save that is about to settle. After a failure, the cached plan is not trusted."""
-        self.statistics.settle(outcome, save.step)
+        self.statistics.settle(outcome, step)
         if isinstance(outcome, BaseException):
             self.cache.clear()
             return
-        if save.step is not None:
-            self._ctx.members.newest = max(save.step, self._ctx.members.newest or 0)
+        if step is not None:
+            self._ctx.members.newest = max(step, self._ctx.members.newest or 0)
             self._drop_orphans()
-        self._on_committed(save.step)
+        self._on_committed(step)
 
 
 _CHANGE: Exchange[tuple[str, bool], tuple[str, StepsChange]] = Exchange(

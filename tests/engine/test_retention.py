@@ -422,7 +422,7 @@ def test_a_damaged_step_that_could_not_be_set_aside_is_none_of_the_kept(root: Pa
 def test_a_save_that_ends_while_the_engine_closes_settles_all_the_same(root: Path) -> None:
     with gated_engine(root, keep_last=1) as (engine, _):
         report = engine.save(weights(1), 1).result(TIMEOUT)
-    engine._frontend._after(report)
+    engine._frontend._after(report, 1)
     assert engine._root_session.passes == ()
 
 

@@ -144,6 +144,28 @@ def test_steps_go_on_as_if_there_were_no_save_by_path(root: Path, tmp_path: Path
     assert [number_at(tmp_path / f"{number}.ckpt") for number in (1, 2, 3)] == [10, 20, 30]
 
 
+def test_a_commit_by_path_lets_no_step_expire(root: Path, tmp_path: Path) -> None:
+    """An old step that was overwritten last stays until the next commit of a step."""
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        engine.save(weights(1), 1).result(TIMEOUT)
+        engine.protect(1)
+        engine.save(weights(2), 2).result(TIMEOUT)
+        engine.unprotect(1)
+        engine.save(weights(3), 1, overwrite=True).result(TIMEOUT)
+        engine.save(weights(4), path=tmp_path / "a").result(TIMEOUT)
+    assert listing(root) == ["step_000000001", "step_000000002"]
+
+
+def test_a_pending_save_by_path_takes_no_number(root: Path, tmp_path: Path) -> None:
+    with gated_engine(root, max_in_flight=2) as (engine, storage):
+        gate = storage.hold("rename")
+        engine.save(weights(1), path=tmp_path / "a")
+        gate.wait_reached()
+        assert engine.save(weights(2), step=0).step == 0
+        gate.open()
+    assert listing(root) == ["step_000000000"]
+
+
 def test_a_failed_save_by_path_disturbs_no_step(root: Path, tmp_path: Path) -> None:
     with gated_engine(root) as (engine, storage):
         engine.save(weights(1)).result(TIMEOUT)

@@ -213,7 +213,7 @@ class World:
                 quarantine=Quarantine(),
                 pending_cleanup=PendingCleanup(),
             )
-            in_flight = InFlight(self.ctx, self.portal, pipeline, on_settled=lambda save, outcome: None)
+            in_flight = InFlight(self.ctx, self.portal, pipeline, on_settled=lambda outcome, step: None)
             for number in range(1, self.rng.randrange(2, 6)):
                 while (settled := in_flight.settled_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
