@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -150,6 +151,7 @@ def test_a_commit_by_path_lets_no_step_expire(root: Path, tmp_path: Path) -> Non
         engine.save(weights(1), 1).result(TIMEOUT)
         engine.protect(1)
         engine.save(weights(2), 2).result(TIMEOUT)
+        wait(engine._root_session.passes)
         engine.unprotect(1)
         engine.save(weights(3), 1, overwrite=True).result(TIMEOUT)
         engine.save(weights(4), path=tmp_path / "a").result(TIMEOUT)
