@@ -156,7 +156,8 @@ class SaveFrontend:
         self._check_not_inside("save()")
         with call.trace.span("save()", CALLER), self._lock:
             number, failed = self.in_flight.next_number("save", step), None
-            claim = functools.partial(self._claim, number, step, call)
+            # A refused call takes its step all the same, so that all ranks count alike. A save by path takes none.
+            claim = functools.partial(self.in_flight.claim_step, number, step) if call.takes_step else _take_none
             joint = GroupCall(
                 self._ctx.members,
                 self._ctx.executor,
@@ -221,7 +222,7 @@ class SaveFrontend:
                 self._root_session.become_writer(in_flight.steps.learn, deadline)
             if call.takes_step:
                 self._tell_earlier_steps(step)
-            target = self._claim(number, step, call)
+            target: Target = in_flight.claim_step(number, step) if call.path is None else call.path
             if step is not None:
                 in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
         if planned.plan.local is not None and not planned.plan.share_id:  # other ranks hold shards, too
@@ -252,10 +253,6 @@ class SaveFrontend:
             image.lease.close()  # again: without memory, start() may have failed to close it
             raise
         return save.ticket
-
-    def _claim(self, number: int, step: int | None, call: SaveCall) -> Target:
-        """Take the step of the call, unless it names a directory: a save by path takes no step."""
-        return call.path if call.path is not None else self.in_flight.claim_step(number, step)
 
     def _make_room(
         self, target: Target | None, number: int, when_busy: BusyPolicy, joint: GroupCall, deadline: Deadline
@@ -553,6 +550,10 @@ async def _assign_under_one_root(ctx: EngineContext, number: int, agreement: Sav
     if not ctx.members.is_leader:
         await ctx.members.check_root(ctx.storage, ctx.root, pending)
     return reply
+
+
+def _take_none() -> None:
+    """Take no step: the call saves by path."""
 
 
 def _milestone_of(work: Future[None] | None, portal: Portal) -> Milestone[None]:

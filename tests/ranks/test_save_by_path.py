@@ -66,7 +66,9 @@ def name_different_paths(rank: int, count: int, top: Path) -> list[tuple[str, in
         else:
             with pytest.raises(PeerFailedError, match=r"ConfigError: path="):
                 engine.remove(top / "a").result(SECS)
-        assert engine.save(state).step == 1, "no call by path takes a step"
+        with pytest.raises(ConfigError if rank else PeerFailedError, match="extra"):
+            engine.save(state, path=top / "a", extra={"a": {1}} if rank else None).result(SECS)
+        assert engine.save(state).step == 1, "no call by path takes a step, not even a refused one"
         engine.wait_ready()
     return errors
 
