@@ -13,10 +13,11 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch import serialization
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import checkpoint
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -39,6 +40,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "DcpGlobal",
     "DcpRole",
+    "PickledStorage",
     "PrefixStore",
     "ShardedTensor",
     "StorageInfo",
@@ -56,6 +58,7 @@ __all__ = [
     "mark_coalesced",
     "narrow_tensor_by_index",
     "neg_view",
+    "pickled_storage",
     "quantized_tensor",
     "reader_transforms",
     "sparse_coo_parts",
@@ -159,6 +162,47 @@ def has_load_hooks(module: torch.nn.Module) -> bool:
 
 def _is_of_torch(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickledStorage:
+    """What ``torch.save`` pickles in the place of a storage."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    """Dtype of the elements; uint8 for an untyped storage."""
+    kind: Any
+    """Class of the storage, such as ``torch.FloatStorage``."""
+    location: str
+    """Device of the storage, as ``torch.load`` takes it: ``cpu``, ``cuda:0``."""
+    slots: int
+    """Number of elements."""
+    identity: int
+    """Number that equals that of another Python object for the same storage, as long as one of them lives."""
+
+
+def pickled_storage(value: object) -> PickledStorage | None:
+    """Return what ``torch.save`` pickles for ``value``; None if it is no storage.
+
+    If a name moves, follow ``persistent_id`` in ``torch.serialization._save``.
+    """
+    dtype, torch_names = torch.uint8, cast(Any, serialization)
+    if isinstance(value, torch.storage.TypedStorage):
+        typed = cast(Any, value)
+        storage, dtype, slots = typed._untyped_storage, typed.dtype, typed._size()
+        kind = getattr(torch, typed._pickle_storage_type())
+    elif isinstance(value, torch.UntypedStorage):
+        storage, slots, kind = value, value.nbytes(), torch_names.normalize_storage_type(type(value))
+    else:
+        return None
+    return PickledStorage(
+        storage=storage,
+        dtype=dtype,
+        kind=kind,
+        location=torch_names.location_tag(storage),
+        slots=slots,
+        identity=storage._cdata,
+    )
 
 
 def default_store() -> Store | None:

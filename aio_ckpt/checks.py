@@ -81,11 +81,11 @@ def _has_members_of(value: object, protocol: type) -> bool:
     return all(hasattr(value, name) for name in vars(protocol) if not name.startswith("_"))
 
 
-def check_path(name: str, value: object) -> Path:
-    """Return ``value``, called ``name``, as an absolute path, or raise ConfigError. Nothing is looked up."""
+def check_path(name: str, value: object, *, of: str = "a checkpoint's directory") -> Path:
+    """Return ``value``, called ``name``, as an absolute path, or raise ConfigError: it is no path ``of`` a thing."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or not is_path(text):
-        raise ConfigError(f"{name}={shown(value)}: give the path of a checkpoint's directory")
+        raise ConfigError(f"{name}={shown(value)}: give the path of {of}")
     try:
         return Path(local_name(text)).absolute()
     except ValueError as error:

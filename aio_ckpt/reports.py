@@ -85,11 +85,11 @@ class SaveReport:
     """Report of one save."""
 
     step: int
-    """Step that was saved; 0 for a save with ``path=``, which has none."""
+    """Step that was saved; 0 for a save with ``path=`` and for a file, which have none."""
     path: Path
-    """The committed directory."""
+    """The committed directory, or the file."""
     image_bytes: int
-    """Bytes in data files of this rank."""
+    """Bytes in data files of this rank, or of the file."""
     raw_bytes: int
     """Tensor bytes without envelope and alignment."""
     plan_hit: bool

@@ -182,13 +182,12 @@ class SaveTicket:
         waited_secs: float = 0.0,
     ) -> None:
         """``cancel`` asks the engine to cancel the save. ``fence(stream)`` makes a stream wait for the copies.
-
         ``progress`` returns the progress of a save that is not settled; it may be called in any thread.
         """
         self.step = step
-        """Step that is saved; 0 for a save with ``path=``, which has none."""
+        """Step that is saved; 0 for a save with ``path=`` and for a file, which have none."""
         self.path = path
-        """Directory that the caller named; None for a save of a step."""
+        """Directory or file that the caller named; None for a save of a step."""
         self.skipped = skipped
         """Whether the save was not begun because others were pending."""
         self.waited_secs = waited_secs

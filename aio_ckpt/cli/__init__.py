@@ -9,6 +9,7 @@ A module whose name ends in -ing defines the options of a few commands and print
 - ``comparing``: diff
 - ``changing``: protect, unprotect, rm, prune, rollback
 - ``copying``: cp
+- ``converting``: export, import, convert
 - ``rescuing``: rescue, recover
 - ``demonstrating``: demo
 

@@ -15,6 +15,7 @@ from aio_ckpt._version import __version__
 from aio_ckpt.cli.changing import protect_command, prune_command, rm_command, rollback_command, unprotect_command
 from aio_ckpt.cli.comparing import diff_command
 from aio_ckpt.cli.console import printable
+from aio_ckpt.cli.converting import convert_command, export_command, import_command
 from aio_ckpt.cli.copying import cp_command
 from aio_ckpt.cli.demonstrating import demo_command
 from aio_ckpt.cli.inspecting import inspect_command
@@ -78,7 +79,7 @@ class _InOrder(click.Group):
 )
 @click.version_option(__version__, message="aio-ckpt %(version)s")
 def commands() -> None:
-    """List, check, compare, copy and delete checkpoints; see the engine at work."""
+    """List, check, compare, copy, convert and delete checkpoints; see the engine at work."""
 
 
 for _command in (
@@ -88,6 +89,9 @@ for _command in (
     verify_command,
     diff_command,
     cp_command,
+    export_command,
+    import_command,
+    convert_command,
     protect_command,
     unprotect_command,
     rm_command,

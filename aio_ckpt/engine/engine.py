@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, TypeVar
 
+import torch
+
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_callback, check_flag, check_kind
 from aio_ckpt.commit import step_numbers
@@ -36,6 +38,7 @@ from aio_ckpt.leaves.values import State
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
+from aio_ckpt.plan.safetensors_plan import FileRename, SafetensorsOptions
 from aio_ckpt.ranks.agreed_poll import AgreedPreemption, AgreedTimer
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
@@ -137,6 +140,7 @@ class BaseEngine:
         )
         self._shutdown = Shutdown(
             self._frontend.in_flight,
+            self._frontend.files,
             background=lambda: [
                 *self._frontend.in_flight.removals(),
                 *self._root_session.last_passes(),
@@ -237,6 +241,50 @@ class BaseEngine:
             WriteError: by the milestone: the disk failed. The checkpoint is whole, or gone.
         """
         return self._frontend.remove(path)
+
+    def save_file(
+        self,
+        obj: Any,
+        path: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        max_shard_bytes: int | None = None,
+        dtype: torch.dtype | None = None,
+        rename: FileRename | None = None,
+    ) -> SaveTicket:
+        """Capture ``obj`` now and write it to a file in the background. The suffix of ``path`` tells the format.
+
+        ``.safetensors``: the file that ``safetensors.torch.save_file`` would write. ``obj`` is a dict of tensors, such
+        as a ``state_dict()``. Of several names of one tensor, the first is stored, and the metadata holds the others.
+
+        Any other suffix: the file that ``torch.save(obj, path)`` would write, with its checksums. ``torch.load`` opens
+        it, also with ``weights_only=True`` and ``mmap=True``. Tensors that share memory share it in the file.
+
+        The file is durable before it takes the place of an older one in one rename. Files commit in the order of the
+        calls. They belong to no step, and no other rank takes part. Objects that are no tensors are pickled now. If
+        ``max_in_flight`` files are pending, this waits for the oldest.
+
+        Args:
+            obj: any object that ``torch.save`` takes; for safetensors, a dict of plain tensors by name.
+            path: place of the file. Missing directories are made. If it is a link, the file that it names is replaced.
+            metadata: texts for the metadata of the file. This and the options below are for safetensors alone.
+            max_shard_bytes: most bytes of tensors in one file. If there are more, ``model-00001-of-00002.safetensors``
+                and so on are written in the place of ``model.safetensors``, with ``model.safetensors.index.json``.
+            dtype: dtype to which floating-point tensors are cast, one file at a time.
+            rename: the name in the file of each tensor: a mapping, which leaves other names as they are, or a function.
+
+        Raises:
+            ConfigError: a bad argument; nothing was touched.
+            UnsupportedLeafError: tensors that the format cannot hold: those of two dtypes over the same bytes, or, for
+                safetensors, of another type or dtype, or that share a part of their memory.
+            SourceChangedError: the memory of a tensor was freed.
+            BudgetExceededError: the system refuses the staging memory.
+            WriteError, StallError: the disk failed or stalled before everything was captured.
+            Exception: any error of pickle. Or the failure of an earlier file that nobody awaited, raised once; the file
+                of this call is saved all the same: ``error.ticket`` is its ticket.
+        """
+        options = SafetensorsOptions(metadata=metadata, max_shard_bytes=max_shard_bytes, dtype=dtype, rename=rename)
+        return self._frontend.save_file(obj, path, options)
 
     def prepare(self, state: State, step: int | None = None) -> Milestone[None]:
         """Do the slow parts of a first save ahead: take the root's lock, plan, map and register staging memory.

@@ -79,7 +79,8 @@ class InFlight:
         self._remover = Remover(ctx=ctx, quarantine=pipeline.quarantine, pending_cleanup=pipeline.pending_cleanup)
         self._on_settled = on_settled
         max_bytes = ctx.config.device_copy_bytes
-        self._copy_engines = CopyEngines(device_copier=DeviceCopier(None if max_bytes == "auto" else max_bytes))
+        self.copy_engines = CopyEngines(device_copier=DeviceCopier(None if max_bytes == "auto" else max_bytes))
+        """Streams and buffers of all captures of the engine."""
         self.guards = OptimizerGuards()
         self._max = ctx.config.max_in_flight
         self.steps = KnownSteps(pipeline.quarantine, counts_calls=ctx.world_size > 1)
@@ -156,11 +157,11 @@ class InFlight:
 
     def prepare_buffers(self, plan: Plan) -> None:
         """Make the side streams and gather buffers of ``plan`` now, ahead of its first save."""
-        self._copy_engines.prepare(plan)
+        self.copy_engines.prepare(plan)
 
     def clear_buffers(self) -> None:
         """Free the gather buffers, ``EngineConfig.gather_bytes`` on each device."""
-        self._copy_engines.clear()
+        self.copy_engines.clear()
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
@@ -306,7 +307,7 @@ class InFlight:
             work = capture(
                 planned,
                 image,
-                self._copy_engines,
+                self.copy_engines,
                 guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure),
                 on_captured=captured,
                 on_issued=issued,
@@ -494,6 +495,11 @@ class InFlight:
         return self.steps.check(step, self.pending_steps, overwrite=overwrite, read=read_steps)
 
     # -- failures -------------------------------------------------------------------------------------
+
+    def add_unreported(self, ticket: SaveTicket) -> None:
+        """Add the failure of a file of this rank alone. The next call reports it, as no other rank knows of it."""
+        with self._lock:
+            self._unreported.append((0, ticket))
 
     def take_unreported(self, through: int) -> SaveTicket | None:
         """Return the ticket of the oldest failure that nobody has awaited, which counts as reported from now on.

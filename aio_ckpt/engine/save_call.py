@@ -22,6 +22,7 @@ from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.owner import make_pending
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.file_save import FileSaves, file_target
 from aio_ckpt.engine.in_flight import InFlight, note_failure, raise_failure
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import Statistics
@@ -33,6 +34,7 @@ from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
+from aio_ckpt.plan.safetensors_plan import SafetensorsOptions
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.group_call import CALL_STAGE, GroupCall, await_counted, await_met, told_of
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
@@ -108,6 +110,8 @@ class SaveFrontend:
         self.in_flight = InFlight(ctx, portal, pipeline, on_settled=self._after)
         self.earlier_steps = EarlierSteps(ctx.root)
         """Messages about the steps of an earlier run."""
+        self.files = FileSaves(ctx, portal, pipeline, self.in_flight, self.lifetime)
+        """Files that are being saved."""
         self.statistics = Statistics()
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
@@ -177,7 +181,7 @@ class SaveFrontend:
                     await_counted(self._refused, self._ctx.members, call.deadline)
                     self._refused = None
                 # Under the lock no other call leases: a lease that no pending save owns was lost by Ctrl-C.
-                self.lifetime.close_lost([save.captured.image.lease for save in self.in_flight.pending])
+                self._close_lost()
                 with call.trace.span("wait for room", CALLER):
                     waited_secs, through = self._make_room(call.path or step, number, when_busy, joint, call.deadline)
                 failed = self.in_flight.take_unreported(through)
@@ -190,6 +194,21 @@ class SaveFrontend:
         if failed is not None:
             raise_failure(failed, made=ticket)
         return ticket
+
+    def save_file(self, obj: object, path: object, options: SafetensorsOptions) -> SaveTicket:
+        """See ``CheckpointEngine.save_file``."""
+        started = time.perf_counter()
+        self._portal.check_thread("save_file()")
+        self._check_not_inside("save_file()")
+        target = file_target(path)
+        with self._lock:
+            self.in_flight.check_open()
+            self._close_lost()
+            return self.files.save(obj, target, options, started)
+
+    def _close_lost(self) -> None:
+        leases = [save.captured.image.lease for save in self.in_flight.pending]
+        self.lifetime.close_lost([*leases, *self.files.leases])
 
     def _save(
         self, state: object, step: int | None, call: SaveCall, number: int, waited_secs: float | None, joint: GroupCall
@@ -532,6 +551,7 @@ _LOCKING = frozenset(
     call.__code__
     for call in (
         SaveFrontend.save,
+        SaveFrontend.save_file,
         SaveFrontend.prepare,
         SaveFrontend.rollback,
         SaveFrontend.delete,

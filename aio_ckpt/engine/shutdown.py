@@ -12,8 +12,10 @@ from typing import Any
 
 import anyio
 
+from aio_ckpt.engine.file_save import FileSaves
 from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight, raise_failure
 from aio_ckpt.errors import StallError
+from aio_ckpt.reports import title
 from aio_ckpt.runtime.futures import follow
 
 __all__ = ["Shutdown", "log_if_second_to"]
@@ -40,10 +42,16 @@ class Shutdown:
     """
 
     def __init__(
-        self, in_flight: InFlight, *, background: Callable[[], Iterable[Future[Any]]], release: Callable[[], None]
+        self,
+        in_flight: InFlight,
+        files: FileSaves,
+        *,
+        background: Callable[[], Iterable[Future[Any]]],
+        release: Callable[[], None],
     ) -> None:
         """``background`` returns the other work that must end. It begins before its save settles."""
         self._in_flight = in_flight
+        self._files = files
         self._background = background
         self._release = release
 
@@ -85,18 +93,19 @@ class Shutdown:
         A save that does not end within ``timeout_secs`` is logged and left behind.
         """
         self._begin()
-        for save in self._in_flight.pending:
+        saves = [save.ticket for save in self._in_flight.pending]
+        for ticket in [*saves, *(file.ticket for file in self._files.pending)]:
             try:
-                save.ticket.cancel()
-                save.ticket.exception(timeout_secs)
+                ticket.cancel()
+                ticket.exception(timeout_secs)
             except StallError as error:
-                _log.error("terminate(): the save of %s does not end: %s", save.title, error)
+                _log.error("terminate(): the save of %s does not end: %s", title(ticket.path or ticket.step), error)
         self._release()
 
     def drain(self, timeout_secs: float) -> None:
         """Wait at most ``timeout_secs``, log the steps that are lost, and release. Called at interpreter exit."""
         deadline, lines = time.monotonic() + timeout_secs, self._in_flight.lines("sys.exit")
-        pending = self._in_flight.pending
+        pending, files = self._in_flight.pending, self._files.pending
         try:
             lines.wait_for(self._begin(), timeout_secs)
             lines.wait_for(self._background(), deadline - time.monotonic())
@@ -106,6 +115,9 @@ class Shutdown:
                 steps, paths = [save.step for save in late if save.step is not None], [save.call.path for save in late]
                 lost = ", ".join([f"steps {steps}"] * bool(steps) + [str(path) for path in paths if path is not None])
                 _log.error("interpreter exit: %s were not committed in drain_timeout_secs", lost)
+            late_files = [str(save.path) for save in files if not save.settled.done()]
+            if late_files:
+                _log.error("interpreter exit: %s were not committed in drain_timeout_secs", ", ".join(late_files))
             self._release()
 
     def _end(self) -> None:
@@ -116,4 +128,5 @@ class Shutdown:
 
     def _begin(self) -> list[Future[None]]:
         self._in_flight.close()
-        return [save.settled for save in self._in_flight.pending]
+        saves = [save.settled for save in self._in_flight.pending]
+        return [*saves, *(file.settled for file in self._files.pending)]

@@ -55,6 +55,11 @@ class StepNames:
         before, after = _LITERAL.split(step_dir)
         self._own = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
 
+    @property
+    def step_dir(self) -> str:
+        """Pattern for writing, as in ``EngineConfig``."""
+        return self._step_dir
+
     def name(self, step: int) -> str:
         """Return the directory name of a step."""
         return self._step_dir.format(step=step)

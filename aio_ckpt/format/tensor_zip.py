@@ -28,8 +28,10 @@ from typing import Any, NoReturn
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
-from aio_ckpt.format.constants import MAX_DIMS, RAW_ALIGN_BYTES, Envelope, TensorSpec, align_up
+from aio_ckpt.format import zip_records
+from aio_ckpt.format.constants import MAX_DIMS, Envelope, TensorSpec
 from aio_ckpt.format.tensor_pickle import TensorView, read_pickle, render_pickle, storable_dtype
+from aio_ckpt.format.zip_records import END, LOCAL, MAX_U32
 
 __all__ = [
     "HEAD_BYTES",
@@ -53,23 +55,8 @@ HEAD_BYTES = 32768
 TAIL_BYTES = 8192
 """Most bytes that :func:`parse` reads from an item's end."""
 
-_LOCAL = struct.Struct("<4s2xHH4x3I2H")
-"""magic, flags, method, crc, packed, nbytes, name, extra. Versions and dates stay zero, as torch writes them."""
-_CENTRAL = struct.Struct("<4s4xHH4x3I4H6xI")
-"""magic, flags, method, crc, packed, nbytes, name, extra, comment, disk, offset."""
-_END = struct.Struct("<4s4x2H2I2x")
-_END64 = struct.Struct("<4sQ12x4Q")
-"""magic, [bytes that follow,] records here, records, directory's length, directory's offset."""
-_LOCATOR64 = struct.Struct("<4s4xQI")
-_EXTRA = struct.Struct("<2H")
-
-_MAX_U32 = 0xFFFFFFFF
-_DESCRIPTOR_FLAG = 0x08
 _ENCRYPTED_FLAG = 0x01
 _UTF8_FLAG = 0x800
-_ZIP64_EXTRA = 1
-_PADDING_EXTRA = 0x4246
-"""The id ("FB") under which torch pads its own records."""
 _ZIP64_SLACK = 512
 """Upper bound of the bytes between the small records and the central directory, without the raw bytes."""
 _DATA_NAME = b"archive/data/0"
@@ -136,15 +123,16 @@ def render(spec: TensorSpec) -> Envelope:
     small = ((b"data.pkl", render_pickle(spec)), (b"byteorder", sys.byteorder.encode()), (b"version", b"3\n"))
     header, central = bytearray(), bytearray()
     for short_name, body in small:
-        name, crc, size = b"archive/" + short_name, zlib.crc32(body), len(body)
-        central += _CENTRAL.pack(b"PK\1\2", 0, 0, crc, size, size, len(name), 0, 0, 0, len(header)) + name
-        header += _LOCAL.pack(b"PK\3\4", 0, 0, crc, size, size, len(name), 0) + name + body
-    zip64 = len(header) + nbytes + _ZIP64_SLACK > _MAX_U32
+        name = b"archive/" + short_name
+        central += zip_records.small_entry(name, body, len(header))
+        header += zip_records.small_record(name, body)
+    zip64 = len(header) + nbytes + _ZIP64_SLACK > MAX_U32
     crc_in_central = len(central) + 16
-    central += _render_data_entry(nbytes, len(header), zip64=zip64)
-    header += _render_data_header(len(header), zip64=zip64)
-    descriptor = struct.pack("<4sI2Q" if zip64 else "<4s3I", b"PK\7\10", 0, nbytes, nbytes)
-    end = _render_end(len(small) + 1, len(central), len(header) + nbytes + len(descriptor), zip64=zip64)
+    central += zip_records.deferred_entry(_DATA_NAME, nbytes, len(header), zip64=zip64)
+    unpadded = len(header) + len(zip_records.deferred_header(_DATA_NAME, zip64=zip64, padding=0))
+    header += zip_records.deferred_header(_DATA_NAME, zip64=zip64, padding=zip_records.padding_to_align(unpadded))
+    descriptor = zip_records.deferred_descriptor(nbytes, zip64=zip64)
+    end = zip_records.end_of_zip(len(small) + 1, len(central), len(header) + nbytes + len(descriptor), zip64=zip64)
     trailer, crc_offsets = descriptor + central + end, (4, len(descriptor) + crc_in_central)
     return Envelope(header=bytes(header), trailer=trailer, crc_offsets=crc_offsets, raw_bytes=nbytes)
 
@@ -153,29 +141,6 @@ def fill_crc(trailer_view: memoryview | bytearray, envelope: Envelope, crc32: in
     """Write the CRC32 of the raw bytes into a trailer. The view begins where the trailer begins."""
     for offset in envelope.crc_offsets:
         struct.pack_into("<I", trailer_view, offset, crc32)
-
-
-def _render_data_entry(nbytes: int, offset: int, *, zip64: bool) -> bytes:
-    size, extra = (_MAX_U32, struct.pack("<2H2Q", _ZIP64_EXTRA, 16, nbytes, nbytes)) if zip64 else (nbytes, b"")
-    lengths = (len(_DATA_NAME), len(extra), 0, 0)
-    return _CENTRAL.pack(b"PK\1\2", _DESCRIPTOR_FLAG, 0, 0, size, size, *lengths, offset) + _DATA_NAME + extra
-
-
-def _render_data_header(offset: int, *, zip64: bool) -> bytes:
-    """Return the local header of the raw bytes, from ``offset`` to a multiple of ``RAW_ALIGN_BYTES``."""
-    size, extra = (_MAX_U32, struct.pack("<2H2Q", _ZIP64_EXTRA, 16, 0, 0)) if zip64 else (0, b"")
-    used = offset + _LOCAL.size + len(_DATA_NAME) + len(extra) + _EXTRA.size
-    padding = align_up(used, RAW_ALIGN_BYTES) - used
-    extra += _EXTRA.pack(_PADDING_EXTRA, padding) + bytes(padding)
-    return _LOCAL.pack(b"PK\3\4", _DESCRIPTOR_FLAG, 0, 0, size, size, len(_DATA_NAME), len(extra)) + _DATA_NAME + extra
-
-
-def _render_end(count: int, size: int, offset: int, *, zip64: bool) -> bytes:
-    end = _END.pack(b"PK\5\6", count, count, size, _MAX_U32 if zip64 else offset)
-    if not zip64:
-        return end
-    record = _END64.pack(b"PK\6\6", _END64.size - 12, count, count, size, offset)
-    return record + _LOCATOR64.pack(b"PK\6\7", offset + size, 1) + end
 
 
 # -- parse ------------------------------------------------------------------------------------------------
@@ -312,7 +277,7 @@ def _corrupt(what: str) -> NoReturn:
 
 def _read_directory(item: _TwoEnds) -> tuple[dict[str, zipfile.ZipInfo], int]:
     """Return records by name, without the archive's own directory name, and the offset of the central directory."""
-    end = item.get(item.seek(0, 2) - _END.size, _END.size) or b""
+    end = item.get(item.seek(0, 2) - END.size, END.size) or b""
     if not end.startswith(b"PK\5\6") or any(end[-2:]):  # torch writes no comment; zipfile would search
         _corrupt("it does not end in a zip end record")
     try:
@@ -329,7 +294,7 @@ def _read_directory(item: _TwoEnds) -> tuple[dict[str, zipfile.ZipInfo], int]:
         name = record.orig_filename
         if record.compress_type or record.flag_bits & _ENCRYPTED_FLAG or record.compress_size != record.file_size:
             _corrupt("a record is compressed, encrypted or elsewhere")
-        if record.header_offset < 0 or record.header_offset + _LOCAL.size + len(name) + record.file_size > directory:
+        if record.header_offset < 0 or record.header_offset + LOCAL.size + len(name) + record.file_size > directory:
             _corrupt("a record runs into its directory")
         _, slash, short = name.partition("/")
         if not slash or short in records:
@@ -345,13 +310,13 @@ def _body_offset(item: _TwoEnds, record: zipfile.ZipInfo) -> int:
     """
     name = record.orig_filename
     encoded = name.encode("utf-8" if record.flag_bits & _UTF8_FLAG else "cp437")
-    local = item.get(record.header_offset, _LOCAL.size + len(encoded))
+    local = item.get(record.header_offset, LOCAL.size + len(encoded))
     if local is None:
         raise UnsupportedLeafError(f"record {name[:40]!r} lies too deep in its item for one plain tensor")
-    magic, flags, method, _, _, _, name_bytes, extra_bytes = _LOCAL.unpack_from(local)
-    if magic != b"PK\3\4" or method or flags & _ENCRYPTED_FLAG or local[_LOCAL.size :][:name_bytes] != encoded:
+    magic, flags, method, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(local)
+    if magic != b"PK\3\4" or method or flags & _ENCRYPTED_FLAG or local[LOCAL.size :][:name_bytes] != encoded:
         _corrupt(f"the local header of {name[:40]!r} does not match its directory")
-    return record.header_offset + _LOCAL.size + int(name_bytes) + int(extra_bytes)
+    return record.header_offset + LOCAL.size + int(name_bytes) + int(extra_bytes)
 
 
 def _read_record(item: _TwoEnds, record: zipfile.ZipInfo) -> bytes:

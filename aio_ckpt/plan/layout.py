@@ -123,7 +123,8 @@ def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tupl
             nbytes = min(raw_stop, (number + 1) * chunk_bytes) - cursor
             pieces[number].append(Piece(index, cursor - item.raw_offset, cursor, nbytes))
             cursor += nbytes
-        patched[raw_stop // chunk_bytes].append(index)
+        if item.envelope.crc_offsets:
+            patched[raw_stop // chunk_bytes].append(index)
         position, pending = raw_stop, [item.envelope.trailer]
     _cut_bytes(b"".join(pending), position, chunk_bytes, constants)
     return tuple(

@@ -40,8 +40,10 @@ __all__ = [
     "PlanCache",
     "PlannedImage",
     "PlannedSave",
+    "is_gathered",
     "narrow",
     "plan_image",
+    "plan_layout",
     "tensor_entry",
 ]
 
@@ -337,16 +339,27 @@ def plan_image(
     :func:`aio_ckpt.plan.layout.lay_out`.
     """
 
-    def gathers(device: torch.device, nbytes: int) -> bool:
-        return bool(gather_bytes) and nbytes < gathered_below_bytes(device)
-
     def order(placed: Placement) -> tuple[bool, str, bool]:
         device = structure.devices[placed.leaf]
-        return image_order(device, is_gathered=gathers(device, placed.envelope.raw_bytes))
+        return image_order(device, is_gathered=is_gathered(device, placed.envelope.raw_bytes, gather_bytes))
 
     layout = lay_out(sorted(placements, key=order), budget_bytes=budget_bytes, chunk_bytes=chunk_bytes)
+    return plan_layout(structure, layout, fingerprint, gather_bytes=gather_bytes)
+
+
+def is_gathered(device: torch.device, nbytes: int, gather_bytes: int) -> bool:
+    """Return whether a tensor of ``nbytes`` on ``device`` is gathered there, given a buffer of ``gather_bytes``."""
+    return bool(gather_bytes) and nbytes < gathered_below_bytes(device)
+
+
+def plan_layout(structure: Structure, layout: ImageLayout, fingerprint: list[int], *, gather_bytes: int) -> ImagePlan:
+    """Choose the copy methods of a layout of leaves of ``structure``, whose addresses are ``fingerprint``."""
     copy_methods = choose_copy_methods(
-        structure, layout, can_copy_by_address=can_copy_by_address, gathers=gathers, gather_bytes=gather_bytes
+        structure,
+        layout,
+        can_copy_by_address=can_copy_by_address,
+        gathers=lambda device, nbytes: is_gathered(device, nbytes, gather_bytes),
+        gather_bytes=gather_bytes,
     )
     places = Places.of(structure, layout, copy_methods)
     return ImagePlan(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from aio_ckpt.format.constants import Envelope, TensorSpec
+from aio_ckpt.format.constants import PAGE_BYTES, Envelope, TensorSpec
 
 __all__ = ["Chunk", "ChunkSums", "ImageLayout", "Piece", "TensorItem"]
 
@@ -115,3 +115,5 @@ class ImageLayout:
     """Offset at which the tensors end and the objects begin."""
     raw_bytes: int
     """Raw bytes of all items together."""
+    file_alignment: int = PAGE_BYTES
+    """Number of bytes of which the length of the file is a multiple."""

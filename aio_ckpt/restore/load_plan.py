@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,7 +19,7 @@ from aio_ckpt.checkpoint.foreign_items import check_inside, parse_items
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsafeObjectError
-from aio_ckpt.format.tensor_zip import is_dense
+from aio_ckpt.format.tensor_zip import is_dense, row_major_stride
 from aio_ckpt.leaves.values import OwnedShard, Shard, Target
 from aio_ckpt.match.match import WholeTarget, shard_like
 from aio_ckpt.restore.options import ReadContext
@@ -77,6 +77,10 @@ def _is_transformed(shard: Item | UnparsedItem) -> bool:
     return isinstance(shard, UnparsedItem) and shard.is_transformed
 
 
+HostMemory: TypeAlias = Callable[[int], torch.Tensor]
+"""Function that returns host memory of a number of bytes, as a uint8 tensor with a storage of its own."""
+
+
 @dataclass(slots=True, repr=False, kw_only=True)
 class LoadPlan:
     """Plan of one load: the items to read, and their targets. The reads add the bytes of objects to it."""
@@ -99,6 +103,8 @@ class LoadPlan:
     """See ``Match.layouts``."""
     skip_untrusted: bool = False
     """Whether objects that need trust are left unread."""
+    memory: HostMemory | None = None
+    """Memory of new host tensors; None: torch's own."""
     untrusted: dict[str, str] = field(default_factory=dict)
     """Name of each object that needs trust -> why it does."""
     devices: set[torch.device] = field(default_factory=set)
@@ -134,7 +140,7 @@ class LoadPlan:
                 target = like
             key = (id(target), id(like), *map(id, shards))  # tied names have one key, so they are read once
             if key not in made:
-                made[key] = new_tensor(name, shards, like) if target is None else target
+                made[key] = new_tensor(name, shards, like, self.memory) if target is None else target
                 address = self.live_at.get(name, 0)
                 if address and isinstance(target, torch.Tensor):
                     whole.append((shards[0], target, address))  # type: ignore[arg-type]
@@ -170,7 +176,7 @@ class LoadPlan:
         self.reads.add_tensor(items, offsets, tensor)
 
 
-def new_tensor(name: str, shards: Shards, like: Target | None) -> Target:
+def new_tensor(name: str, shards: Shards, like: Target | None, memory: HostMemory | None = None) -> Target:
     """Return a new tensor of the stored dtype with the device, mesh and placements, or the box, of ``like``.
 
     Without ``like``, it is a host tensor for the whole value. If one item holds the whole value, it has the stride of
@@ -187,9 +193,11 @@ def new_tensor(name: str, shards: Shards, like: Target | None) -> Target:
     stored = sum(shard.raw_bytes if isinstance(shard, Item) else shard.item_bytes * _MAX_EXPANSION for shard in shards)
     if math.prod(shape) * first.dtype.itemsize > stored:
         raise CorruptCheckpointError(f"{name!r}: shape {shape} needs more bytes than the {stored} that are stored")
-    if first.shape == shape and first.stride is not None and is_dense(shape, first.stride):
-        return torch.empty_strided(shape, first.stride, dtype=first.dtype)
-    return torch.empty(shape, dtype=first.dtype)
+    is_whole = first.shape == shape and first.stride is not None and is_dense(shape, first.stride)
+    stride = first.stride if is_whole and first.stride is not None else row_major_stride(shape)
+    if memory is None or 0 in shape:
+        return torch.empty_strided(shape, stride, dtype=first.dtype)
+    return torch.as_strided(memory(math.prod(shape) * first.dtype.itemsize).view(first.dtype), shape, stride)
 
 
 def check_trusted(untrusted: Mapping[str, str], *, skip_untrusted: bool) -> None:

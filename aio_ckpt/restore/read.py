@@ -13,7 +13,7 @@ from aio_ckpt.leaves.values import UntrustedObject
 from aio_ckpt.match.open_places import dcp_paths_of
 from aio_ckpt.match.rank_names import skeleton_of, wanted_names
 from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
-from aio_ckpt.restore.load_plan import LoadPlan, locate
+from aio_ckpt.restore.load_plan import HostMemory, LoadPlan, locate
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
@@ -52,10 +52,11 @@ async def read_state(
     skip_untrusted: bool = False,
     past_page_cache: bool = False,
     meter: Meter = NO_METER,
+    memory: HostMemory | None = None,
 ) -> ReadOutcome:
     """Return the nested state, or the part of it that ``only`` names, in new host memory. Tied names share a tensor.
 
-    ``meter`` counts the bytes that are read.
+    ``meter`` counts the bytes that are read. ``memory`` gives the memory of the tensors; None: torch's own.
 
     Raises:
         MissingNameError: one of ``only`` selects nothing, or a PerRank value of a rank that the checkpoint lacks.
@@ -72,7 +73,13 @@ async def read_state(
             f"{len(checkpoint.ranks)} ranks that saved; leave it out with only=[...]"
         )
     fetched = await read_leaves(
-        ctx, checkpoint, names, skip_untrusted=skip_untrusted, past_page_cache=past_page_cache, meter=meter
+        ctx,
+        checkpoint,
+        names,
+        skip_untrusted=skip_untrusted,
+        past_page_cache=past_page_cache,
+        meter=meter,
+        memory=memory,
     )
     values = fetched.values | {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
     plain: list[str] = []
@@ -107,6 +114,7 @@ async def read_leaves(
     skip_untrusted: bool = False,
     past_page_cache: bool = False,
     meter: Meter = NO_METER,
+    memory: HostMemory | None = None,
 ) -> FetchedValues:
     """Return the values of stored leaves by name, in new host memory. Tied names share a tensor.
 
@@ -117,7 +125,7 @@ async def read_leaves(
     tensors = [name for name in names if name in checkpoint.catalog.shards]
     async with ctx.files(checkpoint.path, past_page_cache=past_page_cache) as files:
         source = await locate(ctx, files, checkpoint, names)
-        plan = LoadPlan(source=source, skip_untrusted=skip_untrusted)
+        plan = LoadPlan(source=source, skip_untrusted=skip_untrusted, memory=memory)
         await run_blocking(ctx.executor, plan.add_all, [], tensors, objects, ctx.trusted)
         requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
         await meter.begin_reading(requests)

@@ -10,7 +10,7 @@ import contextlib
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
-from aio_ckpt.format.constants import PAGE_BYTES, align_up
+from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.arena import ArenaKind
 from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager
 from aio_ckpt.plan.layout import file_chunks
@@ -78,7 +78,7 @@ def arena_spec(plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_b
 
 def image_bytes_of(plan: ImagePlan, objects_bytes: int) -> int:
     """Return the length of the data file of ``plan`` with ``objects_bytes`` of objects."""
-    return align_up(max(plan.layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
+    return align_up(max(plan.layout.tensor_bytes + objects_bytes, 1), plan.layout.file_alignment)
 
 
 def lease_image(

@@ -11,6 +11,7 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import TypeAlias
 
 import anyio
 import numpy as np
@@ -25,7 +26,11 @@ from aio_ckpt.snapshot.image import Image
 from aio_ckpt.storage.local import DataFile, Storage
 from aio_ckpt.write.result import WriteResult
 
-__all__ = ["ChunkPreparer", "new_file", "write_image"]
+__all__ = ["ChunkPreparer", "Seal", "new_file", "write_image"]
+
+
+Seal: TypeAlias = Callable[[Sequence[int]], bytes]
+"""Function from the CRC32 of each item to the bytes behind the items. Their length does not depend on the CRC32s."""
 
 
 class ChunkPreparer:
@@ -34,8 +39,12 @@ class ChunkPreparer:
     One thread at a time uses it, chunk after chunk. It holds sums, and never the bytes of an image.
     """
 
-    def __init__(self, layout: ImageLayout, objects: bytes, *, renders_constants: bool) -> None:
+    def __init__(
+        self, layout: ImageLayout, objects: bytes, *, renders_constants: bool, seal: Seal | None = None
+    ) -> None:
+        """``seal`` makes the bytes that take the place of ``objects`` once all items are summed; see :data:`Seal`."""
         self._layout = layout
+        self._seal = seal
         self._objects = objects
         self._renders_constants = renders_constants
         self._item_crc32s = np.zeros(len(layout.items), dtype="<u4")
@@ -64,13 +73,13 @@ class ChunkPreparer:
             for start, data in chunk.constants:
                 offset = start - chunk.start
                 view[offset : offset + len(data)] = data
-        self._place_objects(chunk, view)
         plan, crc32 = chunk.sums, isal_zlib.crc32
         self._item_crc32s[plan.span_items] = [crc32(view[start:stop]) for start, stop in plan.spans]
         totals = [self._sum_part(piece, view, chunk.start) for piece in plan.parts]
         fields = self._item_crc32s[plan.crc_patches].view(np.uint8).reshape(-1, 1, 4)
         np.frombuffer(view, dtype=np.uint8)[plan.patch_offsets] = fields
         self.items_patched += len(plan.crc_patches)
+        self._place_objects(chunk, view)
         self._sum_file(chunk, view, totals)
 
     def _single_sums(self, begin: int, end: int) -> bytes:
@@ -83,6 +92,8 @@ class ChunkPreparer:
         end = begin + len(self._objects)
         start, stop = max(chunk.start, begin), min(chunk.stop, end)
         if start < stop:
+            if self._seal is not None:  # all items end before the objects, so that their sums are known by now
+                self._objects, self._seal = self._seal(self._item_crc32s.tolist()), None
             view[start - chunk.start : stop - chunk.start] = self._objects[start - begin : stop - begin]
         padding = max(chunk.start, end)
         if padding < chunk.stop:

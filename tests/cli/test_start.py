@@ -105,6 +105,8 @@ def test_each_help_text_has_an_example_that_can_be_called(capsys, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     for path in ("runs/ckpt/step_000000100", "runs/a", "runs/b", "runs/dcp"):
         os.makedirs(path)
+    for file in ("model.safetensors", "pytorch_model.bin"):
+        (tmp_path / file).touch()
     code, out, _ = called(capsys, name, "--help")
     assert code == 0
     words = " ".join(out.split("Example: ")[1].split())

@@ -127,9 +127,23 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "delete(allow_newest)": (lambda engine, odd: engine.delete(1, allow_newest=odd), {"True"}, "allow_newest="),
     "protect(step)": (lambda engine, odd: engine.protect(odd), {"1", "a numpy int"}, "step=|protect"),
     "unprotect(step)": (lambda engine, odd: engine.unprotect(odd), {"0", "1", "a numpy int"}, "step="),
+    "save_file(obj)": (lambda engine, odd: save_file(engine, odd), {"an empty dict"}, "safetensors file"),
+    "save_file(path)": (lambda engine, odd: engine.save_file({}, odd), {"text"}, "path="),
+    "save_file(metadata)": (
+        lambda engine, odd: save_file(engine, metadata=odd), {"None", "an empty dict"}, "metadata="
+    ),
+    "save_file(max_shard_bytes)": (
+        lambda engine, odd: save_file(engine, max_shard_bytes=odd), {"None", *COUNT}, "max_shard_bytes="
+    ),
+    "save_file(dtype)": (lambda engine, odd: save_file(engine, dtype=odd), {"None"}, "dtype="),
+    "save_file(rename)": (lambda engine, odd: save_file(engine, rename=odd), {"None", "an empty dict"}, "rename="),
     "guard(guarded)": (lambda engine, odd: engine.guard(odd), set(), r"guard\("),
     "on_preemption(signals)": (lambda engine, odd: engine.on_preemption(odd), set(), "signals"),
 }  # fmt: skip
+
+
+def save_file(engine: Any, obj: Any = STATE, **options: Any) -> Any:
+    return engine.save_file(obj, engine.root / "w.safetensors", **options)
 
 
 def refuse(call: Callable[[], object], odd: str, named: str) -> None:
@@ -429,6 +443,7 @@ def test_every_call_of_a_closed_engine_is_refused_by_a_typed_error(root: Path) -
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     for name, call in {
         "save": lambda: engine.save(STATE),
+        "save_file": lambda: engine.save_file(STATE, root / "w.pt"),
         "prepare": lambda: engine.prepare(STATE),
         "load": lambda: engine.load(STATE),
         "read": engine.read,

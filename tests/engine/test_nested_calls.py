@@ -20,6 +20,7 @@ from aio_ckpt.errors import WrongThreadError
 TIMEOUT = 20.0
 CALLS: dict[str, Callable[[SyncCheckpointEngine], object]] = {
     "save()": lambda engine: engine.save({"w": torch.ones(1)}, deadline_secs=1),
+    "save_file()": lambda engine: engine.save_file({}, engine.root / "x.pt"),
     "prepare()": lambda engine: engine.prepare({"w": torch.ones(1)}),
     "rollback()": lambda engine: engine.rollback(1),
     "delete()": lambda engine: engine.delete(1),

@@ -304,3 +304,16 @@ def test_the_executors_of_dcp_take_writer_and_path_by_name(kind: str) -> None:
     parameters = inspect.signature(getattr(state_dict_saver, kind).execute_save).parameters
     for name in ("checkpoint_id", "storage_writer"):
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_a_pickled_storage_is_described_as_torch_save_describes_it() -> None:
+    tensor = torch.arange(4.0)
+    storage = tensor.untyped_storage()
+    typed = _torch.pickled_storage(torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True))
+    untyped = _torch.pickled_storage(tensor[1:].untyped_storage())
+    assert typed is not None
+    assert untyped is not None
+    assert (typed.dtype, typed.kind, typed.location, typed.slots) == (torch.float32, torch.FloatStorage, "cpu", 4)
+    assert (untyped.dtype, untyped.slots) == (torch.uint8, 16)
+    assert typed.identity == untyped.identity
+    assert _torch.pickled_storage(tensor) is None

@@ -1,0 +1,286 @@
+"""Convert between checkpoints and files. Tensors lie in mapped files, never all at once in memory of their own.
+
+A source is a checkpoint (ours or stock DCP's), a ``torch.save`` file, a safetensors file or the index of several.
+A checkpoint is read, verified, into a scratch file without a name beside the result. A file is mapped where it is.
+The result is written by an engine within a small budget, and appears as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from aio_ckpt.cli.work.contents import describe_newest
+from aio_ckpt.cli.work.loop import call
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingNameError,
+    UnsupportedLeafError,
+)
+from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
+from aio_ckpt.ranks.store_coordinator import SoloCoordinator
+from aio_ckpt.restore.options import ReadContext
+from aio_ckpt.restore.progress import metered
+from aio_ckpt.restore.read import read_state
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.sync import SyncCheckpointEngine
+
+__all__ = ["Converted", "FileOptions", "convert_to_file", "convert_to_step"]
+
+_BUDGET_BYTES = 256 << 20
+"""Memory in which the result is staged. A larger state passes through it in waves."""
+_INDEX = SUFFIX + ".index.json"
+OnProgress = Callable[[int, int], None]
+
+
+class Converted(msgspec.Struct, frozen=True, kw_only=True):
+    """A result that is durable."""
+
+    source: str
+    path: str
+    """File, index of several files, or directory of the step."""
+    nbytes: int
+    """Length of the tensors in it, in bytes."""
+    step: int | None
+    """Step of the result, or of the source if the result is a file; None if nothing tells it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileOptions:
+    """Options of a conversion to a file."""
+
+    branch: str | None = None
+    """Name of the branch that is converted; None: all. Names in the file begin below it."""
+    max_shard_bytes: int | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A state whose tensors are mapped."""
+
+    state: Any
+    step: int | None
+    path: Path
+
+
+def convert_to_file(
+    source: Path, out: Path, names: StepNames, options: FileOptions, *, on_progress: OnProgress
+) -> Converted:
+    """Write the state at ``source`` to the file ``out``, in the format of its suffix, verified and durable.
+
+    ``on_progress`` gets the bytes done and those in all, while a checkpoint is read.
+
+    Raises:
+        CheckpointNotFoundError: ``source`` is no checkpoint, root or file of a state.
+        CorruptCheckpointError: ``source`` does not verify; nothing was written.
+        UnsupportedLeafError: a safetensors file cannot hold a value.
+        WriteError, ReadError: the system failed. What stood at ``out`` is unchanged.
+    """
+    with _opened(source, names, out.parent, on_progress) as found, _writer(out.parent) as engine:
+        state = found.state if options.branch is None else _branch(found, options.branch)
+        is_safe = out.name.endswith(SUFFIX)
+        obj = flat_tensors(state) if is_safe else state
+        report = engine.save_file(obj, out, max_shard_bytes=options.max_shard_bytes, dtype=options.dtype).result()
+    assert report is not None
+    return Converted(source=str(found.path), path=str(report.path), nbytes=report.raw_bytes, step=found.step)
+
+
+def convert_to_step(
+    source: Path, root: Path, names: StepNames, *, step: int | None, on_progress: OnProgress
+) -> Converted:
+    """Save the state at ``source`` as a step of ``root``; ``step``: None for that of the source, or the next one.
+
+    Raises:
+        StepOrderError: the step does not exceed those of ``root``.
+        Exception: as :func:`convert_to_file`.
+    """
+    with _opened(source, names, root.parent, on_progress) as found:
+        state = found.state if isinstance(found.state, dict) else {"state": found.state}
+        config = EngineConfig(budget_bytes=_BUDGET_BYTES, step_dir=names.step_dir)
+        with SyncCheckpointEngine(root, config, coordinator=SoloCoordinator()) as engine:
+            report = engine.save(state, step if step is not None else found.step).result()
+    assert report is not None
+    return Converted(source=str(found.path), path=str(report.path), nbytes=report.raw_bytes, step=report.step)
+
+
+def _writer(folder: Path) -> SyncCheckpointEngine:
+    return SyncCheckpointEngine(folder, EngineConfig(budget_bytes=_BUDGET_BYTES), coordinator=SoloCoordinator())
+
+
+def _branch(found: _Source, name: str) -> Any:
+    """Return the value below the branch ``name``, whose parts are joined by dots."""
+    values = [found.state]
+    for part in name.split("."):
+        below = [inner for value in values for key, inner in _children(value) if key == part]
+        if not below:
+            raise MissingNameError(f"{found.path}: holds nothing named {name!r}: aio-ckpt inspect lists all names")
+        values = below
+    return values[0]
+
+
+def _children(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        return [(str(key), inner) for key, inner in value.items()]
+    return [(str(at), inner) for at, inner in enumerate(value)] if isinstance(value, (list, tuple)) else []
+
+
+def flat_tensors(value: object) -> dict[str, torch.Tensor]:
+    """Return the tensors below ``value`` by name, for a safetensors file.
+
+    Raises:
+        UnsupportedLeafError: a value is no tensor; names the first one, and how many there are.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    others: list[str] = []
+
+    def walk(inner: object, name: str) -> None:
+        children = _children(inner)
+        if isinstance(inner, torch.Tensor):
+            tensors[name] = inner
+        elif children or isinstance(inner, (Mapping, list, tuple)):
+            for key, child in children:
+                walk(child, f"{name}.{key}" if name else key)
+        else:
+            others.append(name)
+
+    walk(value, "")
+    if others:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        raise UnsupportedLeafError(
+            f"{others[0]!r}{more} is no tensor, and a safetensors file holds tensors alone: give --branch, such as "
+            "--branch model, or --to torch"
+        )
+    return tensors
+
+
+# -- sources --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _opened(path: Path, names: StepNames, scratch_dir: Path, on_progress: OnProgress) -> Iterator[_Source]:
+    if path.is_dir():
+        with _Scratch(scratch_dir) as scratch:
+            yield call(lambda storage, executor: _read(storage, executor, path, names, scratch, on_progress))
+    elif path.name.endswith(_INDEX):
+        yield _Source(state=_mapped_shards(path), step=None, path=path)
+    elif path.name.endswith(SUFFIX):
+        yield _Source(state=_with_tied(*_mapped(path)), step=None, path=path)
+    else:
+        yield _Source(state=_mapped_torch(path), step=None, path=path)
+
+
+async def _read(
+    storage: Storage, executor: Executor, path: Path, names: StepNames, scratch: _Scratch, on_progress: OnProgress
+) -> _Source:
+    """Read a checkpoint into the scratch file. Every byte is verified before it is written anywhere else."""
+    contents = await describe_newest(storage, executor, path, names)
+    scratch.reserve(sum(align_up(leaf.nbytes, RAW_ALIGN_BYTES) for leaf in contents.leaves if leaf.kind == "tensor"))
+    ctx = ReadContext.of(EngineConfig(), storage, executor, rank=0, world_size=1)
+    async with metered(lambda now: on_progress(now.bytes_done, now.bytes_total), executor) as meter:
+        outcome = await read_state(
+            ctx, Path(contents.path), step=contents.step, only=None, meter=meter, memory=scratch.take
+        )
+    return _Source(state=outcome.state, step=contents.step, path=Path(contents.path))
+
+
+class _Scratch:
+    """Memory in a file without a name, which the system writes out where memory is short."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by __exit__
+        self._memory: mmap.mmap | None = None
+        self._used = 0
+
+    def __enter__(self) -> _Scratch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._memory = None  # unmapped with its last tensor
+        self._file.close()
+
+    def reserve(self, nbytes: int) -> None:
+        """Map ``nbytes`` bytes; raises OSError if the disk has no room for them."""
+        if nbytes:
+            os.posix_fallocate(self._file.fileno(), 0, nbytes)
+            self._memory = mmap.mmap(self._file.fileno(), nbytes)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return the next ``nbytes`` bytes; beyond those reserved, memory of its own."""
+        start, self._used = self._used, self._used + align_up(nbytes, RAW_ALIGN_BYTES)
+        if self._memory is None or self._used > len(self._memory):
+            return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=nbytes)
+
+
+def _mapped_torch(path: Path) -> Any:
+    """Return the object of a ``torch.save`` file, mapped, once its checksums were compared. Runs no code of it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise CheckpointNotFoundError(f"{path}: no torch.save file: {error}") from error
+    if damaged is not None:
+        raise CorruptCheckpointError(f"{path}: record {damaged} does not match its checksum")
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return tensors and metadata of a safetensors file, mapped."""
+    with path.open("rb") as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if header_bytes > min(file_bytes, MAX_HEADER_BYTES):
+            raise CorruptCheckpointError(f"{path}: no safetensors file: its header has {header_bytes} bytes")
+        try:
+            stored, metadata = parse_header(file.read(header_bytes), file_bytes)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{path}: {error}") from error
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensors = {}
+    for entry in stored:
+        if not entry.nbytes:
+            tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)
+            continue
+        raw = torch.frombuffer(memory, dtype=torch.uint8, offset=entry.start, count=entry.nbytes)
+        aligned = raw if entry.start % entry.dtype.itemsize == 0 else raw.clone()
+        tensors[entry.name] = aligned.view(entry.dtype).reshape(entry.shape)
+    return tensors, metadata
+
+
+def _with_tied(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return the tensors with the second names that the metadata tells."""
+    tied = {name: tensors[first] for name, first in metadata.items() if first in tensors and name not in tensors}
+    return tensors | tied
+
+
+def _mapped_shards(index: Path) -> dict[str, torch.Tensor]:
+    try:
+        files = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{index}: no index of safetensors files: {error}") from error
+    if any(not isinstance(name, str) or os.path.basename(name) != name for name in files):
+        raise CorruptCheckpointError(f"{index}: names a file elsewhere")
+    tensors: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    for name in sorted(files):
+        found, texts = _mapped(index.parent / name)
+        tensors |= found
+        metadata |= texts
+    return _with_tied(tensors, metadata)

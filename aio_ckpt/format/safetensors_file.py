@@ -1,0 +1,154 @@
+"""A safetensors file: the length of a JSON header, the header, and the raw bytes of all tensors without a gap.
+
+Source: the section "Format" of https://github.com/huggingface/safetensors (0.8). The index of several files is the one
+that transformers and huggingface_hub write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import torch
+
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
+
+__all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "SUFFIX", "StoredTensor", "dtype_names", "index_name", "parse_header"]
+__all__ += ["render_header", "render_index", "shard_name", "split"]
+
+SUFFIX = ".safetensors"
+"""End of the names of safetensors files."""
+LENGTH_BYTES = 8
+"""Length of the number before the header."""
+MAX_HEADER_BYTES = 100_000_000
+"""Longest header that safetensors reads."""
+_METADATA = "__metadata__"
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, ours) for ours, name in _NAMES.items()}
+
+dtype_names: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+"""Names of the dtypes that such a file can hold and safetensors' torch face reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Entry of one tensor in the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Offset of the raw bytes: from the end of the header if it is to be rendered, else from the start of the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the raw bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def render_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) -> bytes:
+    """Return all that comes before the raw bytes, padded with spaces so that these begin at a multiple of 64."""
+    header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    for tensor in tensors:
+        offsets = [tensor.start, tensor.start + tensor.nbytes]
+        header[tensor.name] = {
+            "dtype": dtype_names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(align_up(LENGTH_BYTES + len(text), RAW_ALIGN_BYTES) - LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def parse_header(text: bytes, file_bytes: int) -> tuple[list[StoredTensor], dict[str, str]]:
+    """Return the tensors, ascending by offset, and the metadata. ``text`` is the header without its length.
+
+    Raises:
+        CorruptCheckpointError: the header is malformed, or its tensors do not fill the file exactly.
+    """
+    begin = LENGTH_BYTES + len(text)
+    try:
+        header = json.loads(text)
+        metadata = {str(key): str(value) for key, value in header.pop(_METADATA, {}).items()}
+        tensors = [_parse_entry(name, entry, begin) for name, entry in header.items()]
+    except KeyError as error:
+        raise CorruptCheckpointError(f"its safetensors header lacks or does not know {error}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"its safetensors header is malformed: {error}") from error
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))
+    end = begin
+    for tensor in tensors:
+        if tensor.start != end:
+            raise CorruptCheckpointError(f"its safetensors header has a gap or an overlap before {tensor.name!r}")
+        end += tensor.nbytes
+    if end != file_bytes:
+        raise CorruptCheckpointError(f"its safetensors header speaks of {end} bytes, and the file has {file_bytes}")
+    return tensors, metadata
+
+
+def _parse_entry(name: str, entry: Any, begin: int) -> StoredTensor:
+    first, last = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(type(size) is int and size >= 0 for size in (*shape, first, last)):
+        raise ValueError(f"{name!r} has a size or an offset that is none")
+    stored = StoredTensor(name=name, dtype=_DTYPES[entry["dtype"]], shape=shape, start=begin + first)
+    if last - first != stored.nbytes:
+        raise ValueError(f"{name!r} has {last - first} bytes, and shape and dtype need {stored.nbytes}")
+    return stored
+
+
+# -- several files --------------------------------------------------------------------------------
+
+
+def split(sizes: Mapping[str, int], max_shard_bytes: int | None) -> list[list[str]]:
+    """Return the names of each file, in the order of ``sizes``. A tensor beyond the limit has a file of its own."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, nbytes in sizes.items():
+        if max_shard_bytes is not None and shards[-1] and used + nbytes > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += nbytes
+    return shards
+
+
+def shard_name(name: str, number: int, count: int) -> str:
+    """Return the name of file ``number`` (from 0) of ``count`` that belong to ``name``."""
+    return name if count == 1 else f"{PurePath(name).stem}-{number + 1:05d}-of-{count:05d}{SUFFIX}"
+
+
+def index_name(name: str) -> str:
+    """Return the name of the index of the files that belong to ``name``."""
+    return f"{name}.index.json"
+
+
+def render_index(files: Mapping[str, str], total_bytes: int) -> bytes:
+    """Return the index of several files. ``files`` holds the file of each name."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

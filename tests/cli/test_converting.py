@@ -1,0 +1,165 @@
+"""``export``, ``import``, ``convert``: what comes out is what went in, whole or not at all, and not held in memory."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from command_line import called, document, flip, save_by_dcp, state
+from safetensors.torch import load_file, save_file
+from warm_python import run_warm
+
+import aio_ckpt
+from aio_ckpt.sync import SyncCheckpointEngine
+
+STEP = "step_000000010"
+MIB = 1 << 20
+
+
+def test_export_to_torch_gives_the_nested_state(root, tmp_path, capsys):
+    code, told = document(capsys, "export", root / STEP, "--to", "torch", tmp_path / "out.pt")
+    assert (code, told["step"], told["path"]) == (0, 10, str(tmp_path / "out.pt"))
+    wanted, got = aio_ckpt.read(root / STEP), torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)
+    assert torch.equal(got["model"]["embed"], wanted["model"]["embed"])
+    assert got["model"]["embed"].data_ptr() == got["model"]["head"].data_ptr()
+    assert got["lr"] == 1e-3
+    assert got["model"]["bias"].dtype is torch.bfloat16
+
+
+def test_export_to_safetensors_takes_a_branch(root, tmp_path, capsys):
+    code, out, _ = called(
+        capsys, "export", root, "--branch", "model", "--to", "safetensors", tmp_path / "m.safetensors"
+    )
+    assert code == 0
+    assert "m.safetensors" in out
+    got = load_file(tmp_path / "m.safetensors")
+    assert got.keys() == {"embed", "bias"}, "head is tied to embed"
+    assert torch.equal(got["embed"], state()["model"]["embed"])
+    code, _, err = called(capsys, "export", root, tmp_path / "all.safetensors")
+    assert code == 1
+    assert "'lr' is no tensor" in err
+    assert "--branch" in err
+    code, _, err = called(capsys, "export", root, tmp_path / "x.pt", "--branch", "modle")
+    assert (code, "nothing named 'modle'" in err) == (1, True)
+
+
+def test_export_casts_and_splits(root, tmp_path, capsys):
+    options = ("--branch", "model", "--dtype", "float16", "--max-shard-bytes", "1000")
+    code, told = document(capsys, "export", root, tmp_path / "m.safetensors", *options)
+    assert (code, Path(told["path"]).name) == (0, "m.safetensors.index.json")
+    assert load_file(tmp_path / "m-00001-of-00002.safetensors")["embed"].dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--to", "torch", "x.safetensors"), "should end in .pt"),
+        (("--dtype", "int33", "x.safetensors"), "no such dtype"),
+        (("--dtype", "float16", "x.pt"), "are for .safetensors"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(root, tmp_path, capsys, monkeypatch, arguments, text):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = called(capsys, "export", root, *arguments)
+    assert (code, text in err) == (2, True), err
+    assert called(capsys, "export", root, "no/such/dir/x.pt")[0] == 1
+
+
+async def test_a_damaged_checkpoint_is_not_exported(root, tmp_path, capsys):
+    (tmp_path / "out.pt").write_bytes(b"old")
+    await flip(root / STEP, "model.embed")
+    code, _, err = called(capsys, "export", root / STEP, tmp_path / "out.pt")
+    assert (code, "model.embed" in err) == (1, True)
+    assert (tmp_path / "out.pt").read_bytes() == b"old"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_dcp_and_files_become_steps_and_back(tmp_path, capsys):
+    values = {"model": {"w": torch.arange(10.0), "b": torch.ones(3, dtype=torch.bfloat16)}, "n": 7}
+    save_by_dcp(values, tmp_path / "dcp")
+    assert called(capsys, "convert", tmp_path / "dcp", tmp_path / "ours", "--step", 3)[0] == 0
+    with SyncCheckpointEngine(tmp_path / "ours") as engine:
+        assert engine.steps() == [3]
+        assert engine.read()["n"] == 7
+    assert called(capsys, "convert", tmp_path / "ours", tmp_path / "all.pt")[0] == 0
+    assert torch.equal(torch.load(tmp_path / "all.pt")["model"]["w"], values["model"]["w"])
+    assert called(capsys, "import", tmp_path / "all.pt", tmp_path / "again")[0] == 0
+    template = {"model": {"w": torch.zeros(10), "b": torch.zeros(3, dtype=torch.bfloat16)}, "n": 0}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(template, checkpoint_id=tmp_path / "again/step_000000001", no_dist=True)
+    assert torch.equal(template["model"]["w"], values["model"]["w"])
+    assert template["n"] == 7
+
+
+def test_safetensors_are_imported_with_their_tied_names(tmp_path, capsys):
+    w = torch.arange(6.0)
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        engine.save_file(
+            {"w": w, "head": w, "n": torch.ones(2)}, tmp_path / "m.safetensors", max_shard_bytes=24
+        ).result()
+    assert called(capsys, "import", tmp_path / "m.safetensors.index.json", tmp_path / "ours", "--step", 5)[0] == 0
+    got = aio_ckpt.read(tmp_path / "ours/step_000000005")
+    assert got.keys() == {"w", "head", "n"}
+    assert got["head"].data_ptr() == got["w"].data_ptr()
+
+
+def test_a_torch_file_becomes_a_safetensors_file(tmp_path, capsys):
+    torch.save({"a": torch.arange(5), "b": {"c": torch.ones(2)}}, tmp_path / "pytorch_model.bin")
+    assert called(capsys, "convert", tmp_path / "pytorch_model.bin", tmp_path / "m.safetensors")[0] == 0
+    assert load_file(tmp_path / "m.safetensors")["b.c"].tolist() == [1, 1]
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path, capsys):
+    torch.save({"a": torch.full((100,), 3.0)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[data.index(torch.full((9,), 3.0).numpy().tobytes()) + 8] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    save_file({"a": torch.ones(3)}, tmp_path / "b.safetensors")
+    os.truncate(tmp_path / "b.safetensors", 70)
+    (tmp_path / "c.pt").write_bytes(b"no zip")
+    for name, text in (("a.pt", "does not match"), ("b.safetensors", "b.safetensors"), ("c.pt", "no torch.save file")):
+        code, _, err = called(capsys, "import", tmp_path / name, tmp_path / "root")
+        assert (code, text in err) == (1, True), err
+        assert not (tmp_path / "root").exists()
+
+
+def test_a_state_larger_than_the_memory_is_converted(tmp_path):
+    """Anonymous memory stays far below the state; mapped files, which the system writes out, do not count."""
+    source = """
+        import sys
+        from pathlib import Path
+        import torch
+        from aio_ckpt import SyncCheckpointEngine
+        from aio_ckpt.cli import commands
+        from aio_ckpt.cli.work import conversions
+
+        def peak():
+            torch.ones(1)
+            text = Path("/proc/self/status").read_text()
+            return int(text.split("RssAnon:")[1].split()[0]) << 10
+
+        conversions._BUDGET_BYTES = 16 << 20
+        folder = Path(sys.argv[1])
+        with SyncCheckpointEngine(folder / "root") as engine:
+            state = {str(n): torch.full((8 << 20,), n, dtype=torch.uint8) for n in range(24)}
+            engine.save(state).result()
+        del state
+        seen = []
+        saved = SyncCheckpointEngine.save_file
+        def watched(self, *args, **options):
+            ticket = saved(self, *args, **options)
+            seen.append(peak())
+            return ticket
+        SyncCheckpointEngine.save_file = watched
+        before = peak()
+        assert commands.run(["export", str(folder / "root"), str(folder / "out.safetensors")]) == 0
+        print(max(seen) - before)
+    """
+    done = run_warm(source, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 100 * MIB
+    assert load_file(tmp_path / "out.safetensors")["7"].unique().tolist() == [7]

@@ -1,0 +1,218 @@
+"""``save_file(path="….safetensors")``: safetensors opens the file, and transformers the files of many."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gated_storage import TIMEOUT, gated_engine
+from hypothesis import given
+from hypothesis import strategies as st
+from property_examples import examples
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from tensor_bits import assert_same_tensor, random_tensor
+
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedLeafError, WriteError
+from aio_ckpt.format.safetensors_file import dtype_names, parse_header
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[SyncCheckpointEngine]:
+    with SyncCheckpointEngine(tmp_path / "root") as opened:
+        yield opened
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as opened:
+        return dict(opened.metadata())
+
+
+@st.composite
+def states(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    """Tensors of all dtypes, some of them not row-major, conjugated, empty or without dimensions."""
+    found = {}
+    for seed, name in enumerate(draw(st.lists(st.text(min_size=1, max_size=4), unique=True, max_size=6))):
+        shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+        tensor = random_tensor(shape, draw(st.sampled_from(sorted(dtype_names, key=str))), seed)
+        kind = draw(st.sampled_from(("plain", "permuted", "conj", "param")))
+        if kind == "permuted" and shape:
+            tensor = tensor.permute(*reversed(range(len(shape))))
+        elif kind == "conj":
+            tensor = tensor.conj()
+        elif kind == "param":
+            tensor = torch.nn.Parameter(tensor, requires_grad=False)
+        found[name] = tensor
+    found.pop("__metadata__", None)
+    return found
+
+
+@given(state=states())
+@examples(nightly=300)
+def test_safetensors_reads_what_was_given(
+    tmp_path_factory: pytest.TempPathFactory, state: dict[str, torch.Tensor]
+) -> None:
+    path = tmp_path_factory.mktemp("file") / "m.safetensors"
+    with SyncCheckpointEngine(path.parent / "root") as engine:
+        engine.save_file(state, path).result(TIMEOUT)
+    got = load_file(path)
+    assert got.keys() == state.keys()
+    for name, tensor in got.items():
+        assert_same_tensor(tensor, state[name])
+    data = path.read_bytes()
+    header_bytes = int.from_bytes(data[:8], "little")
+    assert (8 + header_bytes) % 64 == 0
+    stored, metadata = parse_header(data[8 : 8 + header_bytes], len(data))
+    assert {tensor.name for tensor in stored} == state.keys()
+    assert all(tensor.start % tensor.dtype.itemsize == 0 for tensor in stored)
+    assert metadata == {"format": "pt"}
+
+
+def test_of_tied_names_the_first_is_stored(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    def made() -> torch.nn.Module:
+        model = torch.nn.ModuleDict({"z_emb": torch.nn.Linear(3, 3), "a_head": torch.nn.Linear(3, 3)})
+        model["a_head"].weight = model["z_emb"].weight
+        return model
+
+    model = made()
+    engine.save_file(model.state_dict(), tmp_path / "m.safetensors", metadata={"run": "7"}).result(TIMEOUT)
+    assert load_file(tmp_path / "m.safetensors").keys() == {"z_emb.weight", "z_emb.bias", "a_head.bias"}
+    assert metadata_of(tmp_path / "m.safetensors") == {"format": "pt", "run": "7", "a_head.weight": "z_emb.weight"}
+    other = made()
+    load_model(other, tmp_path / "m.safetensors")
+    assert torch.equal(other["a_head"].weight, model["a_head"].weight)
+
+
+def test_views_that_overlap_are_refused_and_others_are_not(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    whole = torch.arange(12.0)
+    engine.save_file({"a": whole[:6], "b": whole[6:]}, tmp_path / "m.safetensors").result(TIMEOUT)
+    assert load_file(tmp_path / "m.safetensors")["b"].tolist() == whole[6:].tolist()
+    with pytest.raises(UnsupportedLeafError, match=r"'whole' and 'b' share memory.*clone\(\)"):
+        engine.save_file({"b": whole[6:], "whole": whole}, tmp_path / "n.safetensors")
+    assert listing(tmp_path) == ["m.safetensors"]
+
+
+def test_large_states_are_split_with_an_index(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    state = {f"w{n}": torch.full((n + 1, 1000), float(n)) for n in range(6)}
+    report = engine.save_file(state, tmp_path / "model.safetensors", max_shard_bytes=25_000).result(TIMEOUT)
+    assert report is not None
+    assert report.path == tmp_path / "model.safetensors.index.json"
+    index = json.loads(report.path.read_text())
+    assert index["metadata"] == {"total_size": 4 * 21 * 1000}
+    assert list(index["weight_map"].values()) == [f"model-{n:05d}-of-00004.safetensors" for n in (1, 1, 1, 2, 3, 4)]
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], state[name])
+    engine.save_file(state, tmp_path / "one.safetensors", max_shard_bytes=MIB).result(TIMEOUT)
+    assert "one.safetensors" in listing(tmp_path), "what fits one file has no index"
+
+
+def test_dtypes_and_names_are_changed_on_the_way(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    state = {"a.w": torch.full((9,), 0.3), "a.n": torch.arange(3)}
+    path = tmp_path / "m.safetensors"
+    engine.save_file(state, path, dtype=torch.bfloat16, rename={"a.w": "model.w"}).result(TIMEOUT)
+    assert torch.equal(load_file(path)["model.w"], state["a.w"].bfloat16())
+    assert load_file(path)["a.n"].dtype is torch.int64
+    engine.save_file(state, path, rename=lambda name: f"model.{name}").result(TIMEOUT)
+    assert load_file(path).keys() == {"model.a.w", "model.a.n"}
+
+
+@pytest.mark.parametrize(
+    ("obj", "error", "text"),
+    [
+        ([1], ConfigError, "holds a dict of tensors, no list"),
+        ({1: torch.ones(1)}, ConfigError, "1 is no name"),
+        ({"n": 1}, UnsupportedLeafError, "'n' is a int"),
+        ({"s": torch.eye(2).to_sparse()}, UnsupportedLeafError, "'s' is no plain tensor"),
+        ({"m": torch.empty(2, device="meta")}, UnsupportedLeafError, "'m' is no plain tensor"),
+        ({"c": torch.ones(1, dtype=torch.complex128)}, UnsupportedLeafError, "has no torch.complex128"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused_by_name(
+    engine: SyncCheckpointEngine, tmp_path: Path, obj: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        engine.save_file(obj, tmp_path / "m.safetensors")
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"metadata": {"n": 1}},
+        {"max_shard_bytes": 0},
+        {"max_shard_bytes": "5GB"},
+        {"dtype": "bfloat16"},
+        {"dtype": torch.int8},
+        {"rename": "x"},
+        {"rename": {"missing": "x"}},
+        {"rename": lambda _: "same"},
+    ],
+)
+def test_bad_options_are_refused(engine: SyncCheckpointEngine, tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
+        engine.save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "m.safetensors", **options)
+
+
+def test_options_of_safetensors_are_refused_for_other_files(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'m.pt'.*end in .safetensors"):
+        engine.save_file({"a": torch.ones(1)}, tmp_path / "m.pt", metadata={"a": "b"})
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("where", ["m-00002-of-00002.safetensors", "m.safetensors.index.json"])
+def test_a_failure_between_the_files_never_mixes_two_saves(tmp_path: Path, where: str) -> None:
+    """A reader finds the old index with all old files, or no index."""
+    states = [{"a": torch.full((10,), n), "b": torch.full((10,), n)} for n in (1.0, 2.0)]
+    with gated_engine(tmp_path / "root") as (engine, storage):
+        engine.save_file(states[0], tmp_path / "m.safetensors").result(TIMEOUT)
+        engine.save_file(states[0], tmp_path / "m.safetensors", max_shard_bytes=40).result(TIMEOUT)
+        assert "m.safetensors" not in listing(tmp_path), "from_pretrained would take it before the index"
+        storage.fail("replace", where, WriteError(errno.EIO, "the disk is gone", "/x"))
+        error = engine.save_file(states[1], tmp_path / "m.safetensors", max_shard_bytes=40).exception(TIMEOUT)
+        assert isinstance(error, WriteError)
+        assert "m.safetensors.index.json" not in listing(tmp_path)
+        assert not [name for name in listing(tmp_path) if name.startswith(".")]
+        engine.save_file(states[1], tmp_path / "m.safetensors", max_shard_bytes=40).result(TIMEOUT)
+    assert "m.safetensors.index.json" in listing(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        (b"{", "malformed"),
+        (b"[]", "malformed"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,8]}}', "need 4"),
+        (b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', "none"),
+        (b'{"a":{"dtype":"X","shape":[1],"data_offsets":[0,4]}}', "does not know 'X'"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', "gap"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "speaks of"),
+    ],
+)
+def test_a_damaged_header_is_named(header: bytes, text: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=text):
+        parse_header(header, 10_000)
+
+
+def test_from_pretrained_reads_the_files(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=64, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    config.save_pretrained(tmp_path / "hf")
+    engine.save_file(model.state_dict(), tmp_path / "hf" / "model.safetensors", max_shard_bytes=8192).result(TIMEOUT)
+    other = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
+    for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert other.lm_head.weight is other.transformer.wte.weight
