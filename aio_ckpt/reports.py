@@ -104,6 +104,8 @@ class SaveReport:
     """Per stage, the rank that took longest."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """JSON values that are stored with the step: those that rank 0 gave to ``save(extra=)``."""
+    crc32s: Mapping[str, int] = field(default_factory=dict)
+    """CRC32 of each whole file that ``save_file()`` wrote, by name; empty for a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,10 +200,10 @@ class FilePipeline:
         await storage.make_dir(folder, parents=True)
         await self._clear_leftovers(folder)
         await storage.make_dir(save.temporary)
-        results: list[WriteResult] = []
+        results: dict[str, WriteResult] = {}
         raw_bytes = 0
         while (captured := await self._next_part(save, len(results))) is not None:
-            results.append(await self._write_part(save, captured))
+            results[captured.part.name] = await self._write_part(save, captured)
             raw_bytes += captured.part.planned.plan.layout.raw_bytes
             captured.image.lease.close()
         if save.content.index is not None:
@@ -226,8 +226,9 @@ class FilePipeline:
             raw_bytes=raw_bytes,
             plan_hit=False,
             fingerprint_hit=False,
-            mode=results[0].mode,
+            mode=next(iter(results.values())).mode,
             timings=save.timer.timings(),
+            crc32s={name: result.file_crc32 for name, result in results.items()},
         )
 
     async def _next_part(self, save: PendingFile, index: int) -> CapturedPart | None:

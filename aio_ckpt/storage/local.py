@@ -30,6 +30,7 @@ __all__ = [
     "ReadFile",
     "RootLock",
     "Storage",
+    "exchange_directories",
     "names_in",
     "read_small_file",
     "sync_parents",
@@ -275,7 +276,7 @@ class LocalStorage:
     async def exchange(self, a: Path, b: Path) -> None:
         """Call renameat2 with RENAME_EXCHANGE."""
         with translate_errors(WriteError, b):
-            await run_blocking(self._executor, _exchange, a, b)
+            await run_blocking(self._executor, exchange_directories, a, b)
 
     async def replace(self, src: Path, dst: Path) -> None:
         """Replace ``dst`` with ``src`` in one rename."""
@@ -351,7 +352,8 @@ def _rename_no_replace(src: Path, dst: Path) -> None:
         src.rename(dst)
 
 
-def _exchange(a: Path, b: Path) -> None:
+def exchange_directories(a: Path, b: Path) -> None:
+    """Exchange two directories in one step. Raises RootError if the file system cannot."""
     try:
         _renameat2(a, b, _RENAME_EXCHANGE)
     except OSError as error:

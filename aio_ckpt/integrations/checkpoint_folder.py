@@ -1,0 +1,209 @@
+"""Folders of checkpoints that a framework names by steps: durable, summed, and visible by one rename.
+
+A folder is written as a draft beside its place. ``checksums.sfv`` in it holds the CRC32 of each file, in the common SFV
+format: ``name crc32``, one file a line. ``cksfv`` and ``rhash -c`` read it, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from isal import isal_zlib
+
+from aio_ckpt.engine.file_pipeline import TEMPORARY
+from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
+from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
+from aio_ckpt.storage.data_file import translate_errors
+from aio_ckpt.storage.local import exchange_directories
+
+__all__ = ["SUMS_FILE", "check", "newest_verified", "publish", "seal", "sync_files"]
+
+SUMS_FILE = "checksums.sfv"
+"""Name of the file of checksums."""
+_BLOCK_BYTES = 4 << 20
+_ZIPPED = (".pt", ".pth", ".bin")
+"""Ends of the names of files that ``torch.save`` writes."""
+_log = logging.getLogger("aio_ckpt")
+
+
+def sync_files(folder: Path, *, but: frozenset[Path] = frozenset()) -> None:
+    """Make the files below ``folder`` durable. Leaves out those in ``but``, and those that vanish meanwhile.
+
+    Raises:
+        WriteError: the disk failed.
+    """
+    for path in _files(folder):
+        if path not in but:
+            _sync(path, os.O_RDONLY)
+
+
+def seal(folder: Path, known: Mapping[Path, int]) -> None:
+    """Write the checksums of all files below ``folder``, and make them and all directories durable.
+
+    Args:
+        folder: the draft. Its files are durable.
+        known: CRC32s that need not be computed, by path.
+
+    Raises:
+        ReadError, WriteError: the disk failed.
+    """
+    lines = [
+        f"{path.relative_to(folder)} {known[path] if path in known else _crc32(path):08x}\n"
+        for path in sorted(_files(folder))
+        if path.name != SUMS_FILE
+    ]
+    sums = folder / SUMS_FILE
+    with translate_errors(WriteError, sums):
+        sums.write_text("".join(lines), encoding="utf-8")
+    _sync(sums, os.O_RDONLY)
+    for place, _, _ in os.walk(folder, topdown=False):
+        _sync(Path(place), os.O_RDONLY | os.O_DIRECTORY)
+
+
+def publish(draft: Path, final: Path) -> None:
+    """Rename a sealed draft to ``final``, and make the rename durable. What was there is deleted afterwards.
+
+    Raises:
+        WriteError: the disk failed.
+    """
+    replaced = draft.with_name(f"{draft.name}-replaced")
+    with translate_errors(WriteError, final):
+        if final.exists():
+            try:
+                exchange_directories(draft, final)
+                replaced = draft
+            except RootError:  # NFS: the older checkpoint is hidden for a moment
+                final.rename(replaced)
+                draft.rename(final)
+        else:
+            draft.rename(final)
+    _sync(final.parent, os.O_RDONLY | os.O_DIRECTORY)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def newest_verified(folder: Path, prefix: str, marker: str) -> Path | None:
+    """Return the newest checkpoint that verifies, and warn of newer ones; None if there is no checkpoint.
+
+    Args:
+        folder: directory of the checkpoints.
+        prefix: begin of their names, before ``-`` and the step.
+        marker: name of a JSON file without which a checkpoint is incomplete.
+
+    Raises:
+        CorruptCheckpointError: there are checkpoints, and none verifies.
+    """
+    pattern = re.compile(rf"{re.escape(prefix)}-(\d+)")
+    names = os.listdir(folder) if folder.is_dir() else []
+    steps = {int(found[1]): folder / name for name in names if (found := pattern.fullmatch(name))}
+    failed = []
+    for step in sorted(steps, reverse=True):
+        try:
+            check(steps[step], marker)
+        except (CorruptCheckpointError, ReadError) as error:
+            _log.warning("%s is passed over: %s", steps[step], error)
+            failed.append(f"{steps[step].name}: {error}")
+        else:
+            return steps[step]
+    if failed:
+        raise CorruptCheckpointError(f"no checkpoint in {folder} verifies: {'; '.join(failed)}")
+    return None
+
+
+def check(folder: Path, marker: str) -> None:
+    """Check a checkpoint: each file against its checksum. Without checksums, what its files themselves tell.
+
+    Without ``checksums.sfv``, torch.save files hold checksums of their own. Of a safetensors file, only the length is
+    known.
+
+    Raises:
+        CorruptCheckpointError: a file is missing or damaged; the message names it.
+        ReadError: the disk failed.
+    """
+    with translate_errors(ReadError, folder):
+        try:
+            json.loads((folder / marker).read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            raise CorruptCheckpointError(f"{folder} is incomplete: it has no {marker}") from None
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{folder / marker} is damaged: {error}") from error
+        if (folder / SUMS_FILE).is_file():
+            for path, crc32 in _sums(folder):
+                _check_sum(path, crc32)
+        else:
+            for path in _files(folder):
+                _check_by_itself(path)
+
+
+def _sums(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Yield path and CRC32 of each file that the checksums name."""
+    text = (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        if line.startswith(";"):  # a comment of another tool
+            continue
+        found = re.fullmatch(r"(.+) ([0-9a-fA-F]{8})", line)
+        if found is None:
+            raise CorruptCheckpointError(f"{folder / SUMS_FILE} is damaged: {line[:80]!r} is no checksum")
+        yield folder / found[1], int(found[2], 16)
+
+
+def _check_sum(path: Path, crc32: int) -> None:
+    if not path.is_file():
+        raise CorruptCheckpointError(f"{path} is missing")
+    if (found := _crc32(path)) != crc32:
+        raise CorruptCheckpointError(f"{path} is damaged: its CRC32 is {found:08x}, {crc32:08x} was written")
+
+
+def _check_by_itself(path: Path) -> None:
+    if path.suffix == SUFFIX:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            header = file.read(min(length, MAX_HEADER_BYTES))
+        try:
+            parse_header(header, path.stat().st_size)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{path} is damaged: {error}") from error
+    elif path.suffix in _ZIPPED and path.name != "training_args.bin" and not zipfile.is_zipfile(path):
+        raise CorruptCheckpointError(f"{path} is damaged: it has no end")
+    elif path.suffix in _ZIPPED and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as opened:
+            try:
+                damaged = opened.testzip()
+            except (zipfile.BadZipFile, EOFError) as error:
+                raise CorruptCheckpointError(f"{path} is damaged: {error}") from error
+        if damaged is not None:
+            raise CorruptCheckpointError(f"{path} is damaged: the CRC32 of {damaged} differs")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files below ``folder``, without those that an engine has not committed."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(TEMPORARY)]
+        yield from (Path(place, name) for name in names)
+
+
+def _crc32(path: Path) -> int:
+    crc32 = 0
+    with translate_errors(ReadError, path), path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            crc32 = isal_zlib.crc32(block, crc32)
+    return int(crc32)
+
+
+def _sync(path: Path, flags: int) -> None:
+    try:
+        with translate_errors(WriteError, path):
+            descriptor = os.open(path, flags)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except WriteError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise

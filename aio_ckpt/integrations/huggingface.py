@@ -1,0 +1,388 @@
+"""Checkpoints of transformers' Trainer, written in the background, and visible once they are durable.
+
+    from aio_ckpt.integrations.huggingface import AioTrainerMixin
+
+    class MyTrainer(AioTrainerMixin, Trainer): ...
+
+``checkpoint-N`` has the files that it had before, so stock Trainer and ``from_pretrained`` read it. The model and the
+optimizer are captured and written by the engine. The other files are small, and stock writes them. All of them stand in
+a draft, ``.aio_ckpt-draft/checkpoint-N``, which one rename makes visible. That happens in the training thread, between two
+steps, once the engine has written its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine.shutdown import log_if_second_to
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
+from aio_ckpt.integrations import checkpoint_folder
+from aio_ckpt.ranks.store_coordinator import SoloCoordinator
+from aio_ckpt.sync import SyncCheckpointEngine
+from aio_ckpt.ticket import SaveTicket
+
+KNOWN_TO_WORK = "transformers 5.23.0 with accelerate 1.15.0"
+
+try:
+    from accelerate.utils import broadcast_object_list
+    from transformers import Trainer, modeling_utils, trainer_utils
+except ImportError as missing:
+    raise ImportError(
+        f"aio_ckpt.integrations.huggingface needs transformers and accelerate ({KNOWN_TO_WORK} are known to work): "
+        "pip install 'transformers[torch]'"
+    ) from missing
+
+__all__ = ["AioTrainerMixin"]
+
+_log = logging.getLogger("aio_ckpt")
+
+# -- private names of transformers ------------------------------------------------------------------
+
+_METHODS: Mapping[str, tuple[str, ...]] = {
+    "_save_checkpoint": ("model", "trial"),
+    "_get_output_dir": ("trial",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
+    "_finalize_training": ("trial", "num_train_samples", "start_time"),
+}
+"""Methods of ``Trainer`` that this module overrides, with their parameters."""
+_WRITES_SAFETENSORS = "safe_save_file"
+"""Function of ``modeling_utils`` that writes the weights."""
+_ROTATES = "rotate_checkpoints"
+"""Function of ``trainer_utils`` that deletes checkpoints beyond ``save_total_limit``."""
+_STATE = "trainer_state.json"
+"""File that each checkpoint has."""
+_OPTIMIZER = "optimizer.pt"
+"""File of the optimizer."""
+_SENTINEL = "checkpoint-is-incomplete.txt"
+"""File that ``enable_jit_checkpoint`` puts into ``checkpoint-N`` before it saves."""
+
+
+def moved_names() -> list[str]:
+    """Return the private names that this transformers lacks, or gives other parameters; sorted."""
+    found = {name: inspect.signature(getattr(Trainer, name)) for name in _METHODS if hasattr(Trainer, name)}
+    moved = {name for name, given in _METHODS.items() if name not in found or (*found[name].parameters,)[1:] != given}
+    if not hasattr(modeling_utils, _WRITES_SAFETENSORS):
+        moved.add(f"modeling_utils.{_WRITES_SAFETENSORS}")
+    if not hasattr(trainer_utils, _ROTATES):
+        moved.add(f"trainer_utils.{_ROTATES}")
+    return sorted(moved)
+
+
+# -- one checkpoint -----------------------------------------------------------------------------------
+
+_DRAFTS = ".aio_ckpt-draft"
+"""Directory of the draft, beside the checkpoints."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Draft:
+    """Checkpoint that is not visible yet."""
+
+    step: int
+    run_dir: str
+    """Directory of the checkpoints."""
+    drafts_dir: str
+    """Directory that stands for it while the checkpoint is written."""
+    tickets: dict[Path, SaveTicket] = field(default_factory=dict)
+    """Files that the engine writes."""
+    is_pushed: bool = False
+    """Whether the hub gets it."""
+    state: Any = None
+    """``TrainerState`` at the save; None if the callbacks' ``on_save`` is not due."""
+    best: str | None = None
+    """Best checkpoint at the save, which rotation keeps."""
+
+    @property
+    def folder(self) -> str:
+        return os.path.join(self.drafts_dir, f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.step}")
+
+    @property
+    def final(self) -> str:
+        return os.path.join(self.run_dir, f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.step}")
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the engine has written its files, or failed to."""
+        return all(ticket.done() for ticket in self.tickets.values())
+
+    def take(self, obj: Any, path: Any, engine: Callable[[], SyncCheckpointEngine], **options: Any) -> bool:
+        """Let the engine save ``obj`` at ``path``. False if it belongs to no draft, or if the engine cannot."""
+        if not isinstance(path, (str, os.PathLike)) or not Path(path).is_relative_to(self.folder):
+            return False
+        try:
+            self.tickets[Path(path)] = engine().save_file(obj, path, **options)
+        except AioCkptError as error:
+            _log.warning("the engine cannot save %s, so transformers writes it now: %s", path, error)
+            return False
+        return True
+
+    def discard(self) -> None:
+        """End the save and delete the draft."""
+        for ticket in self.tickets.values():
+            ticket.cancel()
+            ticket.exception()
+        shutil.rmtree(self.drafts_dir, ignore_errors=True)
+
+
+class AioTrainerMixin:
+    """Mixin that lets the engine write the checkpoints of a Trainer. It stands first among the bases.
+
+    One checkpoint is pending at most. The next save waits for its commit, and so does the end of ``train()``. A failed
+    save raises its error at the next step.
+
+    If a release of transformers moves what this relies on, a WARNING says so, and transformers saves.
+    """
+
+    aio_config: EngineConfig | None = None
+    """Settings of the engine. Set it in the class, or before ``train()``."""
+    _aio_engine: SyncCheckpointEngine | None = None
+    _aio_draft: _Draft | None = None
+    """The checkpoint that is being captured."""
+    _aio_pending: _Draft | None = None
+    """The checkpoint that is captured and not visible."""
+    _aio_is_stock: bool | None = None
+    """Whether transformers saves; None: not known yet."""
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the pending checkpoint is durable and visible.
+
+        Raises:
+            Exception: the save failed. No ``checkpoint-N`` was made, and no older one was deleted.
+        """
+        pending, self._aio_pending = self._aio_pending, None
+        if pending is None:
+            return
+        trainer: Any = self
+        trainer.callback_handler.__dict__.pop("on_save", None)
+        try:
+            sums: dict[Path, int] = {}
+            for path, ticket in pending.tickets.items():
+                report = ticket.result()
+                sums |= {path.with_name(name): crc32 for name, crc32 in (report.crc32s if report else {}).items()}
+            checkpoint_folder.seal(Path(pending.folder), sums)
+            checkpoint_folder.publish(Path(pending.folder), Path(pending.final))
+        except BaseException:
+            pending.discard()
+            raise
+        with contextlib.suppress(OSError):
+            os.rmdir(pending.drafts_dir)
+        _log.info("%s is durable", pending.final)
+        if pending.is_pushed:
+            trainer._push_from_checkpoint(pending.final)
+        trainer_utils.rotate_checkpoints(
+            output_dir=pending.run_dir,
+            save_total_limit=trainer.args.save_total_limit,
+            best_model_checkpoint=pending.best,
+            use_mtime=True,
+        )
+        if pending.state is not None:
+            trainer.control = trainer.callback_handler.on_save(trainer.args, pending.state, trainer.control)
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as before. If ``resume_from_checkpoint`` is True, go on from the newest checkpoint that verifies.
+
+        Raises:
+            CorruptCheckpointError: the checkpoint that was named, or each one, is damaged.
+            ValueError: True, and there is no checkpoint.
+            Exception: as Trainer; or a save failed.
+        """
+        trainer: Any = self
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._aio_verified(resume_from_checkpoint)
+        try:
+            result = trainer_of(self).train(resume_from_checkpoint, *args, **kwargs)
+            self.wait_for_checkpoint()
+        except BaseException as error:
+            with log_if_second_to(error):
+                self.wait_for_checkpoint()
+            raise
+        finally:
+            trainer.callback_handler.__dict__.pop("on_save", None)
+            engine, self._aio_engine = self._aio_engine, None
+            if engine is not None:
+                engine.close()
+        return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a checkpoint visible if it is durable by now, then train as before."""
+        if self._aio_pending is not None and self._aio_pending.is_written:
+            self.wait_for_checkpoint()
+        return trainer_of(self).training_step(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the best model, and delete checkpoints, once the last one is visible on all ranks."""
+        trainer: Any = self
+        self.wait_for_checkpoint()
+        trainer.accelerator.wait_for_everyone()
+        return trainer_of(self)._finalize_training(*args, **kwargs)
+
+    def _aio_verified(self, wanted: str | bool) -> str | bool:
+        """Return the checkpoint to go on from. Rank 0 reads it, and all ranks take or refuse it alike."""
+        trainer: Any = self
+        answer: list[Any] = [None, None]
+        if trainer.args.process_index == 0:
+            try:
+                if wanted is True:
+                    folder, prefix = Path(trainer.args.output_dir), trainer_utils.PREFIX_CHECKPOINT_DIR
+                    newest = checkpoint_folder.newest_verified(folder, prefix, _STATE)
+                    answer[0] = True if newest is None else str(newest)
+                else:
+                    if os.path.isfile(os.path.join(str(wanted), checkpoint_folder.SUMS_FILE)):
+                        checkpoint_folder.check(Path(str(wanted)), _STATE)
+                    answer[0] = wanted
+            except (AioCkptError, OSError) as error:
+                answer[1] = f"{error}; resume_from_checkpoint=True takes the newest one that verifies"
+        broadcast_object_list(answer)
+        if answer[1] is not None:
+            raise CorruptCheckpointError(answer[1])
+        return answer[0]  # type: ignore[no-any-return]
+
+    # -- saving ---------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Capture a checkpoint. It becomes visible, and older ones are deleted, once it is durable."""
+        trainer: Any = self
+        if self._aio_saves_by_stock():
+            trainer_of(self)._save_checkpoint(model, trial)
+            return
+        self.wait_for_checkpoint()
+        run_dir = trainer._get_output_dir(trial)
+        draft = _Draft(step=trainer.state.global_step, run_dir=run_dir, drafts_dir=os.path.join(run_dir, _DRAFTS))
+        saves = trainer.args.should_save
+        ends_soon = False
+        if saves:
+            shutil.rmtree(draft.drafts_dir, ignore_errors=True)  # of a run that was killed
+            ends_soon = _take_sentinel(Path(draft.final))
+        trainer.accelerator.wait_for_everyone()
+        self._aio_draft = draft
+        try:
+            with self._aio_writes(draft):
+                trainer_of(self)._save_checkpoint(model, trial)
+            if trainer.state.best_model_checkpoint == draft.folder:
+                trainer.state.best_model_checkpoint = draft.final
+                if saves:
+                    trainer.state.save_to_json(os.path.join(draft.folder, _STATE))
+            checkpoint_folder.sync_files(Path(draft.folder), but=frozenset(draft.tickets))
+            trainer.accelerator.wait_for_everyone()  # now the files of all ranks are durable
+        except BaseException:
+            if saves:
+                draft.discard()
+            raise
+        finally:
+            self._aio_draft = None
+        if not saves:
+            return
+        draft.best = trainer.state.best_model_checkpoint
+        self._aio_pending = draft
+        if ends_soon:
+            self.wait_for_checkpoint()
+        else:
+            self._aio_defer_on_save(draft)
+
+    def _get_output_dir(self, trial: Any) -> Any:
+        """Return the directory of the checkpoints; while one is captured, that of the draft."""
+        return trainer_of(self)._get_output_dir(trial) if self._aio_draft is None else self._aio_draft.drafts_dir
+
+    def _push_from_checkpoint(self, checkpoint_folder: Any) -> None:
+        """Push a checkpoint to the hub; if it is captured now, once it is visible."""
+        if self._aio_draft is None:
+            trainer_of(self)._push_from_checkpoint(checkpoint_folder)
+        else:
+            self._aio_draft.is_pushed = True
+
+    def _aio_saves_by_stock(self) -> bool:
+        if self._aio_is_stock is None:
+            moved = moved_names()
+            self._aio_is_stock = bool(moved)
+            if moved:
+                _log.warning(
+                    "this transformers lacks %s, which AioTrainerMixin relies on (%s are known to work): transformers "
+                    "itself saves, without the engine",
+                    ", ".join(moved),
+                    KNOWN_TO_WORK,
+                )
+        return self._aio_is_stock
+
+    def _aio_open(self) -> SyncCheckpointEngine:
+        if self._aio_engine is None:
+            # One checkpoint is pending at most, so that its files need no limit of their own.
+            config = self.aio_config or EngineConfig(max_in_flight=1000)
+            trainer: Any = self
+            self._aio_engine = SyncCheckpointEngine(trainer.args.output_dir, config, coordinator=SoloCoordinator())
+        return self._aio_engine
+
+    @contextlib.contextmanager
+    def _aio_writes(self, draft: _Draft) -> Iterator[None]:
+        """Hand the weights and the optimizer to the engine while transformers writes a checkpoint."""
+        stock_weights, stock_save = safetensors.torch.save_file, torch.save
+
+        def save_weights(tensors: Any, filename: Any, metadata: Any = None) -> None:
+            if not draft.take(tensors, filename, self._aio_open, metadata=metadata):
+                stock_weights(tensors, filename, metadata=metadata)
+
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            is_ours = not args and not kwargs and os.path.basename(str(f)) == _OPTIMIZER
+            if not (is_ours and draft.take(obj, f, self._aio_open)):
+                stock_save(obj, f, *args, **kwargs)
+
+        with (
+            _replaced(modeling_utils, _WRITES_SAFETENSORS, save_weights),
+            _replaced(safetensors.torch, "save_file", save_weights),
+            _replaced(torch, "save", save),
+        ):
+            yield
+
+    def _aio_defer_on_save(self, draft: _Draft) -> None:
+        """Let the callbacks' ``on_save``, which Trainer calls next, wait until the checkpoint is there."""
+        trainer: Any = self
+
+        def on_save(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            trainer.callback_handler.__dict__.pop("on_save", None)
+            draft.state = copy.copy(state)
+            control.should_save = False
+            return control
+
+        trainer.callback_handler.on_save = on_save
+
+
+def trainer_of(mixin: AioTrainerMixin) -> Any:
+    """Return the methods of the Trainer below the mixin."""
+    return super(AioTrainerMixin, mixin)
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, function: Callable[..., None]) -> Iterator[None]:
+    stock = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)
+
+
+def _take_sentinel(final: Path) -> bool:
+    """Remove a checkpoint that ``enable_jit_checkpoint`` has only announced. Returns whether there was one.
+
+    The process ends soon then, and a checkpoint that holds nothing must not stay.
+    """
+    if not (final / _SENTINEL).is_file():
+        return False
+    (final / _SENTINEL).unlink()
+    with contextlib.suppress(OSError):
+        final.rmdir()  # an older checkpoint of the same step is not empty, and stays
+    return True
