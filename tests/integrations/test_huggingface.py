@@ -1,0 +1,391 @@
+"""transformers' real Trainer with our mixin. Skipped without transformers.
+
+``pip install -e '.[dev,integrations]'`` installs it. What needs no transformers is tested in ``tests/unit/integrations``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from child_python import child_environment, python
+from gated_storage import GatedStorage
+
+from aio_ckpt import CorruptCheckpointError, SyncCheckpointEngine, UnsupportedLeafError, WriteError
+from aio_ckpt.runtime.portal import Executor
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("transformers", exc_type=ImportError)
+    pytest.importorskip("accelerate", exc_type=ImportError)
+    from huggingface_runs import AioTrainer, losses, trainer
+    from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from aio_ckpt.integrations import huggingface as adapter
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+LONG_SECS = 300.0
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedStorage]:
+    """The storage of all engines of the test."""
+    executor = Executor("gated", 4)
+    storage = GatedStorage(executor)
+
+    def opened(*args: Any, **options: Any) -> SyncCheckpointEngine:
+        return SyncCheckpointEngine(*args, storage=storage, **options)
+
+    monkeypatch.setattr(adapter, "SyncCheckpointEngine", opened)
+    yield storage
+    storage.open_gates()
+    assert executor.close(LONG_SECS)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of stock Trainer that nothing interrupts."""
+    made = trainer(tmp_path_factory.mktemp("stock"), Trainer)
+    made.train()
+    return made
+
+
+class At(TrainerCallback):  # type: ignore[misc]
+    """Callback that acts at the end of some steps."""
+
+    def __init__(self, actions: dict[int, Callable[[], object]]) -> None:
+        self.actions = actions
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.actions.get(state.global_step, bool)()
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder), key=lambda name: int(name.rpartition("-")[2]) if name[0] != "." else -1)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# -- what is written ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_has_the_files_of_stock_and_their_checksums(tmp_path: Path, stock: Any) -> None:
+    run = trainer(tmp_path)
+    run.train()
+    assert losses(run) == losses(stock)
+    assert visible(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9", "checkpoint-12"]
+    ours, theirs = tmp_path / "checkpoint-12", Path(stock.args.output_dir) / "checkpoint-12"
+    assert set(os.listdir(ours)) == {*os.listdir(theirs), "checksums.sfv"}
+    got, wanted = (torch.load(folder / "optimizer.pt", weights_only=True) for folder in (ours, theirs))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    weights = GPT2LMHeadModel.from_pretrained(ours).state_dict()
+    torch.testing.assert_close(weights, GPT2LMHeadModel.from_pretrained(theirs).state_dict(), rtol=0, atol=0)
+
+
+def test_stock_resumes_from_ours_and_ours_from_stock(tmp_path: Path, stock: Any) -> None:
+    trainer(tmp_path, max_steps=6, lr_scheduler_type="constant").train()
+    for kind in (Trainer, AioTrainer):
+        run = trainer(tmp_path, kind, max_steps=9, lr_scheduler_type="constant")
+        run.train(resume_from_checkpoint=True)
+        assert min(losses(run)) == 1
+        assert run.state.global_step == 9
+        shutil.rmtree(tmp_path / "checkpoint-9")
+    theirs = Path(stock.args.output_dir) / "checkpoint-9"
+    resumed = [trainer(tmp_path / kind.__name__, kind) for kind in (Trainer, AioTrainer)]
+    for run in resumed:
+        run.train(resume_from_checkpoint=str(theirs))
+        assert losses(run) == losses(stock)
+
+
+def test_only_the_model_is_saved_if_the_user_wants_that(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=3, save_only_model=True).train()
+    names = set(os.listdir(tmp_path / "checkpoint-3"))
+    assert "model.safetensors" in names
+    assert not names & {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-3")
+
+
+def test_a_subclass_below_adds_files_to_the_same_commit(tmp_path: Path) -> None:
+    class Adds(Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+            name = f"checkpoint-{self.state.global_step}"
+            Path(self._get_output_dir(trial), name, "card.md").write_text("# card")
+
+    class Mixed(adapter.AioTrainerMixin, Adds):  # type: ignore[misc]
+        pass
+
+    trainer(tmp_path, Mixed, max_steps=3).train()
+    folder = tmp_path / "checkpoint-3"
+    assert (folder / "card.md").read_text() == "# card"
+    assert "card.md" in (folder / "checksums.sfv").read_text()
+
+
+# -- the commit, and what waits for it ------------------------------------------------------------------
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_rotation_follows_the_commit(
+    tmp_path: Path, disk: GatedStorage
+) -> None:
+    seen: dict[str, list[str]] = {}
+
+    def hold() -> None:
+        seen["first"] = visible(tmp_path)
+        held.append(disk.hold("replace", "optimizer.pt"))
+
+    def look() -> None:
+        held[0].wait_reached()
+        seen["pending"] = visible(tmp_path)
+        disk.release(held[0])
+        held[0].open()
+
+    held: list[Any] = []
+    trainer(tmp_path, save_total_limit=1, callbacks=[At({5: hold, 8: look})]).train()
+    assert seen == {"first": ["checkpoint-3"], "pending": [".aio_ckpt-draft", "checkpoint-3"]}
+    assert visible(tmp_path) == ["checkpoint-12"]
+
+
+def test_callbacks_hear_of_a_save_once_it_is_visible(tmp_path: Path) -> None:
+    heard = []
+
+    class Hears(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            heard.append((state.global_step, Path(args.output_dir, f"checkpoint-{state.global_step}").is_dir()))
+
+    trainer(tmp_path, callbacks=[Hears()]).train()
+    assert heard == [(3, True), (6, True), (9, True), (12, True)]
+
+
+def test_the_hub_gets_visible_checkpoints(tmp_path: Path) -> None:
+    pushed = []
+
+    class Hub(Trainer):  # type: ignore[misc]
+        def init_hf_repo(self, *args: Any, **options: Any) -> None:
+            self.push_in_progress = None
+
+        def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+            pushed.append((Path(checkpoint_folder).name, Path(checkpoint_folder, "optimizer.pt").is_file()))
+
+    class Mixed(adapter.AioTrainerMixin, Hub):  # type: ignore[misc]
+        pass
+
+    trainer(tmp_path, Mixed, max_steps=6, push_to_hub=True).train()
+    assert pushed == [("checkpoint-3", True), ("checkpoint-6", True)]
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path, limit: int | None) -> None:
+    options: Any = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_total_limit": limit,
+    }
+    options |= {"learning_rate": 0.3, "metric_for_best_model": "loss"}
+    theirs = trainer(tmp_path / "stock", Trainer, **options)
+    theirs.train()
+    ours = trainer(tmp_path / "ours", **options)
+    ours.train()
+    assert ours.state.best_metric == theirs.state.best_metric
+    assert ours.state.best_model_checkpoint == str(tmp_path / "ours" / Path(theirs.state.best_model_checkpoint).name)
+    assert visible(tmp_path / "ours") == visible(tmp_path / "stock")
+    torch.testing.assert_close(ours.model.state_dict(), theirs.model.state_dict(), rtol=0, atol=0)
+    newest = tmp_path / "ours" / visible(tmp_path / "ours")[-1]
+    saved = json.loads((newest / "trainer_state.json").read_text())["best_model_checkpoint"]
+    assert saved == ours.state.best_model_checkpoint
+
+
+def test_sigterm_leaves_a_whole_checkpoint(tmp_path: Path, stock: Any) -> None:
+    def terminate() -> None:
+        jit = next(each for each in run.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+        jit.jit_manager.kill_wait = 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+
+    before = signal.getsignal(signal.SIGTERM)
+    run = trainer(tmp_path, enable_jit_checkpoint=True, callbacks=[At({4: terminate})])
+    run.train()
+    signal.signal(signal.SIGTERM, before)
+    assert visible(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    assert "checkpoint-is-incomplete.txt" not in os.listdir(tmp_path / "checkpoint-4")
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(stock)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced_whole(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=3).train()
+    inode = os.stat(tmp_path / "checkpoint-3").st_ino
+    trainer(tmp_path, max_steps=3).train()
+    assert os.stat(tmp_path / "checkpoint-3").st_ino != inode
+    assert visible(tmp_path) == ["checkpoint-3"]
+
+
+# -- failures -----------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_ends_training_and_leaves_the_older_checkpoint(tmp_path: Path, disk: GatedStorage) -> None:
+    def fail() -> None:
+        disk.fail("replace", "optimizer.pt", WriteError(28, "No space left on device"))
+
+    run = trainer(tmp_path, save_total_limit=1, callbacks=[At({4: fail})])
+    with pytest.raises(WriteError, match="No space left"):
+        run.train()
+    assert visible(tmp_path) == ["checkpoint-3"]
+    assert run.state.global_step < 12
+
+
+def test_resume_passes_over_damaged_checkpoints(tmp_path: Path, stock: Any, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path).train()
+    flip(tmp_path / "checkpoint-12" / "model.safetensors")
+    flip(tmp_path / "checkpoint-9" / "optimizer.pt")
+    (tmp_path / "checkpoint-15").mkdir()
+    run = trainer(tmp_path)
+    with caplog.at_level(logging.WARNING, "aio_ckpt"):
+        run.train(resume_from_checkpoint=True)
+    assert "model.safetensors is damaged" in caplog.text
+    assert "optimizer.pt is damaged" in caplog.text
+    assert "checkpoint-15 is incomplete" in caplog.text
+    assert losses(run) == losses(stock)
+    assert get_last_checkpoint(tmp_path).endswith("checkpoint-15")
+    with pytest.raises(CorruptCheckpointError, match=r"resume_from_checkpoint=True"):
+        flip(tmp_path / "checkpoint-9" / "optimizer.pt")
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+
+
+def test_no_checkpoint_is_the_error_of_stock(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer(tmp_path / "empty").train(resume_from_checkpoint=True)
+
+
+def test_what_the_engine_cannot_save_is_saved_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UnsupportedLeafError("it is a tensor of another kind")
+
+    monkeypatch.setattr(SyncCheckpointEngine, "save_file", refuse)
+    with caplog.at_level(logging.WARNING, "aio_ckpt"):
+        trainer(tmp_path, max_steps=3).train()
+    assert "transformers writes it now: it is a tensor of another kind" in caplog.text
+    assert {"model.safetensors", "optimizer.pt", "checksums.sfv"} <= set(os.listdir(tmp_path / "checkpoint-3"))
+
+
+def test_if_a_private_name_has_moved_transformers_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert adapter.moved_names() == [], f"{adapter.KNOWN_TO_WORK} are known to work"
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: None)
+    monkeypatch.setattr(adapter, "_ROTATES", "turns_checkpoints")
+    assert adapter.moved_names() == ["_push_from_checkpoint", "trainer_utils.turns_checkpoints"]
+    with caplog.at_level(logging.WARNING, "aio_ckpt"):
+        trainer(tmp_path, max_steps=6).train()
+    assert caplog.text.count("transformers itself saves") == 1
+    assert "checksums.sfv" not in os.listdir(tmp_path / "checkpoint-6")
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from gated_storage import GatedStorage
+    from huggingface_runs import trainer
+    from transformers import TrainerCallback
+    from aio_ckpt import SyncCheckpointEngine
+    from aio_ckpt.integrations import huggingface
+    from aio_ckpt.runtime.portal import Executor
+
+    disk = GatedStorage(Executor("gated", 4))
+    huggingface.SyncCheckpointEngine = lambda *args, **options: SyncCheckpointEngine(*args, storage=disk, **options)
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 8:
+                self.gate = disk.hold("replace", "optimizer.pt")
+            if state.global_step == 11:
+                self.gate.wait_reached()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer(Path(sys.argv[1]), save_total_limit=1, callbacks=[Kill()]).train()
+"""
+
+
+def test_a_run_that_is_killed_in_the_middle_of_a_save_resumes_with_equal_losses(tmp_path: Path, stock: Any) -> None:
+    done = subprocess.run(python(KILLED, str(tmp_path), options=()), env=child_environment(), capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert visible(tmp_path) == [".aio_ckpt-draft", "checkpoint-6"]
+    assert get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-6")
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(stock)
+    assert visible(tmp_path) == ["checkpoint-6", "checkpoint-9", "checkpoint-12"]
+
+
+# -- two ranks ------------------------------------------------------------------------------------------
+
+RANK = """
+    import json, sys
+    from pathlib import Path
+    from huggingface_runs import losses, trainer
+
+    folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
+    run = trainer(folder, max_steps=6, save_total_limit=2)
+    run.train(resume_from_checkpoint=wanted)
+    if run.args.process_index == 0:
+        print("LOSSES", json.dumps(losses(run)))
+"""
+
+
+def of_two_ranks(folder: Path, wanted: Any) -> str:
+    """What rank 0 printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            python(RANK, str(folder), json.dumps(wanted), options=()),
+            env=child_environment(RANK=str(rank), LOCAL_RANK=str(rank), **common),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=LONG_SECS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    return next(line for line in outputs[0][0].splitlines() if line.startswith("LOSSES"))
+
+
+@pytest.mark.slow
+def test_two_ranks_save_one_checkpoint_and_resume_alike(tmp_path: Path) -> None:
+    whole = of_two_ranks(tmp_path, None)
+    names = set(os.listdir(tmp_path / "checkpoint-6"))
+    assert {"rng_state_0.pth", "rng_state_1.pth", "checksums.sfv"} <= names
+    flip(tmp_path / "checkpoint-6" / "rng_state_1.pth")
+    assert of_two_ranks(tmp_path, True) == whole
+    assert visible(tmp_path) == ["checkpoint-3", "checkpoint-6"]
