@@ -5,9 +5,9 @@
     class MyTrainer(AioTrainerMixin, Trainer): ...
 
 ``checkpoint-N`` has the files that it had before, so stock Trainer and ``from_pretrained`` read it. The model and the
-optimizer are captured and written by the engine. The other files are small, and stock writes them. All of them stand in
-a draft, ``.aio_ckpt-draft/checkpoint-N``, which one rename makes visible. That happens in the training thread, between two
-steps, once the engine has written its files.
+optimizer are captured and written by the engine. The other files are small, and stock writes them. All of them stand
+in a draft, ``.aio_ckpt-draft/checkpoint-N``, which one rename makes visible. That happens in the training thread,
+between two steps, once the engine has written its files.
 """
 
 from __future__ import annotations
@@ -172,6 +172,8 @@ class AioTrainerMixin:
             for path, ticket in pending.tickets.items():
                 report = ticket.result()
                 sums |= {path.with_name(name): crc32 for name, crc32 in (report.crc32s if report else {}).items()}
+            # Only now: beside the writes of the engine, each fsync of a small file would take long.
+            checkpoint_folder.sync_files(Path(pending.folder), but=frozenset(sums))
             checkpoint_folder.seal(Path(pending.folder), sums)
             checkpoint_folder.publish(Path(pending.folder), Path(pending.final))
         except BaseException:
@@ -277,8 +279,10 @@ class AioTrainerMixin:
                 trainer.state.best_model_checkpoint = draft.final
                 if saves:
                     trainer.state.save_to_json(os.path.join(draft.folder, _STATE))
-            checkpoint_folder.sync_files(Path(draft.folder), but=frozenset(draft.tickets))
-            trainer.accelerator.wait_for_everyone()  # now the files of all ranks are durable
+            trainer.accelerator.wait_for_everyone()  # now all ranks have written their files
+            if trainer.args.process_index != 0 and trainer.args.local_process_index == 0:
+                checkpoint_folder.sync_files(Path(draft.folder))  # those of this host
+            trainer.accelerator.wait_for_everyone()
         except BaseException:
             if saves:
                 draft.discard()

@@ -1,6 +1,6 @@
 """transformers' real Trainer with our mixin. Skipped without transformers.
 
-``pip install -e '.[dev,integrations]'`` installs it. What needs no transformers is tested in ``tests/unit/integrations``.
+``pip install -e '.[dev,integrations]'`` installs it. ``tests/unit/integrations`` tests what needs no transformers.
 """
 
 from __future__ import annotations
