@@ -47,6 +47,10 @@ NOT_RUN = {
     ".ci/run": "is what runs this test",
     "python -m pytest -q -m": "is a run of the tests",
     "mkdocs serve": "serves until it is ended; .ci/run builds the site",
+    "from transformers": "needs transformers; tests/integrations/test_huggingface.py runs it",
+    "integrations.huggingface": "needs transformers; tests/integrations/test_huggingface.py runs it",
+    "accelerat": "needs accelerate; tests/integrations/test_huggingface.py runs it",
+    "ray.train": "needs Ray; tests/integrations/test_ray.py runs it",
 }
 """By a part of its text: why a block is not run here."""
 

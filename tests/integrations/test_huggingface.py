@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,7 +24,7 @@ import torch
 from child_python import child_environment, python
 from gated_storage import GatedStorage
 
-from aio_ckpt import CorruptCheckpointError, SyncCheckpointEngine, UnsupportedLeafError, WriteError
+from aio_ckpt import CorruptCheckpointError, SyncCheckpointEngine, UnsupportedLeafError, WriteError, read
 from aio_ckpt.runtime.portal import Executor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,7 +32,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("transformers", exc_type=ImportError)
     pytest.importorskip("accelerate", exc_type=ImportError)
-    from huggingface_runs import AioTrainer, losses, trainer
+    from huggingface_runs import AioTrainer, dataset, losses, model, trainer
     from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback
     from transformers.trainer_utils import get_last_checkpoint
@@ -389,3 +390,41 @@ def test_two_ranks_save_one_checkpoint_and_resume_alike(tmp_path: Path) -> None:
     flip(tmp_path / "checkpoint-6" / "rng_state_1.pth")
     assert of_two_ranks(tmp_path, True) == whole
     assert visible(tmp_path) == ["checkpoint-3", "checkpoint-6"]
+
+
+# -- the page -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, str]:
+    """The blocks of Python of each section of the page, one after the other."""
+    text = (Path(__file__).parents[2] / "docs/coming-from/huggingface.md").read_text()
+    sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
+    return {title: "\n".join(re.findall(r"```python\n(.*?)```", part, re.S)) for title, part in sections.items()}
+
+
+def test_the_page_trains_resumes_and_keeps_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(page["Trainer"], {"model": model(), "data": dataset(), "__name__": "page"})
+    assert visible(tmp_path / "runs/after") == visible(tmp_path / "runs/before") == ["checkpoint-4", "checkpoint-6"]
+    assert (tmp_path / "runs/after/checkpoint-6/checksums.sfv").is_file()
+
+
+def test_the_page_saves_what_accelerate_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    names = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "torch": torch, "__name__": "page"}
+    exec(page["accelerate"], names)
+    saved = read(tmp_path / "runs/acc-aio/step_000000010")
+    torch.testing.assert_close(saved["model"], dict(net.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(saved["optimizer"]["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+    assert saved["scheduler"]["last_epoch"] == scheduler.last_epoch
+    assert torch.equal(names["state"]["rng"].value, torch.get_rng_state())
