@@ -224,10 +224,22 @@ def test_sigterm_leaves_a_whole_checkpoint(tmp_path: Path, stock: Any) -> None:
             if isinstance(thread, threading.Timer):
                 thread.join()
 
+    seen: dict[str, list[str]] = {}
+
+    class Looks(Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            seen["saving"] = visible(tmp_path)
+            super()._save_checkpoint(model, trial)
+
+    class Mixed(adapter.AioTrainerMixin, Looks):  # type: ignore[misc]
+        pass
+
     before = signal.getsignal(signal.SIGTERM)
-    run = trainer(tmp_path, enable_jit_checkpoint=True, callbacks=[At({4: terminate})])
+    actions = {4: terminate, 5: lambda: seen.update(saved=visible(tmp_path))}
+    run = trainer(tmp_path, Mixed, enable_jit_checkpoint=True, callbacks=[At(actions)])
     run.train()
     signal.signal(signal.SIGTERM, before)
+    assert seen == {"saving": ["checkpoint-3"], "saved": ["checkpoint-3", "checkpoint-4"]}
     assert visible(tmp_path) == ["checkpoint-3", "checkpoint-4"]
     assert "checkpoint-is-incomplete.txt" not in os.listdir(tmp_path / "checkpoint-4")
     resumed = trainer(tmp_path)
