@@ -13,6 +13,7 @@ import copy
 import inspect
 import logging
 import random
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
@@ -164,6 +165,7 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if self._asked_step is not None:  # steps only go up
             self.engine.rollback(self._asked_step)
             self._asked_step = None
+        self._clear_way(Path(checkpoint_id), step)
         state = _plain(state_dict)
         if RNG in state:
             state[RNG] = PerRank(state[RNG])
@@ -179,6 +181,14 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
         ticket.committed.add_done_callback(settle)
         return future
+
+    @staticmethod
+    def _clear_way(path: Path, step: int) -> None:
+        """Move what stock's killed save left in the place of a checkpoint, which the engine never replaces."""
+        if _place()[0] == 0 and path.is_dir() and not (path / ".metadata").exists():
+            aside = path.with_name(f"aside-{step}-{time.time_ns()}")  # no name in which stock finds its pattern
+            path.rename(aside)
+            _log.warning("%s held no checkpoint, and stood where step %d is saved: it is %s now", path, step, aside)
 
     def _maybe_wait_for_staging(self) -> None:
         """Let the current stream wait for the copies. The host goes on."""
