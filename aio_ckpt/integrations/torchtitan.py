@@ -133,14 +133,13 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
         super().__init__(stock, optimizers=optimizers, **given)
         if not self.enable:
             return
-        self.async_mode = type(self.async_mode)("disabled" if config.async_mode == "disabled" else "async")
+        if config.async_mode != "disabled":
+            self.async_mode: Any = type(self.async_mode)("async")  # torchtitan makes a stager for the third
         self._ticket: SaveTicket | None = None
         self._asked_step: int | None = None
         """Step that a load asked for. The first save rolls back to it."""
         keep_last = config.keep_latest_k or None
-        self.engine = SyncCheckpointEngine(
-            self.folder, replace(config.engine, step_dir=_STEP_DIR, keep_last=keep_last)
-        )
+        self.engine = SyncCheckpointEngine(self.folder, replace(config.engine, step_dir=_STEP_DIR, keep_last=keep_last))
         self.states[RNG] = _Rng()
         for optimizer in optimizers:  # not the container, whose own state is empty
             self.engine.guard(optimizer)
