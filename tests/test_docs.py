@@ -47,6 +47,7 @@ NOT_RUN = {
     ".ci/run": "is what runs this test",
     "python -m pytest -q -m": "is a run of the tests",
     "mkdocs serve": "serves until it is ended; .ci/run builds the site",
+    "torchtitan": "needs torchtitan; tests/integrations/test_torchtitan.py runs it",
 }
 """By a part of its text: why a block is not run here."""
 

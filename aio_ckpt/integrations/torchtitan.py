@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from aio_ckpt.checks import check_kind
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.errors import ConfigError, MissingNameError
-from aio_ckpt.leaves.values import PerRank
-from aio_ckpt.reports import LoadReport, SaveReport
+from aio_ckpt.errors import ConfigError
+from aio_ckpt.reports import SaveReport
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import Milestone, SaveTicket
 
@@ -51,6 +50,8 @@ RNG = "aio_ckpt_rng"
 """Name of the state of each rank's random numbers. Stock torchtitan ignores it."""
 _MODEL = "model"
 """torchtitan's name of the model among the states."""
+_TRAIN_STATE = "train_state"
+"""Its name of the trainer's counters."""
 _STEP_DIR = "step-{step}"
 """torchtitan's name of a checkpoint."""
 
@@ -166,8 +167,8 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
             self._asked_step = None
         self._clear_way(Path(checkpoint_id), step)
         state = _plain(state_dict)
-        if RNG in state:
-            state[RNG] = PerRank(state[RNG])
+        if _rank() != 0:
+            state.pop(_TRAIN_STATE, None)  # each rank counts its own tokens; of all, rank 0's count is kept
         ticket = self._ticket = self.engine.save(state, step=step, overwrite=True)
         if async_mode == "disabled":
             ticket.result()
@@ -184,7 +185,7 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
     @staticmethod
     def _clear_way(path: Path, step: int) -> None:
         """Move what stock's killed save left in the place of a checkpoint, which the engine never replaces."""
-        if _place()[0] == 0 and path.is_dir() and not (path / ".metadata").exists():
+        if _rank() == 0 and path.is_dir() and not (path / ".metadata").exists():
             aside = path.with_name(f"aside-{step}-{time.time_ns()}")  # no name in which stock finds its pattern
             path.rename(aside)
             _log.warning("%s held no checkpoint, and stood where step %d is saved: it is %s now", path, step, aside)
@@ -231,25 +232,17 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         # Of a Stateful, the engine would ask for the names that this rank saved, which another world size may not have.
-        template = _plain({name: value for name, value in state_dict.items() if name != RNG})
+        template = _plain(state_dict)
+        if RNG in template:
+            template[RNG] = self.states[RNG].template()
         if self._step_of(checkpoint_id) is None:
-            report = self.engine.load(template, path=checkpoint_id)
+            self.engine.load(template, path=checkpoint_id)
         else:
-            report = self.engine.load(template, step=self._asked_step)
+            self.engine.load(template, step=self._asked_step)
         for name, value in state_dict.items():
-            if name != RNG and isinstance(value, Stateful):
+            if isinstance(value, Stateful):
                 value.load_state_dict(template[name])
         self.states[_MODEL].load_state_dict(template)
-        if RNG in state_dict:
-            self._load_rng(report)
-
-    def _load_rng(self, report: LoadReport) -> None:
-        """Restore the random numbers of this rank, if this rank of as many ranks saved them."""
-        try:
-            found = self.engine.read(path=report.path, only=[RNG])[RNG]
-        except MissingNameError:  # stock saved it
-            return
-        self.states[RNG].load_state_dict(found)
 
     def _step_of(self, checkpoint_id: str) -> int | None:
         """Return the step of a checkpoint of the folder; None for any other one."""
@@ -263,22 +256,31 @@ def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Rng:
-    """Random numbers of this process: those of torch on the host and the device, of Python and of numpy."""
+    """Random numbers of this process: those of torch on the host and the device, of Python and of numpy.
+
+    The rank stands in the name, as in torchtitan's dataloader. A rank that saved none therefore finds none, without an
+    error, which PerRank would raise.
+    """
+
+    def template(self) -> dict[str, Any]:
+        """Return a template that takes what this rank saved; nothing if there is nothing."""
+        return {f"rank{_rank()}": {}}
 
     def state_dict(self) -> dict[str, Any]:
         state = {
-            "place": _place(),
+            "world_size": _world_size(),
             "cpu": torch.get_rng_state(),
             "python": random.getstate(),
             "numpy": np.random.get_state(),
         }
         if torch.accelerator.is_available():
             state["device"] = torch.get_device_module().get_rng_state()
-        return state
+        return {f"rank{_rank()}": state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if tuple(state["place"]) != _place():
-            _log.info("random numbers are not restored: rank %d of %d saved these", *state["place"])
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        state = states[f"rank{_rank()}"]
+        if state.get("world_size") != _world_size():
+            _log.info("the random numbers of rank %d stay as they are: as many ranks have saved none", _rank())
             return
         torch.set_rng_state(state["cpu"])
         random.setstate(state["python"])
@@ -287,6 +289,9 @@ class _Rng:
             torch.get_device_module().set_rng_state(state["device"])
 
 
-def _place() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

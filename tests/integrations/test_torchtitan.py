@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ LONG_SECS = 300.0
 STEPS = 8
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def needs_torchtitan() -> None:
     """Skip also where torchtitan is built for another torch than this."""
     for name in ("torchtitan.components.checkpointer", "torchtitan.components.optimizer"):
@@ -114,7 +115,8 @@ class Trainer:
         known = {"enable": True, "interval": 2, "keep_latest_k": 0, "last_save_model_only": False}
         kind = CheckpointManager if stock else AioCheckpointManager
         self.load_step = settings.pop("load_step", -1)
-        self.checkpointer = kind.Config(**(known | settings)).build(
+        config = settings.pop("config", None) or kind.Config(**(known | settings))
+        self.checkpointer = config.build(
             dataloader=self.data,
             model_parts=[self.model],
             optimizers=self.optimizers,
@@ -550,3 +552,25 @@ def test_a_remote_folder_stays_with_torchtitan(tmp_path: Path, caplog: pytest.Lo
     trainer = Trainer(0, 1, tmp_path, async_mode="disabled", folder="memory://ckpt")
     assert type(trainer.checkpointer) is CheckpointManager
     assert "local file systems" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_lines_of_the_page_run_and_each_loads_what_the_other_saved(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs/coming-from/torchtitan.md"
+    blocks = [text for text in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "torchtitan" in text]
+    configs = []
+    for text in blocks:
+        assert len(text.splitlines()) <= 10
+        names: dict[str, Any] = {}
+        exec(text, names)
+        configs.append(names["checkpoint"])
+    before, after = configs
+    assert type(before).__name__ == type(after).__name__ == "Config"
+    for number, config in enumerate((after, before, after), 1):
+        config.async_mode = "disabled"  # of stock, the others need a process group
+        trainer = Trainer(0, 1, tmp_path, config=config)
+        assert trainer.load() == (number > 1)
+        assert trainer.step == 500 * (number - 1)
+        trainer.step = 500 * number - 1
+        trainer.train(500 * number)
+        trainer.checkpointer.close()
