@@ -38,8 +38,7 @@ try:
     from torchtitan.components.checkpointer import CheckpointManager
 except ImportError as missing:
     raise ImportError(
-        f"aio_ckpt.integrations.torchtitan needs torchtitan ({KNOWN_TO_WORK} are known to work): "
-        "pip install 'aio-ckpt[integrations]'"
+        f"aio_ckpt.integrations.torchtitan needs torchtitan ({KNOWN_TO_WORK} are known to work): pip install torchtitan"
     ) from missing
 
 __all__ = ["AioCheckpointManager"]

@@ -188,6 +188,20 @@ def kills(rank: int, count: int, folder: Path, until: int, settings: dict[str, A
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def warned(rank: int, count: int, folder: Path, settings: dict[str, Any]) -> list[str]:
+    """What the engine warns of in a run."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("aio_ckpt")
+    logger.addHandler(handler)
+    try:
+        runs(rank, count, folder, 4, settings)
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
 def run_and_die(count: int, folder: Path, until: int, **settings: Any) -> None:
     with ranks(count) as running:
         for rank in range(count):
@@ -216,6 +230,12 @@ def test_a_killed_run_goes_on_with_equal_losses(one: Ranks, two: Ranks, tmp_path
         assert has_loaded
         assert losses == {step: all_losses[step] for step in (5, 6, 7, 8)}
         assert_same_state(contents, all_contents)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_and_its_resume_warn_of_nothing(one: Ranks, two: Ranks, tmp_path: Path, count: int) -> None:
+    for seed in (1, 2):
+        assert {1: one, 2: two}[count].run(warned, tmp_path, {"seed": seed}, timeout=LONG_SECS) == [[]] * count
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
@@ -389,6 +409,8 @@ def test_a_damaged_newest_step_is_passed_by(two: Ranks, tmp_path: Path) -> None:
     wanted = two.run(runs, tmp_path, 6, {}, timeout=LONG_SECS)
     for path in (tmp_path / "checkpoint/step-6").glob("*.distcp"):
         path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(AssertionError, match="CorruptCheckpointError"):  # a step that was asked for has no other
+        two.run(runs, tmp_path, 6, {"load_step": 6}, timeout=LONG_SECS)
     found = two.run(runs, tmp_path, 6, {"seed": 2}, timeout=LONG_SECS)
     for (_, losses, _), (_, all_losses, _) in zip(found, wanted, strict=True):
         assert losses == {step: all_losses[step] for step in (5, 6)}
