@@ -188,6 +188,14 @@ def kills(rank: int, count: int, folder: Path, until: int, settings: dict[str, A
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def keeps_its_random_numbers(rank: int, count: int, folder: Path, settings: dict[str, Any]) -> bool:
+    trainer = Trainer(rank, count, folder, **settings)
+    before = torch.get_rng_state(), random.getstate()
+    assert trainer.load()
+    trainer.checkpointer.close()
+    return torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
 def warned(rank: int, count: int, folder: Path, settings: dict[str, Any]) -> list[str]:
     """What the engine warns of in a run."""
     lines: list[str] = []
@@ -245,6 +253,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     of = {1: one, 2: two}
     saved = of[before].run(runs, tmp_path, 4, {}, timeout=LONG_SECS)
     settings = {"seed": 2, "exclude_from_loading": ["dataloader"]}
+    assert of[after].run(keeps_its_random_numbers, tmp_path, settings, timeout=LONG_SECS) == [True] * after
     for has_loaded, _, contents in of[after].run(runs, tmp_path, 4, settings, timeout=LONG_SECS):
         assert has_loaded
         assert_same_state(contents, saved[0][2])

@@ -1,4 +1,4 @@
-"""The manager for torchtitan, without torchtitan. ``tests/integrations/test_torchtitan.py`` tests it with the package."""
+"""The manager for torchtitan without torchtitan. With it: ``tests/integrations/test_torchtitan.py``."""
 
 from __future__ import annotations
 
