@@ -13,6 +13,7 @@ import copy
 import inspect
 import logging
 import random
+import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -246,7 +247,8 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
     def _step_of(self, checkpoint_id: str) -> int | None:
         """Return the step of a checkpoint of the folder; None for any other one."""
         path = Path(checkpoint_id)
-        return int(path.name.rpartition("-")[2]) if path.parent == Path(self.folder) else None
+        found = re.fullmatch(r"step-(\d+)", path.name)
+        return int(found[1]) if found and path.parent == Path(self.folder) else None
 
 
 def _plain(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -328,7 +328,8 @@ def test_the_last_save_holds_the_model_alone_in_the_dtype_of_export(two: Ranks, 
 
 def test_an_initial_checkpoint_lies_anywhere(two: Ranks, tmp_path: Path) -> None:
     saved = two.run(runs, tmp_path / "old", 4, {}, timeout=LONG_SECS)[0][2]
-    path = str(tmp_path / "old/checkpoint/step-4")
+    (tmp_path / "new/checkpoint").mkdir(parents=True)
+    path = str((tmp_path / "old/checkpoint/step-4").rename(tmp_path / "new/checkpoint/pretrained"))
     for model_only in (True, False):
         settings = {"initial_load_path": path, "initial_load_model_only": model_only, "seed": 2}
         for has_loaded, _, contents in two.run(runs, tmp_path / "new", 0, settings, timeout=LONG_SECS):
