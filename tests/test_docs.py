@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import importlib.util
 import inspect
 import logging
@@ -21,6 +22,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,18 @@ NOT_RUN = {
 
 FINDS_CHECKPOINTS = {"docs/cli.md", "docs/format.md", "docs/loading.md", "docs/retention.md"}
 """Pages whose blocks look at ``runs/ckpt``, which an earlier page made."""
+
+NEEDS = {"docs/coming-from/lightning.md": "lightning.pytorch"}
+"""By page: the package that its blocks need. Without it, the page is skipped."""
+
+ALSO_GIVEN = {
+    "docs/coming-from/lightning.md": """
+import lightning_runs
+
+module, batches = lightning_runs.Small(), lightning_runs.batches()
+"""
+}
+"""By page: more of what its reader has."""
 
 SET_UP = """
 import torch
@@ -165,7 +179,16 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(page: str, desk: Path, chec
     if page in FINDS_CHECKPOINTS:
         shutil.copytree(checkpoints, desk / "runs/ckpt")
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(SET_UP, names)
+    with contextlib.ExitStack() as quiet:
+        if page in NEEDS:
+            quiet.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # those of the package
+            pytest.importorskip(NEEDS[page], exc_type=ImportError)
+        run_page(page, desk, names)
+
+
+def run_page(page: str, desk: Path, names: dict[str, Any]) -> None:
+    exec(SET_UP + ALSO_GIVEN.get(page, ""), names)
     with asyncio.Runner() as loop:
         for block in BLOCKS[page]:
             if block.reason_not_run is not None:

@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 
 from aio_ckpt.commit.discovery import checkpoint_at
+from aio_ckpt.commit.files import is_of_checkpoint
 from aio_ckpt.commit.publish import holds_checkpoint
 from aio_ckpt.errors import ConfigError, WriteError
-from aio_ckpt.format.names import ENGINE_DIR, OWNER_FILE, TRASH_DIR, StepNames
-from aio_ckpt.format.root_manifest import METADATA_FILE
+from aio_ckpt.format.names import ENGINE_DIR, TRASH_DIR, StepNames
 from aio_ckpt.storage.local import Storage, sync_parents
 
 __all__ = ["check_place", "is_same_place", "move_to_trash", "prepare_place", "refusal"]
@@ -73,7 +73,7 @@ async def prepare_place(storage: Storage, path: Path, *, spares_foreign: bool) -
     if not await storage.exists(path.parent):
         await storage.make_dir(path.parent, parents=True)
     if spares_foreign and await holds_checkpoint(storage, path):
-        foreign = [name for name in await storage.list_dir(path) if not _is_of_checkpoint(name)]
+        foreign = [name for name in await storage.list_dir(path) if not is_of_checkpoint(name)]
         if foreign:
             shown = ", ".join(foreign[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
             text = f"is a checkpoint with files of others ({shown}): move them away, or save with overwrite=True"
@@ -92,10 +92,6 @@ async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNam
     await storage.rename(path, trash)
     await sync_parents(storage, path, trash)
     return trash
-
-
-def _is_of_checkpoint(name: str) -> bool:
-    return name == OWNER_FILE or name.endswith(".distcp") or name.startswith((METADATA_FILE, "aio_ckpt."))
 
 
 def _real(path: Path) -> Path:

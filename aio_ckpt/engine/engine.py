@@ -171,6 +171,7 @@ class BaseEngine:
         deadline_secs: float | None = None,
         metrics: Mapping[str, SupportsFloat] | None = None,
         extra: dict[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> SaveTicket:
         """Capture ``state`` now and save it in the background.
@@ -196,6 +197,8 @@ class BaseEngine:
             extra: JSON values to keep with the step, by name: loss, epoch, commit of the code. A dict of str, int,
                 finite float, bool, None, lists and dicts, at most 64 KiB as JSON, copied now. Reports of saves and
                 loads hold it. If there are several ranks, the value of rank 0 counts, and others may pass None.
+            files: small files to put beside the data, by name, for other programs: durable and visible with it, copied
+                now. Nothing of aio_ckpt reads or verifies them. If there are several ranks, those of rank 0 count.
             trace: file for a Chrome trace of this save (Perfetto, chrome://tracing), replaced before the ticket is
                 settled, also if the save fails once it has begun. A trace that cannot be written is logged.
 
@@ -213,7 +216,14 @@ class BaseEngine:
         """
         step = step_numbers.whole_number(step)
         call = SaveCall.of(
-            step, path=path, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, extra=extra, trace=trace
+            step,
+            path=path,
+            overwrite=overwrite,
+            deadline_secs=deadline_secs,
+            metrics=metrics,
+            extra=extra,
+            files=files,
+            trace=trace,
         )
         return self._frontend.save(state, step, call)
 

@@ -275,6 +275,8 @@ class SavePipeline:
         save.begin("making its directory durable", stage="commit")
         if save.call.path is not None:
             await by_path.prepare_place(ctx.storage, save.call.path, spares_foreign=not save.call.overwrite)
+        for name, content in save.call.files.items():
+            await ctx.storage.write_file(pending / name, content)
         await publish.sync_pending(ctx.storage, pending, root_manifest)
         save.timer.reached("dir_synced")
         save.begin("waiting while other checkpoints are renamed")

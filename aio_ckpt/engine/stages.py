@@ -16,6 +16,7 @@ import anyio
 from aio_ckpt.checks import check_flag, check_path, shown
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.extra import check_extra
+from aio_ckpt.commit.files import check_files
 from aio_ckpt.commit.manifests import MetadataFile
 from aio_ckpt.commit.retention import check_metrics
 from aio_ckpt.errors import ConfigError
@@ -56,6 +57,8 @@ class SaveCall:
     """Time by which the save must be committed."""
     started: float
     """``time.perf_counter`` at the call."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """The caller's own files, by name, which the leader writes beside the data."""
     path: Path | None = None
     """Directory that the caller named, absolute; None for a save of a step, and for a refused call."""
     takes_step: bool = True
@@ -75,6 +78,7 @@ class SaveCall:
         deadline_secs: float | None,
         metrics: Mapping[str, object] | None,
         extra: dict[str, Any] | None,
+        files: Mapping[str, bytes] | None,
         trace: str | os.PathLike[str] | None,
     ) -> SaveCall:
         """Return the call that begins now. Raises nothing: bad arguments give a call with ``refuse``."""
@@ -93,6 +97,7 @@ class SaveCall:
                 overwrite=overwrite,
                 metrics=check_metrics(metrics),
                 extra=check_extra(extra),
+                files=check_files(files),
                 deadline=deadline,
                 started=started,
                 trace=NO_TRACE if trace is None else TraceFile(trace),

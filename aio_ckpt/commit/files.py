@@ -1,0 +1,39 @@
+"""Files of the caller beside a checkpoint, as ``save(files=)`` takes them, and the names that it must not give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aio_ckpt.checks import shown
+from aio_ckpt.errors import ConfigError
+from aio_ckpt.format.names import OWNER_FILE
+from aio_ckpt.format.root_manifest import METADATA_FILE
+
+__all__ = ["check_files", "is_of_checkpoint"]
+
+_NAME_BYTES = 255
+
+
+def check_files(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
+    """Return a copy of ``save(files=)``; empty for None.
+
+    Raises:
+        ConfigError: a name that is none of a file of the caller, or a content that is not bytes. Names it.
+    """
+    if files is None:
+        return {}
+    if not isinstance(files, Mapping):
+        raise ConfigError(f"files={shown(files)}: give a dict of names and bytes")
+    for name, content in files.items():
+        if not isinstance(name, str) or "/" in name or "\0" in name or not 0 < len(name.encode()) <= _NAME_BYTES:
+            raise ConfigError(f"files: {shown(name)} is no name of a file: give one without a directory")
+        if name.startswith(".") or is_of_checkpoint(name):
+            raise ConfigError(f"files: {shown(name)} is a name of the checkpoint's own files: give another one")
+        if not isinstance(content, bytes):
+            raise ConfigError(f"files[{shown(name)}]: a {type(content).__name__} is no content: give bytes")
+    return dict(files)
+
+
+def is_of_checkpoint(name: str) -> bool:
+    """Return whether a checkpoint's own files have such names."""
+    return name == OWNER_FILE or name.endswith(".distcp") or name.startswith((METADATA_FILE, "aio_ckpt."))

@@ -1,0 +1,375 @@
+"""Checkpoints of Lightning by this engine: a ``CheckpointIO``, and a strategy for FSDP2.
+
+    from aio_ckpt.integrations.lightning import AioCheckpointIO
+
+    trainer = Trainer(plugins=[AioCheckpointIO()])
+
+A checkpoint is a directory at the path that Lightning gives. One commit makes it visible as a whole. That of the
+strategy has Lightning's own layout of sharded checkpoints, so that stock Lightning reads it. For that of the plugin,
+``torch.save(AioCheckpointIO().load_checkpoint(path), file)`` makes a file of stock Lightning.
+
+If both ``lightning`` and ``pytorch_lightning`` are installed, import the one that trains before this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp import default
+from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from aio_ckpt.integrations.lightning_layout import OPTIMIZER, as_bytes, join, moved, split
+from aio_ckpt.integrations.path_saves import PathSaves, local_path
+from aio_ckpt.ranks.store_coordinator import SoloCoordinator, default_coordinator
+from aio_ckpt.standalone import read
+
+
+def _import_lightning() -> tuple[Any, Any]:
+    """Return the packages of Fabric and of the Trainer: those that are imported already, if there are two of each."""
+    names = [("lightning.fabric", "lightning.pytorch"), ("lightning_fabric", "pytorch_lightning")]
+    names.sort(key=lambda pair: pair[1] not in sys.modules)
+    for fabric, trainer in names:
+        try:
+            return importlib.import_module(f"{fabric}.plugins"), importlib.import_module(f"{trainer}.strategies")
+        except ModuleNotFoundError as missing:
+            if missing.name not in (fabric.partition(".")[0], trainer.partition(".")[0]):
+                raise
+    raise ImportError("aio_ckpt.integrations.lightning needs Lightning: pip install lightning")
+
+
+_plugins, _strategies = _import_lightning()
+_CheckpointIO: Any = _plugins.CheckpointIO
+_ModelParallelStrategy: Any = _strategies.ModelParallelStrategy
+
+__all__ = ["AioCheckpointIO", "AioModelParallelStrategy", "load_from_checkpoint"]
+
+# -- private names of Lightning -----------------------------------------------------------------------
+
+KNOWN_VERSIONS = "2.4.0, 2.5.5 and 2.6.6"
+"""Versions of Lightning that this module was tested with."""
+META_FILE = "meta.pt"
+"""Name that ``_METADATA_FILENAME`` of ``lightning.fabric.utilities.load`` has in these versions."""
+_IS_SHARDED = "_save_distributed_checkpoint"
+"""Attribute of ModelParallelStrategy: whether each rank saves its shards."""
+
+
+def moved_names(strategy: object) -> list[str]:
+    """Return the private names that this Lightning lacks, or gives another meaning."""
+    utilities = f"{_plugins.__name__.removesuffix('.plugins')}.utilities.load"
+    try:
+        found = getattr(importlib.import_module(utilities), "_METADATA_FILENAME", None)
+    except ImportError:
+        found = None
+    moved = [] if found == META_FILE else [f"{utilities}._METADATA_FILENAME"]
+    return moved if hasattr(strategy, _IS_SHARDED) else [*moved, f"ModelParallelStrategy.{_IS_SHARDED}"]
+
+
+# -- what is Lightning's way ----------------------------------------------------------------------------
+
+_META = "aio_ckpt_meta"
+"""Leaf that holds what is not stored by the engine. In a sharded checkpoint, ``meta.pt`` has the same bytes."""
+_ENDS_THE_PROCESS = ("hpc_ckpt_", ".temp.ckpt")
+"""Beginnings of file names after whose save Lightning ends the process: SLURM's requeue, and a spawned worker."""
+
+_TAKES_WEIGHTS_ONLY = "weights_only" in inspect.signature(_CheckpointIO.load_checkpoint).parameters
+_WEIGHTS_ONLY = None if _TAKES_WEIGHTS_ONLY else False
+"""Lightning's own default. Before 2.6 it ran the code of a checkpoint, and its Trainer could not be told otherwise."""
+
+_log = logging.getLogger("aio_ckpt")
+
+
+def _read(
+    path: Path, map_location: Any, weights_only: bool | None, config: EngineConfig | None = None
+) -> dict[str, Any]:
+    """Return the checkpoint in a directory, verified: of this module, of Lightning's sharded ones, or any other."""
+    if path.is_symlink() and not path.exists():
+        raise CheckpointNotFoundError(
+            f"{path} is a link to {path.readlink()}, which is missing: give another checkpoint"
+        )
+    entries = read(path, config=config)
+    meta = entries.pop(_META, None)
+    if meta is None and (path / META_FILE).is_file():
+        meta = (path / META_FILE).read_bytes()
+    where = "cpu" if map_location is None else map_location
+    weights_only = _WEIGHTS_ONLY if weights_only is None else weights_only
+    rest = {} if meta is None else torch.load(io.BytesIO(meta), map_location=where, weights_only=weights_only)
+    return join(moved(entries, where), rest)
+
+
+def _waits(checkpoint: Mapping[str, Any], path: Path) -> bool:
+    """Return whether a save has to be durable when it returns.
+
+    It has to before Lightning ends the process. It has to if ModelCheckpoint keeps a link to the newest checkpoint:
+    a link to a pending one would lead nowhere, and a run that is killed would begin anew.
+    """
+    callbacks = checkpoint.get("callbacks", {})
+    links = [state.get("last_model_path") for state in callbacks.values() if isinstance(state, Mapping)]
+    return path.name.startswith(_ENDS_THE_PROCESS) or any(link and os.path.islink(link) for link in links)
+
+
+@contextlib.contextmanager
+def _room_at(path: Path | None) -> Iterator[bool]:
+    """Move a file or a link at ``path`` aside, as no directory replaces it. Yields whether one was there.
+
+    ``last.ckpt`` becomes ``last-before.ckpt``, so that ``ckpt_path="last"`` finds it until the commit. It is deleted at
+    the end of the block, or comes back if the block fails.
+    """
+    if path is None or not (path.is_symlink() or path.is_file()):
+        yield False
+        return
+    aside = path.rename(path.with_name(f"{path.stem}-before{path.suffix}"))
+    try:
+        yield True
+    except BaseException:
+        if not path.exists():
+            aside.rename(path)
+        raise
+    aside.unlink()
+
+
+class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
+    """Plugin of Trainer and Fabric that saves in the background and deletes behind the commits.
+
+    ``save_checkpoint`` returns once the checkpoint is captured. The checkpoint is a directory. A failure is raised by
+    the next save, or at the end of ``fit``.
+
+    Args:
+        config: settings of the engine. By default two saves may be pending, each with an image in host memory.
+        root: directory for pending saves, on the file system of the checkpoints; by default, that of the first one.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, *, root: str | os.PathLike[str] | None = None) -> None:
+        self._saves = PathSaves(config, root, SoloCoordinator)
+        self._stock = _plugins.TorchCheckpointIO()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Capture ``checkpoint`` and save it at ``path``, in the place of an older one.
+
+        Raises:
+            ConfigError: ``storage_options`` were given.
+            Exception: as :meth:`CheckpointEngine.save`. An earlier save may have failed; this one is made all the same.
+        """
+        if storage_options is not None:
+            raise ConfigError(
+                "storage_options: AioCheckpointIO has none: give AioCheckpointIO(config=EngineConfig(...))"
+            )
+        place = local_path(path)
+        if place is None:
+            _log.warning("%s is no local path: Lightning itself saves it, without the engine", path)
+            self._stock.save_checkpoint(checkpoint, path)
+            return
+        entries, rest = split(checkpoint)
+        with _room_at(place) as replaces_file:
+            waits = replaces_file or _waits(checkpoint, place)
+            self._saves.save({**entries, _META: as_bytes(rest)}, place, files={}, waits=waits)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint at ``path``, verified; a file of Lightning, too. Waits for a pending save of it.
+
+        Args:
+            path: directory or file.
+            map_location: as for ``torch.load``, of tensors that are read into host memory; None leaves them there.
+            weights_only: as for ``torch.load``, of what is no tensor.
+
+        Raises:
+            CheckpointNotFoundError, FileNotFoundError: there is none.
+            CorruptCheckpointError and others: as :func:`aio_ckpt.read`.
+        """
+        place = local_path(path)
+        if place is not None:
+            self._saves.wait(place)
+        if place is None or place.is_file():
+            rule = {"weights_only": weights_only} if _TAKES_WEIGHTS_ONLY else {}
+            return dict(self._stock.load_checkpoint(path, map_location or "cpu", **rule))
+        return _read(place, map_location, weights_only, self._saves.config)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Delete the checkpoint at ``path`` once the saves that are pending now are durable.
+
+        If one of them fails, the checkpoint stays, and a warning is logged. For a file of Lightning, this waits.
+        """
+        place = local_path(path)
+        if place is None:
+            self._stock.remove_checkpoint(path)
+        elif place.is_symlink() or place.is_file():
+            self._saves.flush()
+            place.unlink()
+        elif place.exists() or self._saves.is_pending(place):
+            self._saves.remove(place)
+
+    def teardown(self) -> None:
+        """Finish pending saves and deletions, and free the memory. Raises a failure that was not raised yet."""
+        self._saves.close()
+
+    def flush(self) -> None:
+        """Wait until all pending saves are durable. Raises the first failure."""
+        self._saves.flush()
+
+
+class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
+    """ModelParallelStrategy (FSDP2) whose sharded checkpoints are saved in the background, without a copy to the host.
+
+    All ranks save their shards, and one commit makes the shards and ``meta.pt`` visible. Stock Lightning reads them.
+    With ``save_distributed_checkpoint=False``, this is ModelParallelStrategy.
+
+    Args:
+        config: settings of the engine, as for :class:`AioCheckpointIO`.
+        root: directory for pending saves, as for :class:`AioCheckpointIO`; the same on all ranks.
+        options: arguments of ModelParallelStrategy.
+    """
+
+    def __init__(
+        self, *args: Any, config: EngineConfig | None = None, root: str | os.PathLike[str] | None = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self._saves = PathSaves(config, root, default_coordinator)
+        if names := moved_names(self):
+            _log.warning(
+                "Lightning itself saves and loads, without the engine: it lacks %s. Versions known to work: %s",
+                ", ".join(names),
+                KNOWN_VERSIONS,
+            )
+        self._is_known = not names
+
+    @property
+    def _saves_shards(self) -> bool:
+        return self._is_known and bool(getattr(self, _IS_SHARDED))
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the parameters of this rank as they are on its device."""
+        if not self._saves_shards:
+            return dict(super().lightning_module_state_dict())
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer of this rank as it is on its device."""
+        if not self._saves_shards:
+            return dict(super().optimizer_state(optimizer))
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        return get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Capture the shards of this rank and save them at the path of rank 0, in the place of an older checkpoint.
+
+        Raises:
+            TypeError: ``storage_options`` were given.
+            Exception: as :meth:`CheckpointEngine.save`. An earlier save may have failed; this one is made all the same.
+        """
+        place = local_path(filepath)
+        if storage_options is not None or not self._saves_shards or place is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        entries: dict[str, Any] = {"state_dict": checkpoint.pop("state_dict")}
+        for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+            entries[f"{OPTIMIZER}{index}"] = state
+        files: dict[str, bytes] = {}
+        is_first = self.global_rank == 0
+        if is_first:
+            files[META_FILE] = entries[_META] = as_bytes(checkpoint)
+        with _room_at(place if is_first else None) as replaces_file:
+            path, waits = self.broadcast((place, replaces_file or _waits(checkpoint, place)))
+            self._saves.save(entries, path, files=files, waits=waits)
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **options: Any) -> dict[str, Any]:
+        """Fill model and optimizers from the checkpoint at the path of rank 0, verified; return the rest of it.
+
+        Raises:
+            CorruptCheckpointError: ``meta.pt`` is not what was saved.
+            Exception: as ModelParallelStrategy.
+        """
+        path = self.broadcast(local_path(checkpoint_path))
+        if path is None or not self._saves_shards:
+            return dict(super().load_checkpoint(checkpoint_path, *args, **options))
+        self._saves.wait(path)
+        if fault := self.broadcast(_fault_of_meta(path) if self.global_rank == 0 else ""):
+            raise CorruptCheckpointError(fault)
+        with default():
+            return dict(super().load_checkpoint(path, *args, **options))
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Delete the checkpoint at ``filepath`` once the saves that are pending now are durable, on all ranks."""
+        path = local_path(filepath)
+        if path is None or not self._saves_shards:
+            super().remove_checkpoint(filepath)
+            return
+        is_file = path.is_symlink() or path.is_file()
+        is_there = path.exists() or self._saves.is_pending(path)
+        path, is_file, is_there = self.broadcast((path, is_file, is_there))  # a save may be settled on one rank only
+        if is_file:
+            self._saves.flush()
+            super().remove_checkpoint(path)
+        elif is_there:
+            self._saves.remove(path)
+
+    def teardown(self) -> None:
+        """Finish pending saves and deletions on all ranks, then do what ModelParallelStrategy does."""
+        try:
+            self._saves.close()
+        finally:
+            super().teardown()
+
+
+def _fault_of_meta(path: Path) -> str:
+    """Return what is wrong with ``meta.pt`` of a checkpoint of this module; '' for any other checkpoint."""
+    file = path / META_FILE
+    if not file.is_file():
+        return ""
+    try:
+        wanted = read(path, only=[_META])[_META]
+    except KeyError:
+        return ""  # Lightning itself saved it
+    return "" if file.read_bytes() == wanted else f"{file} is not what was saved: load another checkpoint"
+
+
+def load_from_checkpoint(
+    cls: Any,
+    checkpoint_path: str | os.PathLike[str],
+    map_location: Any | None = None,
+    *,
+    weights_only: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Return ``cls.load_from_checkpoint(...)`` of a LightningModule or a LightningDataModule, for a directory, too.
+
+    The states of optimizers are not passed to its hooks.
+
+    Args:
+        cls: class of the module.
+        checkpoint_path: directory of a checkpoint, or a file of Lightning.
+        map_location: as for ``torch.load``, of tensors in host memory.
+        weights_only: as for ``torch.load``.
+        options: other arguments of ``load_from_checkpoint``.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError and others: as :func:`aio_ckpt.read`.
+    """
+    place = local_path(checkpoint_path)
+    source: str | os.PathLike[str] | io.BytesIO = checkpoint_path
+    if place is not None and not place.is_file():
+        checkpoint = _read(place, None, weights_only)
+        checkpoint.pop("optimizer_states", None)
+        source = io.BytesIO(as_bytes(checkpoint))
+        del checkpoint
+    if weights_only is not None:  # older releases of Lightning do not know it
+        options["weights_only"] = weights_only
+    return cls.load_from_checkpoint(source, map_location=map_location, **options)

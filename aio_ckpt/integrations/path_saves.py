@@ -1,0 +1,117 @@
+"""Saves at paths that a framework gives: the engines of this process and their pending saves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine.shutdown import log_if_second_to
+from aio_ckpt.errors import RootError
+from aio_ckpt.ranks.store_coordinator import Coordinator
+from aio_ckpt.sync import SyncCheckpointEngine
+from aio_ckpt.ticket import SaveTicket
+
+__all__ = ["PathSaves", "local_path"]
+
+
+class PathSaves:
+    """Engines of this process, one for each file system, and their pending saves. The first save opens an engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig | None,
+        root: str | os.PathLike[str] | None,
+        coordinator: Callable[[], Coordinator],
+    ) -> None:
+        self.config = config or EngineConfig(max_in_flight=2)  # one of the best, and the last
+        self._root = root
+        self._coordinator = coordinator
+        self._engines: dict[int, SyncCheckpointEngine] = {}
+        self._tickets: dict[Path, SaveTicket] = {}
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a spawned process open its own engines."""
+        return PathSaves, (self.config, self._root, self._coordinator)
+
+    def save(self, state: dict[str, Any], path: Path, *, files: Mapping[str, bytes], waits: bool) -> None:
+        """Capture a checkpoint, and commit it behind those before it. If ``waits``, return once it is durable.
+
+        Raises:
+            Exception: as ``CheckpointEngine.save``.
+        """
+        try:
+            ticket = self._engine_for(path).save(state, path=path, overwrite=True, files=files)
+        except RootError as error:
+            error.add_note("If two trainers save into one directory, give each a root of its own on that file system.")
+            raise
+        except Exception as error:
+            if (made := getattr(error, "ticket", None)) is not None:  # an earlier save failed, and this one goes on
+                self._note(path, made, waits=waits)
+            raise
+        self._note(path, ticket, waits=waits)
+
+    def _note(self, path: Path, ticket: SaveTicket, *, waits: bool) -> None:
+        self._tickets = {place: each for place, each in self._tickets.items() if not each.done()} | {path: ticket}
+        if waits:
+            ticket.result()
+
+    def remove(self, path: Path) -> None:
+        """Delete the checkpoint at ``path`` once the saves that are pending now are durable."""
+        self._engine_for(path).remove(path)
+
+    def is_pending(self, path: Path) -> bool:
+        """Return whether a save of ``path`` is pending."""
+        return path in self._tickets and not self._tickets[path].done()
+
+    def wait(self, path: Path) -> None:
+        """Wait until a pending save of ``path`` is durable. Raises its failure."""
+        ticket = self._tickets.get(path)
+        if ticket is not None and not ticket.done():
+            ticket.result()
+
+    def flush(self) -> None:
+        """Wait until all pending saves are durable. Raises the first failure."""
+        for ticket in list(self._tickets.values()):
+            if not ticket.done():
+                ticket.result()
+
+    def close(self) -> None:
+        """Finish pending saves and removals, and close the engines. The next save opens them again.
+
+        Raises:
+            Exception: a failure that was not raised yet. While another error is handled, it is only logged.
+        """
+        engines, self._engines, self._tickets = self._engines, {}, {}
+        if self._pid != os.getpid():
+            return  # the engines are those of the parent
+        with log_if_second_to(sys.exc_info()[1]), contextlib.ExitStack() as closing:
+            for engine in engines.values():
+                closing.callback(engine.close)
+
+    def _engine_for(self, path: Path) -> SyncCheckpointEngine:
+        if self._pid != os.getpid():  # an engine does not survive a fork
+            self._engines, self._tickets, self._pid = {}, {}, os.getpid()
+        root = Path(self._root or path.parent)
+        device = _device_of(root)
+        if device not in self._engines:
+            self._engines[device] = SyncCheckpointEngine(root, self.config, coordinator=self._coordinator())
+        return self._engines[device]
+
+
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """Return the absolute path of a local file or directory; None for a URL of another kind."""
+    text = os.fspath(path)
+    if "://" in text and not text.startswith("file://"):
+        return None
+    return Path(os.path.abspath(text.removeprefix("file://")))
+
+
+def _device_of(path: Path) -> int:
+    """Return the device of ``path``, or of its nearest parent that exists."""
+    return next(place.stat().st_dev for place in (path, *path.parents) if place.exists())
