@@ -29,7 +29,6 @@ from aio_ckpt.ranks.coordinator import Coordinator, Exchange
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, while_beating
 from aio_ckpt.ranks.membership import different_roots
 from aio_ckpt.reports import SkippedCheckpoint
-from aio_ckpt.runtime.futures import first_cause
 
 __all__ = ["GroupUse", "Loaded", "newest_good_for_all", "refuse_for_all"]
 

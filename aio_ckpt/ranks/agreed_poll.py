@@ -95,7 +95,7 @@ class AgreedPoll:
         self._portal.submit(self._watch, quiet_secs)
 
     async def agree(self) -> None:
-        """Agree now. Every rank calls this in its portal's loop, in place of :meth:`watch`, when the event has come to all."""
+        """Agree now. If the event has come to all ranks, each calls this in its loop, in place of :meth:`watch`."""
         await self._decide(self._members.met)
 
     async def _watch(self, quiet_secs: float) -> None:
@@ -112,7 +112,7 @@ class AgreedPoll:
         await self._decide(come)
 
     async def _decide(self, come: Callable[[], Awaitable[None]]) -> None:
-        """Await ``come()``, after which the event has come to a rank; then agree on the first poll that returns True."""
+        """Await ``come()``, then agree with the other ranks on the first poll that returns True."""
         try:
             await come()
             with self._lock:

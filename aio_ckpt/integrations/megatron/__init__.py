@@ -1,9 +1,9 @@
 """Checkpoints of Megatron-LM: strategies and a queue for ``megatron.core``, and ``install()`` for ``pretrain``.
 
-    from aio_ckpt.integrations import megatron
+from aio_ckpt.integrations import megatron
 
-    megatron.install()
-    pretrain(...)
+megatron.install()
+pretrain(...)
 """
 
 from __future__ import annotations

@@ -161,9 +161,7 @@ class _Call:
         self._members = members
         self._portal = portal
         self._errors: list[AioCkptError] = []
-        self._agreed = AgreedPoll(
-            members, portal, topic=f"async call {number} (poll)", on_error=self._errors.append
-        )
+        self._agreed = AgreedPoll(members, portal, topic=f"async call {number} (poll)", on_error=self._errors.append)
         self._outcome: Future[_Failure | None] = Future()
         """Failure of any rank, once the work of all ranks has ended; None if there is none."""
         self._ended = portal.submit(self._follow, on_done=self._settle)
@@ -207,11 +205,14 @@ class _Call:
     async def _agreed_outcome(self) -> _Failure | None:
         coordinator = self._members.coordinator
         for work in self._works:
-            ended = asyncio.Event()
-            work.add_done_callback(lambda _, ended=ended: self._portal.post(ended.set))
-            await ended.wait()
+            await self._end_of(work)
         mine = next(filter(None, (_failure_of(work, coordinator.rank) for work in self._works)), None)
         return await _OUTCOME.run(coordinator, f"async call {self.number} (outcome)", mine, _first)
+
+    async def _end_of(self, work: Future[Any]) -> None:
+        ended = asyncio.Event()
+        work.add_done_callback(lambda _: self._portal.post(ended.set))
+        await ended.wait()
 
     def _settle(self, done: Future[None]) -> None:
         error = done.exception() if not done.cancelled() else None

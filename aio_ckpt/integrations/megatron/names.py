@@ -66,9 +66,7 @@ class core:  # noqa: N801 - a namespace
     """``(lists by key, is loading) -> a state that DCP saves``; sets the ``data`` of what it is given."""
     reader = Place(module=f"{_CHECKPOINTING}.strategies.torch", name="_get_filesystem_reader")
     """``(path, ...) -> a storage reader``. All loads of a strategy call it."""
-    common_reader = Place(
-        module=f"{_CHECKPOINTING}.serialization", name="_get_filesystem_reader", is_needed=False
-    )
+    common_reader = Place(module=f"{_CHECKPOINTING}.serialization", name="_get_filesystem_reader", is_needed=False)
     """The same function, by which 0.19 reads the common state."""
     request = Place(module=f"{_CHECKPOINTING}.strategies.async_utils", name="AsyncRequest")
     tensor = Place(module=f"{_CHECKPOINTING}.mapping", name="ShardedTensor")

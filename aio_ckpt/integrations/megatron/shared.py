@@ -32,7 +32,7 @@ class Shared:
         self._stager = _Stager(config).share(self.runtime)
         self._lock = Lock()
         self._portal: Portal | None = None
-        self._group: tuple[Any, dist.ProcessGroup] | None = None
+        self._group: tuple[Any, Any] | None = None
 
     def portal(self) -> Portal:
         """Return the portal. Its loop agrees with the other ranks; its one I/O thread saves, in the order of the calls.

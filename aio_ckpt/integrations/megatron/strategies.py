@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from aio_ckpt.checks import check_kind
 from aio_ckpt.config import EngineConfig
@@ -122,7 +123,7 @@ class SaveStrategy(_SaveBase):  # type: ignore[misc]
             flatten_sharded_tensors=False,
         )
         writer = Writer(checkpoint_dir, config=self._shared.config).share(self._shared.runtime)
-        dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+        dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
 
 
 class LoadStrategy(_LoadBase):  # type: ignore[misc]
@@ -211,9 +212,11 @@ def _outcome_of(work: Callable[[], None]) -> Future[None]:
     """Call ``work`` and return its outcome. A CheckpointException, which is no Exception, counts as one."""
     outcome: Future[None] = Future()
     try:
-        outcome.set_result(work())
-    except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001 - the request raises it
+        work()
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - the request raises it
         outcome.set_exception(error)
+    else:
+        outcome.set_result(None)
     return outcome
 
 
