@@ -120,9 +120,7 @@ class Trainer:
         """What ``generate_state_dict`` makes."""
         state = {"iteration": step, "model": self.module.sharded_state_dict(metadata=self.metadata)}
         if self.is_cuda:
-            state["optimizer"] = self.optimizer.sharded_state_dict(
-                state, is_loading=is_loading, metadata=self.metadata
-            )
+            state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=self.metadata)
         return state
 
     def load(self, folder: Path) -> int:

@@ -31,6 +31,8 @@ def stub_triton() -> None:
         typing.override = lambda method: method  # type: ignore[attr-defined]
     if importlib.util.find_spec("triton") is not None:
         return
+    import torch._dynamo  # its first import looks for more of triton than the stub has
+
     for name in ("triton", "triton.language"):
         module = _Stub(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
