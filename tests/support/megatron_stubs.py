@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
 import sys
@@ -31,7 +32,7 @@ def stub_triton() -> None:
         typing.override = lambda method: method  # type: ignore[attr-defined]
     if importlib.util.find_spec("triton") is not None:
         return
-    import torch._dynamo  # its first import looks for more of triton than the stub has
+    importlib.import_module("torch._dynamo")  # its first import looks for more of triton than the stub has
 
     for name in ("triton", "triton.language"):
         module = _Stub(name)
