@@ -1,7 +1,7 @@
 """A small GPT of Megatron, saved through ours, killed, and resumed with equal losses.
 
 ``python tests/integrations/megatron_gpt.py --root DIR --device cuda --tp 1`` runs every part, each by ``torchrun`` on
-two ranks. ``--device cpu`` needs no GPU: gloo, tensor parallelism, SGD in place of Megatron's distributed optimizer, which
+two ranks. ``--device cpu`` needs no GPU: gloo, tensor parallelism, SGD in place of the distributed optimizer, which
 asks for CUDA. One part alone: ``torchrun --nproc-per-node 2 tests/integrations/megatron_gpt.py --root DIR --part
 reference``.
 """
