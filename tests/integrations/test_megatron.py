@@ -242,6 +242,31 @@ def test_ours_loads_what_stock_saved(two: Ranks, tmp_path: Path) -> None:
     two.run(stock_saves, tmp_path / "run", timeout=LONG_SECS)
 
 
+def saves_by_stock_queue(rank: int, count: int, folder: Path) -> None:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    def body() -> None:
+        torch.cuda.current_device = lambda: "cpu"  # stock's queue asks for CUDA
+        with ours(folder, rank) as (strategy, run):
+            run.queue = AsyncCallsQueue()
+            gate = threading.Event()
+            strategy._shared.submit(gate.wait)  # stands before the save in its thread
+            folder_of = run.save(strategy, 3, sharded(rank, count, 3))
+            gate.set()
+            assert run.step() == [0]  # the first poll has waited for the commit
+            assert run.tracked == "3"
+            executed = run.request(strategy, sharded(rank, count, 4), folder / "executed")
+            executed.execute_sync()
+            assert_loaded(stock_load(sharded(rank, count, 0), folder_of), rank, count, 3)
+            assert_loaded(stock_load(sharded(rank, count, 0), folder / "executed"), rank, count, 4)
+
+    told(body)
+
+
+def test_a_queue_of_megatron_finalizes_what_ours_has_committed(two: Ranks, tmp_path: Path) -> None:
+    two.run(saves_by_stock_queue, tmp_path / "run", timeout=LONG_SECS)
+
+
 def saves_fully_parallel(rank: int, count: int, folder: Path) -> list[str]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
