@@ -20,13 +20,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron_stubs import stub_triton  # noqa: E402
+import torch
+import torch.distributed as dist
+from megatron_stubs import stub_triton
 
-from aio_ckpt import EngineConfig  # noqa: E402
+from aio_ckpt import EngineConfig
 
 STEPS, SYNC_AT, ASYNC_AT, KILLED_AT = 8, 2, 4, 6
 """The checkpoint of step 4 is what a run that is killed behind step 6 resumes from."""
