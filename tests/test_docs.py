@@ -48,6 +48,8 @@ NOT_RUN = {
     "pip install": "changes the environment; .ci/run runs the README's test command",
     ".ci/run": "is what runs this test",
     "python -m pytest -q -m": "is a run of the tests",
+    "from megatron.": "needs Megatron; tests/integrations/test_megatron.py",
+    "integrations.megatron import": "needs Megatron; tests/integrations/test_megatron.py",
     "mkdocs serve": "serves until it is ended; .ci/run builds the site",
     "from transformers": "needs transformers; tests/integrations/test_huggingface.py runs it",
     "integrations.huggingface": "needs transformers; tests/integrations/test_huggingface.py runs it",

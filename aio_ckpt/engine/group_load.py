@@ -26,10 +26,9 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.match.match import OnMatched
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange
-from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, heartbeat_pauses
+from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, while_beating
 from aio_ckpt.ranks.membership import different_roots
 from aio_ckpt.reports import SkippedCheckpoint
-from aio_ckpt.runtime.futures import first_cause
 
 __all__ = ["GroupUse", "Loaded", "newest_good_for_all", "refuse_for_all"]
 
@@ -164,7 +163,7 @@ async def newest_good_for_all(
         while not instruction.is_last:
             member.note_damage(instruction)
             try:
-                message = await _while_beating(coordinator, stall_secs, functools.partial(member.follow, instruction))
+                message = await while_beating(coordinator, stall_secs, functools.partial(member.follow, instruction))
             except _ReadingStoppedError as stopped:
                 instruction = stopped.instruction
             else:
@@ -434,25 +433,6 @@ def _described(arguments: tuple[int | None, str, bool] | None) -> str:
     step, path, falls_back = arguments or (None, "", True)
     which = path or ("the newest checkpoint" if step is None else f"step {step}")
     return which if falls_back else f"{which} with fallback=False"
-
-
-async def _while_beating(coordinator: Coordinator, stall_secs: float, work: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of ``work``; meanwhile send heartbeats to the other ranks."""
-
-    async def beat() -> None:
-        for pause_secs in heartbeat_pauses(stall_secs):
-            await anyio.sleep(pause_secs)
-            await coordinator.beat()
-
-    result: list[T] = []
-    try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(beat)
-            result.append(await work())
-            group.cancel_scope.cancel()
-    except BaseExceptionGroup as errors:
-        raise first_cause(errors) from None
-    return result[0]
 
 
 async def _abort(coordinator: Coordinator, topics: Sequence[str], error: BaseException, stall_secs: float) -> None:

@@ -12,7 +12,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -66,6 +66,7 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
     if fault:
         raise CorruptCheckpointError(f"{name}: {fault}")
     metadata: Metadata = found
+    vars(metadata).pop(_PLANS, None)
     _log_unknown_fields(metadata, name)
     return metadata
 
@@ -83,7 +84,9 @@ OLDEST_FIELDS = 5
 _UNKNOWN_FIELDS = "fields_of_a_newer_torch"
 """Attribute of ``TensorProperties`` that keeps the fields after ``strides``, which no known torch writes."""
 _KNOWN_FIELDS: dict[type, frozenset[str]] = {
-    Metadata: frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}),
+    Metadata: frozenset(
+        {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "mcore_data"}
+    ),
     StorageMeta: frozenset({"checkpoint_id", "save_id", "load_id", "modules"}),
     TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
     TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}),
@@ -92,7 +95,9 @@ _KNOWN_FIELDS: dict[type, frozenset[str]] = {
     MetadataIndex: frozenset({"fqn", "offset", "index"}),
     StorageInfo: frozenset({"relative_path", "offset", "length", "transform_descriptors"}),
 }
-"""Fields that torch 2.6 to 2.15 write."""
+"""Fields that torch 2.6 to 2.15 and Megatron write."""
+_PLANS = "all_local_plans"
+"""Field that Megatron adds: the plan of each rank, as a hint for its next save. It is dropped."""
 
 
 def _log_unknown_fields(metadata: Metadata, name: str) -> None:
@@ -176,6 +181,16 @@ class _Index(metaclass=_FrozenType):
         self.__class__ = MetadataIndex  # type: ignore[assignment]
 
 
+class _Dropped(metaclass=_FrozenType):
+    """Stand-in for a part of a plan, which no load needs. It takes any arguments and keeps none."""
+
+    def __new__(cls, *args: object) -> Self:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        """Keep nothing."""
+
+
 class _MemoryFormat(metaclass=_FrozenType):
     def __new__(cls, value: int) -> torch.memory_format:  # type: ignore[misc]
         if value not in _MEMORY_FORMATS:
@@ -206,8 +221,16 @@ _DCP_CLASSES: dict[tuple[str, str], object] = {
     ("metadata", "MetadataIndex"): _Index,
     ("metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
     ("filesystem", "_StorageInfo"): _stand_in(StorageInfo),
+    **{
+        ("planner", name): _Dropped
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    },
 }
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _GLOBALS: dict[tuple[str, str], object] = {
+    # Megatron up to 0.15 derived classes of its own.
+    (_MEGATRON, "MCoreMetadata"): _stand_in(Metadata),
+    (_MEGATRON, "MCoreSavePlan"): _Dropped,
     # Torch before 2.0 called the package torch.distributed._shard.checkpoint, and torch still finds it by that name.
     **{
         (f"{package}.{module}", name): found

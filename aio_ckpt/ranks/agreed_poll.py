@@ -7,7 +7,7 @@ clock, :class:`AgreedPreemption` one for a signal to any rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 
 import anyio
@@ -43,12 +43,14 @@ class AgreedPoll:
         members: Membership,
         portal: Portal,
         *,
-        flag: str,
         topic: str,
-        has_come: Callable[[], bool],
         on_error: Callable[[AioCkptError], None],
+        flag: str = "",
+        has_come: Callable[[], bool] = lambda: False,
     ) -> None:
         """``has_come()``: whether the event came to this rank. ``flag`` and ``topic`` name it, alike on all ranks.
+
+        :meth:`agree` needs neither ``flag`` nor ``has_come``.
 
         ``on_error`` gets the reason if the ranks cannot agree. This rank goes by itself then.
         """
@@ -92,18 +94,30 @@ class AgreedPoll:
         """Begin to watch for the event on all ranks; after ``quiet_secs``, in which none is expected."""
         self._portal.submit(self._watch, quiet_secs)
 
+    async def agree(self) -> None:
+        """Agree now. If the event has come to all ranks, each calls this in its loop, in place of :meth:`watch`."""
+        await self._decide(self._members.met)
+
     async def _watch(self, quiet_secs: float) -> None:
         coordinator = self._members.coordinator
         pause = max(_FLAG_SECS, _FLAG_SECS_A_RANK * coordinator.world_size)
-        try:
+
+        async def come() -> None:
             await self._members.met()
             await anyio.sleep(quiet_secs)
             while not (self._has_come() or await coordinator.is_raised(self._flag)):  # noqa: ASYNC110 - there is no event
                 await anyio.sleep(pause)
             await coordinator.raise_flag(self._flag)
+
+        await self._decide(come)
+
+    async def _decide(self, come: Callable[[], Awaitable[None]]) -> None:
+        """Await ``come()``, then agree with the other ranks on the first poll that returns True."""
+        try:
+            await come()
             with self._lock:
                 self._is_held, polls = True, self._polls
-            self._first = await _FIRST_POLL.run(coordinator, self._topic, polls, _after_all)
+            self._first = await _FIRST_POLL.run(self._members.coordinator, self._topic, polls, _after_all)
         except AioCkptError as error:
             self._on_error(error)
         finally:

@@ -14,13 +14,23 @@ from typing import TypeVar
 import anyio
 
 from aio_ckpt.errors import EngineClosedError, PeerFailedError
+from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, call_of, numbering
 from aio_ckpt.ranks.missing import SHOWN, Awaited, Heard, line_about, names_of
 from aio_ckpt.ranks.store import StoreClient, StoreKeys
 from aio_ckpt.runtime import waiting
+from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.waiting import WaitLines
 
-__all__ = ["HEARTBEATS_A_STALL", "Liveness", "LivenessTimer", "LostPeer", "heartbeat_pauses", "lost_peer"]
+__all__ = [
+    "HEARTBEATS_A_STALL",
+    "Liveness",
+    "LivenessTimer",
+    "LostPeer",
+    "heartbeat_pauses",
+    "lost_peer",
+    "while_beating",
+]
 
 T = TypeVar("T")
 
@@ -47,6 +57,25 @@ def heartbeat_pauses(stall_secs: float) -> Iterator[float]:
     pause_secs = stall_secs / HEARTBEATS_A_STALL
     yield min(pause_secs, waiting.FIRST_LINE_SECS / 2)
     yield from itertools.repeat(pause_secs)
+
+
+async def while_beating(coordinator: Coordinator, stall_secs: float, work: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of ``work``; meanwhile send heartbeats to the other ranks."""
+
+    async def beat() -> None:
+        for pause_secs in heartbeat_pauses(stall_secs):
+            await anyio.sleep(pause_secs)
+            await coordinator.beat()
+
+    result: list[T] = []
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(beat)
+            result.append(await work())
+            group.cancel_scope.cancel()
+    except BaseExceptionGroup as errors:
+        raise first_cause(errors) from None
+    return result[0]
 
 
 class LivenessTimer:

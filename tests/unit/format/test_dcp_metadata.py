@@ -27,6 +27,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
@@ -246,6 +253,22 @@ def test_fields_that_no_known_torch_writes_are_kept_and_logged(caplog):
     assert "m.md" in caplog.messages[0]
     assert "TensorProperties.fields_of_a_newer_torch" in caplog.messages[0]
     assert "Metadata.later" in caplog.messages[1]
+
+
+def test_the_plans_that_megatron_stores_are_dropped(caplog):
+    metadata = make_metadata(["weight"], ["object"])
+    plain = metadata.state_dict_metadata["weight"]
+    data = TensorWriteData(plain.chunks[0], plain.properties, plain.size)
+    items = [
+        WriteItem(MetadataIndex("weight", (0, 0)), WriteItemType.SHARD, tensor_data=data),
+        WriteItem(MetadataIndex("object"), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(1)),
+    ]
+    metadata.all_local_plans = [SavePlan(items, storage_data="a", planner_data={}), SavePlan([])]
+    metadata.mcore_data = {"weight": {}}
+    with caplog.at_level("INFO"):
+        found = parse_metadata(pickle.dumps(metadata), name=METADATA_FILE)
+    assert vars(found) == {name: value for name, value in vars(metadata).items() if name != "all_local_plans"}
+    assert not caplog.messages
 
 
 def test_what_known_versions_write_is_not_logged(stock, caplog):

@@ -1,0 +1,242 @@
+"""``AsyncCallsQueue``: a queue of async calls whose ranks finalize, and fail, in the same poll."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from torch.distributed.checkpoint.api import CheckpointException
+
+from aio_ckpt.checks import check_kind
+from aio_ckpt.commit.owner import Owner
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.errors import AioCkptError, PeerFailedError
+from aio_ckpt.integrations.megatron.shared import Shared
+from aio_ckpt.integrations.megatron.strategies import Committed
+from aio_ckpt.ranks.agreed_poll import AgreedPoll
+from aio_ckpt.ranks.coordinator import Exchange
+from aio_ckpt.ranks.liveness import while_beating
+from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.store_coordinator import default_coordinator
+from aio_ckpt.runtime.portal import Portal
+
+__all__ = ["AsyncCallsQueue"]
+
+_STAGE = "write"
+_LEAVE_SECS = 10.0
+"""Time that closing waits for the coordinator to leave."""
+
+
+class AsyncCallsQueue:
+    """Queue of async calls, in place of Megatron's.
+
+    Each poll, and each call of any other method, is one of all ranks. A request is done once its save is committed, and
+    its ``async_fn``, if it has one, has returned on every rank. All ranks then run its finalize functions in the same
+    poll: between polls, training makes collectives, and finalize functions make collectives too. The ranks agree
+    through their store, and no poll waits for another rank.
+
+    If a request failed on any rank, the same poll raises the same PeerFailedError on all ranks. The finalize functions
+    of that request are not run.
+
+    Args:
+        persistent: accepted; no process is started.
+        config: ``stall_timeout_secs``, ``thread_nice`` and ``thread_ioprio`` are used.
+        shared: resources to share with strategies.
+    """
+
+    def __init__(
+        self, persistent: bool = True, *, config: EngineConfig | None = None, shared: Shared | None = None
+    ) -> None:
+        check_kind("config", config, EngineConfig)
+        self.persistent = persistent
+        self.call_idx = -1
+        """Number of the last call, from 0."""
+        self._shared = shared or Shared(config or EngineConfig())
+        self._calls: deque[_Call] = deque()
+        self._members: Membership | None = None
+
+    @classmethod
+    def warmup_persistent_caller(cls, rank: int, *args: Any, **options: Any) -> None:
+        """Do nothing: there is no process to start."""
+
+    def schedule_async_request(self, async_request: Any) -> int:
+        """Queue a request, and begin its ``async_fn`` in a thread, behind earlier saves. Return its number.
+
+        ``preload_fn`` is called here.
+        """
+        self.call_idx += 1
+        request = async_request.freeze()
+        works = [each.future for each in request.finalize_fns if isinstance(each, Committed)]
+        if request.async_fn is not None:
+            args = list(request.async_fn_args)
+            if request.preload_fn is not None:
+                args[1] = request.preload_fn()
+            named = request.async_fn_kwargs or {}
+            works.append(self._shared.submit(functools.partial(request.async_fn, *args, **named)))
+        self._calls.append(_Call(self.call_idx, request, works, self._met(), self._shared.portal()))
+        return self.call_idx
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Finalize the requests that are done, in their order. Return their numbers.
+
+        Args:
+            blocking: wait for all requests.
+            no_dist: accepted; no poll makes a collective.
+
+        Raises:
+            PeerFailedError: a request failed; on all ranks alike. It has left the queue. On the rank that failed,
+                ``__cause__`` is its error.
+            StallError: another rank does not answer.
+        """
+        finalized = []
+        while self._calls and self._calls[0].is_done(blocking=blocking):
+            call = self._calls.popleft()
+            call.check()
+            for finalize in call.request.finalize_fns:
+                finalize()
+            finalized.append(call.number)
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Return the number of requests in the queue."""
+        return len(self._calls)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize all requests, and leave the other ranks. The next request meets them again.
+
+        Args:
+            abort: forget the requests, and finalize none. A save that has begun may still commit.
+        """
+        try:
+            if not abort:
+                self.maybe_finalize_async_calls(blocking=True)
+        finally:
+            self._calls.clear()
+            members, self._members = self._members, None
+            if members is not None:
+                coordinator = members.coordinator
+                with contextlib.suppress(AioCkptError):
+                    self._shared.portal().call(coordinator.leave, timeout=_LEAVE_SECS)
+                coordinator.close()
+
+    def _met(self) -> Membership:
+        """Return the ranks of this queue. The first call begins to wait for the others, in the background."""
+        if self._members is None:
+            stall_secs = self._shared.config.stall_timeout_secs
+            owner = Owner.of_this_process(uuid.uuid4().hex[:12])
+            members = self._members = Membership(default_coordinator(), owner, stall_secs=stall_secs)
+            if members.are_several:
+                coordinator, name = members.coordinator, "the queue of Megatron's async calls"
+                coordinator.register(name, stall_secs=stall_secs)
+                open_ = functools.partial(coordinator.open, name, stall_secs=stall_secs)
+                members.opened = self._shared.portal().submit(open_)
+        return self._members
+
+
+class _Failure(msgspec.Struct, frozen=True, array_like=True):
+    rank: int
+    text: str
+
+
+_OUTCOME: Exchange[_Failure | None, _Failure | None] = Exchange(_Failure | None, _Failure | None, stage=_STAGE)
+"""Each rank sends its failure, once its work has ended. The leader replies with the first failure of any rank."""
+
+
+class _Call:
+    """Request in the queue, and its work on this rank."""
+
+    def __init__(
+        self, number: int, request: Any, works: Sequence[Future[Any]], members: Membership, portal: Portal
+    ) -> None:
+        self.number = number
+        self.request = request
+        self._works = works
+        self._members = members
+        self._portal = portal
+        self._errors: list[AioCkptError] = []
+        self._agreed = AgreedPoll(members, portal, topic=f"async call {number} (poll)", on_error=self._errors.append)
+        self._outcome: Future[_Failure | None] = Future()
+        """Failure of any rank, once the work of all ranks has ended; None if there is none."""
+        self._ended = portal.submit(self._follow, on_done=self._settle)
+
+    def is_done(self, *, blocking: bool) -> bool:
+        """Count a poll, and return whether the call is done, or the ranks cannot agree whether it is.
+
+        A blocking poll waits for the work of all ranks. They all make it at the same place, so it needs no agreement.
+        """
+        if blocking:
+            self._ended.exception()
+            return True
+        return self._agreed.poll() or bool(self._errors) or self._has_broken
+
+    def check(self) -> None:
+        """Raise the error of the call, if it failed on any rank."""
+        failure = self._outcome.result() if self._outcome.done() else None
+        if failure is None:
+            if self._errors:
+                raise self._errors[0]
+            return
+        raise PeerFailedError(
+            f"async save {self.number} failed on rank {failure.rank}: {failure.text}: it was not finalized, and the "
+            "checkpoint before it is the newest",
+            rank=failure.rank,
+            stage=_STAGE,
+            cause=failure.text,
+        ) from next(filter(None, map(_error_of, self._works)), None)
+
+    @property
+    def _has_broken(self) -> bool:
+        return self._outcome.done() and self._outcome.exception() is not None
+
+    async def _follow(self) -> None:
+        await self._members.met()
+        coordinator = self._members.coordinator
+        outcome = await while_beating(coordinator, self._members.stall_secs, self._agreed_outcome)
+        self._outcome.set_result(outcome)
+        await self._agreed.agree()
+
+    async def _agreed_outcome(self) -> _Failure | None:
+        coordinator = self._members.coordinator
+        for work in self._works:
+            await self._end_of(work)
+        mine = next(filter(None, (_failure_of(work, coordinator.rank) for work in self._works)), None)
+        return await _OUTCOME.run(coordinator, f"async call {self.number} (outcome)", mine, _first)
+
+    async def _end_of(self, work: Future[Any]) -> None:
+        ended = asyncio.Event()
+        work.add_done_callback(lambda _: self._portal.post(ended.set))
+        await ended.wait()
+
+    def _settle(self, done: Future[None]) -> None:
+        error = done.exception() if not done.cancelled() else None
+        if not self._outcome.done():
+            self._outcome.set_exception(error or AioCkptError("the queue was closed"))
+
+
+async def _first(failures: Sequence[_Failure | None]) -> _Failure | None:
+    return next(filter(None, failures), None)
+
+
+def _error_of(work: Future[Any]) -> BaseException | None:
+    """Return the error of a work that has ended. Of a CheckpointException, return the error of the first rank."""
+    error = work.exception() if work.done() else None
+    if isinstance(error, CheckpointException) and error.failures:
+        return error.failures[min(error.failures)][0]
+    return error
+
+
+def _failure_of(work: Future[Any], rank: int) -> _Failure | None:
+    """Return the failure of a work that has ended on ``rank``. DCP tells all ranks the failures of each."""
+    error, whole = _error_of(work), work.exception()
+    if error is None:
+        return None
+    if isinstance(whole, CheckpointException) and whole.failures:
+        rank = min(whole.failures)
+    return _Failure(rank, f"{type(error).__name__}: {error}")
