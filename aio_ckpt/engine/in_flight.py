@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -92,7 +93,8 @@ class InFlight:
         self._calls = 0
         self._pending: list[PendingSave] = []
         self._removals: list[Removal] = []
-        self._newest: SaveTicket | None = None  # of the last save that came into the table
+        # Of the last save that came into the table. An error that nobody was told yet keeps its ticket.
+        self._newest: Callable[[], SaveTicket | None] = lambda: None
         self._unreported: list[tuple[int, SaveTicket]] = []  # with the number of the call
         self._is_closing = False
 
@@ -301,7 +303,7 @@ class InFlight:
             with self._lock:  # inside the try: a save in the table that is never settled would block all later ones
                 self.check_open()  # again: close() waits only for saves that are in the table then
                 self._pending.append(save)
-                self._newest = save.ticket
+                self._newest = weakref.ref(save.ticket)
             if not plan.uses_cuda:  # with CUDA, once all copies are issued: see capture()
                 begin()
             work = capture(
@@ -443,8 +445,9 @@ class InFlight:
         A failure that the caller knows does not count: the removal may be what makes room.
         """
         pending = [save.ticket for save in self._pending]
-        newest = [] if self._newest is None or self._newest in pending else [self._newest]
-        return tuple(ticket for ticket in (*newest, *pending) if not ticket.committed.observed)
+        newest = self._newest()
+        earlier = [] if newest is None or newest in pending else [newest]
+        return tuple(ticket for ticket in (*earlier, *pending) if not ticket.committed.observed)
 
     def _unsettled(self) -> tuple[Future[None], ...]:
         """Return the settlements of all saves and removals of earlier calls. Call this under the lock."""

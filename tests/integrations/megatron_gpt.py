@@ -128,6 +128,8 @@ class Trainer:
         """What ``load_checkpoint`` does."""
         from megatron.core import dist_checkpointing
 
+        if self.is_cuda:
+            self.train(0)  # without Transformer Engine, Megatron takes the number of steps from the optimizer's state
         loaded = dist_checkpointing.load(self.sharded(0, is_loading=True), str(folder))
         self.module.load_state_dict(loaded["model"])
         if self.is_cuda:
