@@ -96,6 +96,7 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "save(metrics)": (
         lambda engine, odd: engine.save(STATE, metrics=odd), {"None", "a dict", "an empty dict"}, "metrics"
     ),
+    "save(files)": (lambda engine, odd: engine.save(STATE, files=odd), {"None", "an empty dict"}, "files"),
     "save(extra)": (lambda engine, odd: engine.save(STATE, extra=odd), {"None", "a dict", "an empty dict"}, "extra="),
     "save(trace)": (
         lambda engine, odd: engine.save(STATE, trace=engine.root.parent / odd if isinstance(odd, str) and odd else odd),
