@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ STEPS, SYNC_AT, ASYNC_AT, KILLED_AT = 8, 2, 4, 6
 """The checkpoint of step 4 is what a run that is killed behind step 6 resumes from."""
 VOCABULARY, LENGTH, BATCH = 128, 32, 4
 TRACKER = "latest_checkpointed_iteration.txt"
-PARTS = ("reference", "killed", "resumed", "stock")
+PARTS = ("reference", "killed", "resumed", "resumed by stock", "stock")
 
 
 class Trainer:
@@ -138,14 +140,24 @@ class Trainer:
 
     def bytes_of(self) -> list[torch.Tensor]:
         """Every tensor of the state of this rank, copied, in the order of the state."""
-        from megatron.core.dist_checkpointing import ShardedTensor
-        from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import apply_factories
 
         state = self.sharded(0)
         apply_factories(state)
-        found = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
-        return [value.data.detach().to("cpu", copy=True).view(-1) for value in found]
+        return [value.data.detach().to("cpu", copy=True).view(-1) for value in tensors_in(state)]
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """Return the sharded tensors in a state, without padding: Megatron saves its memory as it happens to be."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    if isinstance(value, ShardedTensor):
+        yield value
+    elif isinstance(value, dict):
+        if not getattr(value.get("padding"), "obj", False):
+            yield from itertools.chain.from_iterable(map(tensors_in, value.values()))
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(tensors_in, value))
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -184,8 +196,9 @@ def trains(options: argparse.Namespace, first: int = 1, *, kills: bool = False) 
 
     root: Path = options.root / ("reference" if options.part == "reference" else "killed")
     trainer = Trainer(options.device, options.tp, options.hidden)
-    if options.part == "resumed":
-        first = loads_of_ours(trainer, root) + 1
+    resumes = options.part.startswith("resumed")
+    if resumes:
+        first = (newest_of if options.part.endswith("stock") else loads_of_ours)(trainer, root) + 1
         assert first == ASYNC_AT + 1, first
     shared = Shared(EngineConfig(stall_timeout_secs=60.0))
     strategy, queue = SaveStrategy(shared=shared), AsyncCallsQueue(shared=shared)
@@ -199,7 +212,7 @@ def trains(options: argparse.Namespace, first: int = 1, *, kills: bool = False) 
         if kills and step == KILLED_AT:
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
-        if options.part != "resumed" and step in (SYNC_AT, ASYNC_AT):
+        if not resumes and step in (SYNC_AT, ASYNC_AT):
             secs[step] = save(trainer, root, step, strategy, queue if step == ASYNC_AT else None)
             if options.part == "reference":
                 torch.save(trainer.bytes_of(), options.root / f"wanted.{step}.{dist.get_rank()}.pt")
@@ -220,7 +233,12 @@ def loads_of_ours(trainer: Trainer, root: Path) -> int:
 
     ours = functools.partial(our_reader, Shared(EngineConfig()), core.reader.value)
     with placed(core.reader, ours), placed(core.common_reader, ours):
-        return trainer.load(folder_of(root, int((root / TRACKER).read_text())))
+        return newest_of(trainer, root)
+
+
+def newest_of(trainer: Trainer, root: Path) -> int:
+    """Load the checkpoint that the tracker names, as ``load_checkpoint`` does; by stock's reader, if none is placed."""
+    return trainer.load(folder_of(root, int((root / TRACKER).read_text())))
 
 
 def stock_loads(options: argparse.Namespace) -> None:
@@ -249,6 +267,7 @@ def assert_bytes(trainer: Trainer, path: Path) -> None:
 def part(options: argparse.Namespace) -> None:
     """Run one part; this process is a rank of torchrun."""
     if options.device == "cuda":
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         stub_triton()
@@ -268,14 +287,18 @@ def all_parts(options: argparse.Namespace) -> None:
     for each in PARTS:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
         command += ["--root", str(options.root), "--device", options.device, "--tp", str(options.tp)]
-        done = subprocess.run([*command, "--hidden", str(options.hidden), "--part", each], check=False)
+        command += ["--hidden", str(options.hidden), "--part", each]
+        done = subprocess.run(command, check=False, env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
         assert (done.returncode != 0) == (each == "killed"), f"{each} ended with {done.returncode}"
     for rank in range(2):
-        reference, resumed = (
-            json.loads((options.root / f"{each}.{rank}.json").read_text()) for each in ("reference", "resumed")
+        reference, resumed, by_stock = (
+            json.loads((options.root / f"{each}.{rank}.json").read_text())
+            for each in ("reference", "resumed", "resumed by stock")
         )
         wanted = {step: loss for step, loss in reference["losses"].items() if int(step) > ASYNC_AT}
         print(f"rank {rank}: losses {wanted} and {resumed['losses']}; save() {reference['save_secs']} s")
+        print(f"rank {rank}: by stock {by_stock['losses']}")
+        assert by_stock["losses"] == resumed["losses"], "the losses differ from those of a run that stock loads"
         assert wanted == resumed["losses"], "the losses differ"
     print("all parts passed")
 
