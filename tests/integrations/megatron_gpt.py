@@ -136,6 +136,10 @@ class Trainer:
         self.module.load_state_dict(loaded["model"])
         if self.is_cuda:
             self.optimizer.load_state_dict(loaded["optimizer"])
+            # Without Transformer Engine, Megatron gives all parameters one tensor of the step, which counts too fast then.
+            for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                for kept in each.optimizer.state.values():
+                    kept["step"] = kept["step"].clone()
         return int(loaded["iteration"])
 
     def bytes_of(self) -> list[torch.Tensor]:
