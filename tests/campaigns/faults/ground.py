@@ -203,7 +203,8 @@ class Ground:
         return [*self._look_at_disk(leftovers, strays), *self._look_at_process()]
 
     def _look_at_disk(self, leftovers: tuple[str, ...], strays: frozenset[str]) -> Iterator[str]:
-        here = set(os.listdir(self.root)) - {ENGINE_DIR}
+        # The call that makes the root may be the one that fails.
+        here = set(os.listdir(self.root) if self.root.exists() else ()) - {ENGINE_DIR}
         own = self.root / ENGINE_DIR
         here |= {f"{path.parent.name}/{path.name}" for path in own.glob("*/*")}
         wanted = {self._names.name(step) for step in self.committed}
