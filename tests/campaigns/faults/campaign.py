@@ -180,6 +180,9 @@ class Decision:
         """Whether the checkpoint was committed when the fault came."""
         self._was_clearing = hit.name != "lock" and _below(ground.root, hit.path).startswith(_CLEARED)
         """Whether it came while a dead writer's leftovers were cleared."""
+        began = [call.name for call in ground.storage.done[: ground.storage.done_at_hit]]
+        self._was_looking = hit.name == "list_dir" and hit.path == ground.root and "lock" not in began
+        """Whether it came while the new engine looked for an earlier run: the save reads the steps under its lock."""
 
     def problems(self) -> list[str]:
         """What is wrong with how it ended; a success is kept."""
@@ -192,7 +195,7 @@ class Decision:
             self.leftovers += ("pending/dead", "trash/")
         if error is None:
             self._ground.keep(self._outcome)
-            if self._was_clearing:
+            if self._was_clearing or self._was_looking:
                 return []
             if self._was_durable or (not self._fault.code and not self._fault.is_slow and not self._was_cancelled):
                 return []
