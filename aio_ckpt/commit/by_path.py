@@ -13,11 +13,12 @@ from pathlib import Path
 from aio_ckpt.commit.discovery import checkpoint_at
 from aio_ckpt.commit.files import is_of_checkpoint
 from aio_ckpt.commit.publish import holds_checkpoint
-from aio_ckpt.errors import ConfigError, WriteError
+from aio_ckpt.errors import AioCkptError, ConfigError, WriteError
 from aio_ckpt.format.names import ENGINE_DIR, TRASH_DIR, StepNames
-from aio_ckpt.storage.local import Storage, sync_parents
+from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
+from aio_ckpt.storage.local import Storage, read_small_file, sync_parents
 
-__all__ = ["check_place", "is_same_place", "move_to_trash", "prepare_place", "refusal"]
+__all__ = ["check_place", "file_refusal", "is_same_place", "move_to_trash", "prepare_place", "refusal"]
 
 _SHOWN = 3
 """Most foreign names that an error shows."""
@@ -59,6 +60,16 @@ def refusal(place: Path, root: Path, names: StepNames) -> str:
     return ""
 
 
+def file_refusal(place: Path, root: Path, names: StepNames) -> str:
+    """Return why no file can be saved at ``place``; '' if one can. Both paths are absolute, without links. Pure."""
+    if is_of_checkpoint(place.name):
+        return "that is a name of a checkpoint's own files: give another one"
+    first = place.relative_to(root).parts[0] if place.is_relative_to(root) and place != root else ""
+    if first == ENGINE_DIR or names.step(first) is not None:
+        return f"{first} of the root {root} belongs to the engine: give a path outside of it"
+    return ""
+
+
 def is_same_place(path: Path, other: Path) -> bool:
     """Return whether two paths name one directory. Blocks."""
     return path == other or _real(path) == _real(other)
@@ -73,11 +84,7 @@ async def prepare_place(storage: Storage, path: Path, *, spares_foreign: bool) -
     if not await storage.exists(path.parent):
         await storage.make_dir(path.parent, parents=True)
     if spares_foreign and await holds_checkpoint(storage, path):
-        foreign = [name for name in await storage.list_dir(path) if not is_of_checkpoint(name)]
-        if foreign:
-            shown = ", ".join(foreign[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
-            text = f"is a checkpoint with files of others ({shown}): move them away, or save with overwrite=True"
-            raise WriteError(errno.EEXIST, text, str(path))
+        await _check_foreign(storage, path, "move them away, or save with overwrite=True")
 
 
 async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNames, *, name: str) -> Path:
@@ -85,13 +92,32 @@ async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNam
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at ``path``.
-        WriteError: the rename or an fsync failed. The checkpoint is whole, or gone.
+        WriteError: files of others lie in it; or the rename or an fsync failed. The checkpoint is whole, or gone.
     """
     await checkpoint_at(storage, path, names)
+    await _check_foreign(storage, path, "move them away first")
     trash = root / TRASH_DIR / name
     await storage.rename(path, trash)
     await sync_parents(storage, path, trash)
     return trash
+
+
+async def _check_foreign(storage: Storage, path: Path, remedy: str) -> None:
+    """Raise WriteError if files or directories lie in the checkpoint at ``path`` that no save put there."""
+    own = await _files_of_caller(storage, path)
+    foreign = [name for name in await storage.list_dir(path) if not is_of_checkpoint(name) and name not in own]
+    if foreign:
+        shown = ", ".join(foreign[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
+        raise WriteError(errno.EEXIST, f"is a checkpoint with files of others ({shown}): {remedy}", str(path))
+
+
+async def _files_of_caller(storage: Storage, path: Path) -> tuple[str, ...]:
+    """Return the names that ``save(files=)`` gave; none if there is no root manifest, or a damaged one."""
+    data = await read_small_file(storage, path / ROOT_MANIFEST)
+    try:
+        return () if data is None else decode_root(data, name=ROOT_MANIFEST).files
+    except AioCkptError:
+        return ()
 
 
 def _real(path: Path) -> Path:

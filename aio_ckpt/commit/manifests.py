@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,8 +141,12 @@ def render_root(
     created_unix: float,
     metrics: Mapping[str, float | None],
     extra: Mapping[str, Any],
+    files: Iterable[str] = (),
 ) -> bytes:
-    """Return the bytes of the root manifest. ``ranks`` are the rank manifests, by rank."""
+    """Return the bytes of the root manifest.
+
+    ``ranks`` are the rank manifests, by rank; ``files`` the names that ``save(files=)`` gave.
+    """
     return encode_root(
         RootManifest(
             format=(FORMAT_MAJOR, FORMAT_MINOR),
@@ -156,5 +160,6 @@ def render_root(
             created_unix=created_unix,
             metrics=dict(metrics),
             extra=dict(extra),
+            files=tuple(files),
         )
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.commit.owner import read_owner
-from aio_ckpt.errors import AioCkptError, WriteError
+from aio_ckpt.errors import AioCkptError, ReadError, WriteError
 from aio_ckpt.format.names import OWNER_FILE, TRASH_DIR
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.storage.local import Storage, sync_parents
@@ -38,11 +38,11 @@ async def sync_pending(storage: Storage, pending: Path, root_manifest: bytes) ->
 async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bool) -> tuple[Path, ...]:
     """Make a durable directory visible, durably, on the leader in root mode.
 
-    Without ``overwrite``, an existing directory is an error. With it, the two directories are exchanged in one step,
-    and the old one is removed once the new one is durable. If the removal fails, the names where it may be are
-    returned.
+    Without ``overwrite``, an existing directory is an error. With it, a checkpoint or an empty directory is replaced: the
+    two directories are exchanged in one step, and the old one is removed once the new one is durable. If the removal
+    fails, the names where it may be are returned.
     """
-    replaces = overwrite and await holds_checkpoint(storage, final)  # only a checkpoint is replaced
+    replaces = overwrite and (await holds_checkpoint(storage, final) or await _is_empty(storage, final))
     try:
         if replaces and not await storage.exists(final / OWNER_FILE):
             # The old directory takes the pending name. After a crash it is cleared by its owner record.
@@ -66,6 +66,16 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
 async def holds_checkpoint(storage: Storage, path: Path) -> bool:
     """Return whether a directory is a checkpoint, or was one of ours before it lost its ``.metadata``."""
     return await storage.exists(path / METADATA_FILE) or await storage.exists(path / ROOT_MANIFEST)
+
+
+async def _is_empty(storage: Storage, path: Path) -> bool:
+    """Return whether ``path`` is a directory without files. A save that died may have left its owner record there."""
+    try:
+        return await storage.exists(path) and {*await storage.list_dir(path)} <= {OWNER_FILE}
+    except ReadError as error:
+        if error.errno != errno.ENOTDIR:
+            raise
+        return False
 
 
 async def _make_visible(storage: Storage, pending: Path, final: Path, *, replaces: bool) -> None:

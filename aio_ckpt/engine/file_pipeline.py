@@ -21,6 +21,7 @@ from aio_ckpt.commit.owner import owner_by_name
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.stages import SaveTimer
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
+from aio_ckpt.format.safetensors_file import SUFFIX, index_name, parse_index
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.file_plan import FileContent, FilePart
@@ -32,7 +33,7 @@ from aio_ckpt.runtime.portal import watch_submissions
 from aio_ckpt.runtime.waiting import WaitLines
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
-from aio_ckpt.storage.local import names_in
+from aio_ckpt.storage.local import names_in, read_small_file
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.throttle import WriteThrottle
@@ -67,6 +68,8 @@ class PendingFile:
     """Place of the file, or of the index of several."""
     temporary: Path
     """Directory in which the files are written."""
+    mode: int | None
+    """Permissions of the file that is replaced; None if there is none, so that the umask decides."""
     content: FileContent
     round: SaveRound
     """State of the save. Only its state is used, as no other rank takes part."""
@@ -200,6 +203,8 @@ class FilePipeline:
         await storage.make_dir(folder, parents=True)
         await self._clear_leftovers(folder)
         await storage.make_dir(save.temporary)
+        if save.mode is not None:  # until the rename, nobody else may read a private file either
+            await storage.set_mode(save.temporary, 0o700)
         results: dict[str, WriteResult] = {}
         raw_bytes = 0
         while (captured := await self._next_part(save, len(results))) is not None:
@@ -285,20 +290,41 @@ class FilePipeline:
         save.round.advance(SaveState.VISIBLE)
 
     async def _rename(self, save: PendingFile) -> None:
-        """Rename all files into place. No reader takes files of two saves for one: the index is removed before."""
+        """Rename all files into place, then remove those of the save before that no reader may take any more.
+
+        No reader takes files of two saves for one: if a name is used again, the old index is removed first.
+        """
         storage, folder, content = self.ctx.storage, save.path.parent, save.content
         names = [captured.part.name for captured in save.captured]
-        if content.index is not None:
+        old = await self._shards_before(save)
+        if content.index is not None and not old.isdisjoint(names):
             await storage.remove_file(folder / content.index[0])
             await storage.sync_dir(folder)
         for name in names:
+            if save.mode is not None:
+                await storage.set_mode(save.temporary / name, save.mode)
             await storage.replace(save.temporary / name, folder / name)
         await self._sync(save)
+        stale = sorted(old.difference(names))
         if content.index is not None and content.replaces is not None:
             await storage.replace(save.temporary / content.index[0], folder / content.index[0])
             await self._sync(save)
-            await storage.remove_file(folder / content.replaces)  # from_pretrained would take it before the index
+            stale.insert(0, content.replaces)  # from_pretrained would take it before the index
+        elif old:
+            stale.insert(0, index_name(save.path.name))  # other readers would take it before the file
+        for name in stale:
+            await storage.remove_file(folder / name)
+        if stale:
+            await self._sync(save)
         await self._remove_temporary(save)
+
+    async def _shards_before(self, save: PendingFile) -> set[str]:
+        """Return the files that the index in the place of this save names."""
+        name = save.content.replaces or save.path.name
+        if not name.endswith(SUFFIX):
+            return set()
+        index = await read_small_file(self.ctx.storage, save.path.parent / index_name(name))
+        return set() if index is None else parse_index(index, name)
 
     async def _sync(self, save: PendingFile) -> None:
         try:

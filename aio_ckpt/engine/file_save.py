@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aio_ckpt.checks import MAX_SECS, check_path, shown
+from aio_ckpt.commit.by_path import file_refusal
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import TEMPORARY, CapturedPart, FilePipeline, PendingFile, what_is_there
 from aio_ckpt.engine.in_flight import InFlight, failed, note_failure, raise_failure
@@ -22,7 +23,7 @@ from aio_ckpt.engine.outcomes import duration, named
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.stages import SaveTimer
 from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError
-from aio_ckpt.format.safetensors_file import SUFFIX
+from aio_ckpt.format.safetensors_file import SUFFIX, index_name
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 from aio_ckpt.plan.file_plan import FileContent, FilePart, torch_content
@@ -87,6 +88,7 @@ class FileSaves:
 
         ``started`` is ``time.perf_counter`` at the call. The failure of an earlier file is raised as ``save()`` does.
         """
+        self._check_place(path)
         content = self._content(obj, path.name, options)
         earlier = self._in_flight.take_unreported(0)
         try:
@@ -99,10 +101,20 @@ class FileSaves:
             raise_failure(earlier, made=ticket)
         return ticket
 
+    def _check_place(self, path: Path) -> None:
+        why = file_refusal(path, Path(os.path.realpath(self._ctx.root)), self._ctx.names)
+        for place, settled in self._in_flight.calls_by_path():
+            if not settled.done() and Path(os.path.realpath(place)) in path.parents:
+                why = f"the checkpoint at {place} is pending, and takes that directory: await its ticket first"
+        if why:
+            raise ConfigError(f"path={str(path)!r}: {why}")
+
     def _content(self, obj: object, name: str, options: SafetensorsOptions) -> FileContent:
         """Return the files of ``obj``, by the suffix of ``name``. Raises what ``save_file()`` says of ``obj``."""
         memory: Any = {"gather_bytes": self._ctx.config.gather_bytes, "budget_bytes": self._lifetime.measure_budget}
         options.check()
+        if name.lower().endswith((SUFFIX, index_name(SUFFIX))) and not name.endswith(SUFFIX):
+            raise ConfigError(f"path={name!r}: give a name that ends in {SUFFIX}; an index is written beside its files")
         if name.endswith(SUFFIX):
             return safetensors_content(obj, name, options, **memory)
         if options != SafetensorsOptions():
@@ -166,6 +178,7 @@ class FileSaves:
         save = PendingFile(
             path=path,
             temporary=temporary,
+            mode=path.stat().st_mode & 0o777 if path.exists() else None,
             content=content,
             round=SaveRound(self._ctx.members, self._ctx.executor, topic=f"file {self._calls}"),
             ticket=SaveTicket(
@@ -315,9 +328,14 @@ def file_target(path: object) -> Path:
     If ``path`` is a symbolic link, that is the place of the file that the link names. So the link stays.
 
     Raises:
-        ConfigError: ``path`` is no path, or a directory.
+        ConfigError: ``path`` is no path; or a directory, a device, a pipe or a socket; or a parent of it is a file.
     """
     target = Path(os.path.realpath(check_path("path", path, of="a file")))
     if target.is_dir():
         raise ConfigError(f"path={shown(path)}: is a directory: give the path of a file")
+    if target.exists() and not target.is_file():  # a rename would replace the device itself, for every process
+        raise ConfigError(f"path={shown(path)}: is a device, a pipe or a socket: give the path of a regular file")
+    parent = next(parent for parent in target.parents if parent.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"path={shown(path)}: {parent} is a file: give a path in a directory")
     return target

@@ -271,6 +271,7 @@ class SavePipeline:
             created_unix=time.time(),
             metrics=save.call.metrics,
             extra=save.call.extra,
+            files=save.call.files,
         )
         save.begin("making its directory durable", stage="commit")
         if save.call.path is not None:

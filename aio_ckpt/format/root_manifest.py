@@ -153,6 +153,8 @@ class RootManifest(FormatHead, frozen=True, kw_only=True, omit_defaults=True):
     """Metrics given to ``save()``; None stands for a value that is not finite. Absent if empty."""
     extra: dict[str, Any] = {}
     """JSON values given to ``save(extra=)``. Absent if empty."""
+    files: tuple[_FileName, ...] = ()
+    """Names of the files given to ``save(files=)``. Absent if empty."""
 
 
 _ROOTS = msgspec.json.Decoder(RootManifest).decode

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -18,8 +19,8 @@ import torch
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 
-__all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "SUFFIX", "StoredTensor", "dtype_names", "index_name", "parse_header"]
-__all__ += ["render_header", "render_index", "shard_name", "split"]
+__all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "METADATA", "SUFFIX", "StoredTensor", "dtype_names", "index_name"]
+__all__ += ["parse_header", "parse_index", "render_header", "render_index", "shard_name", "split"]
 
 SUFFIX = ".safetensors"
 """End of the names of safetensors files."""
@@ -27,7 +28,8 @@ LENGTH_BYTES = 8
 """Length of the number before the header."""
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that safetensors reads."""
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
+"""Key of the metadata in the header, which no tensor may have."""
 _NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -72,7 +74,7 @@ class StoredTensor:
 
 def render_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) -> bytes:
     """Return all that comes before the raw bytes, padded with spaces so that these begin at a multiple of 64."""
-    header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     for tensor in tensors:
         offsets = [tensor.start, tensor.start + tensor.nbytes]
         header[tensor.name] = {
@@ -94,7 +96,7 @@ def parse_header(text: bytes, file_bytes: int) -> tuple[list[StoredTensor], dict
     begin = LENGTH_BYTES + len(text)
     try:
         header = json.loads(text)
-        metadata = {str(key): str(value) for key, value in header.pop(_METADATA, {}).items()}
+        metadata = {str(key): str(value) for key, value in header.pop(METADATA, {}).items()}
         tensors = [_parse_entry(name, entry, begin) for name, entry in header.items()]
     except KeyError as error:
         raise CorruptCheckpointError(f"its safetensors header lacks or does not know {error}") from error
@@ -146,6 +148,16 @@ def shard_name(name: str, number: int, count: int) -> str:
 def index_name(name: str) -> str:
     """Return the name of the index of the files that belong to ``name``."""
     return f"{name}.index.json"
+
+
+def parse_index(data: bytes, name: str) -> set[str]:
+    """Return the shards of ``name`` that an index names. Other names are left out; a malformed index names none."""
+    pattern = re.compile(re.escape(PurePath(name).stem) + r"-\d{5}-of-\d{5}" + re.escape(SUFFIX))
+    try:
+        files = set(json.loads(data)["weight_map"].values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return set()
+    return {file for file in files if isinstance(file, str) and pattern.fullmatch(file)}
 
 
 def render_index(files: Mapping[str, str], total_bytes: int) -> bytes:

@@ -19,6 +19,7 @@ from aio_ckpt.errors import ConfigError, UnsupportedLeafError
 from aio_ckpt.format.constants import Envelope, TensorSpec
 from aio_ckpt.format.safetensors_file import (
     MAX_HEADER_BYTES,
+    METADATA,
     StoredTensor,
     dtype_names,
     index_name,
@@ -78,6 +79,8 @@ def safetensors_content(
         ConfigError: ``tensors`` is no dict, or two names become one.
     """
     named = _renamed(_checked(tensors), options.rename)
+    if METADATA in named:
+        raise ConfigError(f"{METADATA!r} is the name of the metadata in a safetensors file: rename the tensor")
     kept, tied = _without_tied(named)
     cast = functools.partial(_stored_dtype, dtype=options.dtype)
     sizes = {key: tensor.numel() * cast(tensor).itemsize for key, tensor in kept.items()}

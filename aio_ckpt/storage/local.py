@@ -157,6 +157,9 @@ class Storage(Protocol):
     async def touch(self, path: Path) -> None:
         """Set the modification time of an existing file to the file system's present time. Not durable."""
 
+    async def set_mode(self, path: Path, mode: int) -> None:
+        """Set the permissions of a file or directory, as ``os.chmod`` does."""
+
     async def rename(self, src: Path, dst: Path) -> None:
         """Rename a file or directory. Raises WriteError (EEXIST) if ``dst`` exists, of whatever type."""
 
@@ -267,6 +270,11 @@ class LocalStorage:
         """Call utimensat without a time, so that a file server sets the time of its own clock."""
         with translate_errors(WriteError, path):
             await run_blocking(self._executor, os.utime, path)
+
+    async def set_mode(self, path: Path, mode: int) -> None:
+        """Call chmod."""
+        with translate_errors(WriteError, path):
+            await run_blocking(self._executor, os.chmod, path, mode)
 
     async def rename(self, src: Path, dst: Path) -> None:
         """Call renameat2 with RENAME_NOREPLACE. If the system lacks it, check for ``dst`` before the rename."""

@@ -441,3 +441,58 @@ def test_the_end_of_the_interpreter_finishes_files(tmp_path: Path) -> None:
     """
     assert run_warm(source, str(tmp_path)).returncode == 0
     assert torch.load(tmp_path / "x.pt") == {"n": 1}
+
+
+# -- places ---------------------------------------------------------------------------------------
+
+
+def test_a_pipe_is_refused_and_stays(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    """As a device would be: a rename would replace it for every process of the machine."""
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(ConfigError, match="is a device, a pipe or a socket"):
+        engine.save_file({}, tmp_path / "pipe.pt")
+    (tmp_path / "link.pt").symlink_to(tmp_path / "pipe.pt")
+    with pytest.raises(ConfigError, match="is a device, a pipe or a socket"):
+        engine.save_file({}, tmp_path / "link.pt")
+    assert (tmp_path / "pipe.pt").is_fifo()
+
+
+def test_a_file_in_the_place_of_a_directory_is_named(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="/file is a file: give a path in a directory"):
+        engine.save_file({}, tmp_path / "file/below/x.pt")
+
+
+@pytest.mark.parametrize(
+    "place", ["root/.aio_ckpt/x.pt", "root/step_000000007", "root/step_000000007/x.pt", "c/.metadata"]
+)
+def test_the_places_of_checkpoints_are_refused(engine: SyncCheckpointEngine, tmp_path: Path, place: str) -> None:
+    with pytest.raises(ConfigError, match=r"belongs to the engine|a checkpoint's own files"):
+        engine.save_file({}, tmp_path / place)
+    assert not (tmp_path / place).exists()
+
+
+def test_no_file_takes_the_directory_of_a_pending_checkpoint(tmp_path: Path) -> None:
+    with gated_engine(tmp_path / "root") as (engine, storage):
+        gate = storage.hold("rename", "pending/*")
+        ticket = engine.save({"w": torch.ones(3)}, path=tmp_path / "o")
+        gate.wait_reached()
+        with pytest.raises(ConfigError, match="is pending, and takes that directory: await its ticket"):
+            engine.save_file({}, tmp_path / "o/x.pt")
+        gate.open()
+        ticket.result(TIMEOUT)
+        engine.save_file({}, tmp_path / "o/x.pt").result(TIMEOUT)
+
+
+def test_a_private_file_stays_private(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    (tmp_path / "x.pt").touch(mode=0o600)
+    engine.save_file({"w": 1}, tmp_path / "x.pt").result(TIMEOUT)
+    assert (tmp_path / "x.pt").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["m.SafeTensors", "m.safetensors.index.json"])
+def test_a_name_that_readers_take_for_safetensors_is_refused(
+    engine: SyncCheckpointEngine, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"ends in \.safetensors"):
+        engine.save_file({}, tmp_path / name)

@@ -216,3 +216,53 @@ def test_from_pretrained_reads_the_files(engine: SyncCheckpointEngine, tmp_path:
     for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs), name
     assert other.lm_head.weight is other.transformer.wte.weight
+
+
+# -- what was there before ------------------------------------------------------------------------
+
+
+def many(value: float) -> dict[str, torch.Tensor]:
+    return {f"l{number}": torch.full((1000,), float(value)) for number in range(4)}
+
+
+@pytest.mark.parametrize(("before", "after"), [(4000, None), (None, 4000), (4000, 8000), (8000, 4000), (4000, 4000)])
+def test_no_file_of_the_save_before_is_left(
+    engine: SyncCheckpointEngine, tmp_path: Path, before: int | None, after: int | None
+) -> None:
+    folder = tmp_path / "out"
+    engine.save_file(many(1), folder / "m.safetensors", max_shard_bytes=before).result(TIMEOUT)
+    (folder / "m-00001-of-00009.safetensors").touch()  # no index names it
+    engine.save_file(many(2), folder / "m.safetensors", max_shard_bytes=after).result(TIMEOUT)
+    there = set(listing(folder)) - {"m-00001-of-00009.safetensors"}
+    count = {None: 1, 4000: 4, 8000: 2}[after]
+    assert len(there) == count + (count > 1)
+    assert all(
+        (value == 2).all() for name in there if name.endswith("s") for value in load_file(folder / name).values()
+    )
+
+
+def test_an_index_names_no_file_of_others(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../root", "b": "notes.txt"}}))
+    (tmp_path / "notes.txt").write_text("mine")
+    engine.save_file(many(2), tmp_path / "m.safetensors").result(TIMEOUT)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_between_two_saves_of_other_counts_a_reader_finds_one_of_them(tmp_path: Path) -> None:
+    """At each rename and removal: what the index names is whole, and of one save."""
+    with gated_engine(tmp_path / "root") as (engine, storage):
+        path = tmp_path / "out/m.safetensors"
+        engine.save_file(many(1), path, max_shard_bytes=4000).result(TIMEOUT)
+        gate = storage.hold("replace", "m.safetensors.index.json")
+        ticket = engine.save_file(many(2), path, max_shard_bytes=8000)
+        gate.wait_reached()
+        index = json.loads((path.parent / "m.safetensors.index.json").read_text())
+        for name in set(index["weight_map"].values()):
+            assert all((value == 1).all() for value in load_file(path.parent / name).values())
+        gate.open()
+        ticket.result(TIMEOUT)
+
+
+def test_a_tensor_with_the_name_of_the_metadata_is_refused(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is the name of the metadata"):
+        engine.save_file({"__metadata__": torch.ones(2)}, tmp_path / "m.safetensors")

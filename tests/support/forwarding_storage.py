@@ -94,6 +94,9 @@ class ForwardingStorage:
     async def touch(self, path: Path) -> None:
         await self.run(Call("touch", path), lambda: self._inner.touch(path))
 
+    async def set_mode(self, path: Path, mode: int) -> None:
+        await self.run(Call("set_mode", path), lambda: self._inner.set_mode(path, mode))
+
     async def rename(self, src: Path, dst: Path) -> None:
         await self.run(Call("rename", src, dst), lambda: self._inner.rename(src, dst))
 

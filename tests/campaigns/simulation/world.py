@@ -333,6 +333,10 @@ class SimStorage:
         """There are no times."""
         await self.run("touch", path, WriteError, lambda: self.at(path))
 
+    async def set_mode(self, path: Path, mode: int) -> None:
+        """There are no permissions."""
+        await self.run("set_mode", path, WriteError, lambda: self.at(path))
+
     async def rename(self, src: Path, dst: Path) -> None:
         """Never over another."""
         await self.run("rename", dst, WriteError, lambda: self._move(src, dst, replaces=False))
