@@ -28,12 +28,15 @@ def check_place(path: Path, root: Path, names: StepNames) -> None:
     """Refuse a path at which no checkpoint can be saved or removed by its path. Blocks, and changes nothing.
 
     Raises:
-        ConfigError: ``path`` holds the root, belongs to it, is a link, or is on another file system.
+        ConfigError: ``path`` holds the root, belongs to it, is a link, lies below a file, or is on another file system.
     """
     place, home = _real(path), Path(os.path.realpath(root))
     why = refusal(place, home, names)
     if not why and place.is_symlink():
         why = f"it is a symbolic link to {place.readlink()}: give the path of the directory itself"
+    parent = next(parent for parent in place.parents if parent.exists())
+    if not why and not parent.is_dir():
+        why = f"{parent} is a file: give a path in a directory"
     if not why and _device(place.parent) != _device(home):
         why = (
             f"it is on another file system than the root {root}, so that no rename can reach it: open an engine whose "

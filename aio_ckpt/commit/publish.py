@@ -38,9 +38,9 @@ async def sync_pending(storage: Storage, pending: Path, root_manifest: bytes) ->
 async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bool) -> tuple[Path, ...]:
     """Make a durable directory visible, durably, on the leader in root mode.
 
-    Without ``overwrite``, an existing directory is an error. With it, a checkpoint or an empty directory is replaced: the
-    two directories are exchanged in one step, and the old one is removed once the new one is durable. If the removal
-    fails, the names where it may be are returned.
+    Without ``overwrite``, an existing directory is an error. With it, a checkpoint or an empty directory is replaced:
+    the two directories are exchanged in one step, and the old one is removed once the new one is durable. If the
+    removal fails, the names where it may be are returned.
     """
     replaces = overwrite and (await holds_checkpoint(storage, final) or await _is_empty(storage, final))
     try:

@@ -32,6 +32,7 @@ __all__ = [
     "log_failure",
     "log_load",
     "named",
+    "older_step",
     "stage_secs",
 ]
 
@@ -85,7 +86,10 @@ def log_failure(error: BaseException, target: Target, *, stage: str, rank: int, 
     is_in_doubt, told_stage = False, stage
     if isinstance(error, AioCkptError):
         is_in_doubt, told_stage = error.in_doubt, error.stage or stage
-    good = "no step is committed yet" if newest is None else f"the newest committed step is {newest}"
+    if isinstance(target, Path):
+        good = "what was at its path is unchanged"
+    else:
+        good = "no step is committed yet" if newest is None else f"the newest committed step is {newest}"
     log_step(
         logging.ERROR,
         _step_of(target),
@@ -143,7 +147,7 @@ def _took(nbytes: int, secs: float) -> str:
 # -- a full disk ------------------------------------------------------------------------------------
 
 
-async def explain_full_disk(error: BaseException, ctx: EngineContext, needed_bytes: int) -> None:
+async def explain_full_disk(error: BaseException, ctx: EngineContext, needed_bytes: int, target: Target) -> None:
     """Add to the text of ``error`` what a save of ``needed_bytes`` needs, if the disk or the quota is full.
 
     Call it before the files of the save are removed, and before the other ranks are told. It raises nothing.
@@ -162,27 +166,31 @@ async def explain_full_disk(error: BaseException, ctx: EngineContext, needed_byt
         free_bytes,
         whose="" if ctx.world_size == 1 else f" of rank {ctx.rank} of {ctx.world_size}",
         is_quota=error.errno == errno.EDQUOT,
-        keep_last=ctx.config.keep_last,
+        remedy=(
+            "delete an older checkpoint: engine.remove(path)"
+            if isinstance(target, Path)
+            else older_step(ctx.config.keep_last)
+        ),
     )
 
 
 def explained(
-    text: str | None, needed_bytes: int, free_bytes: int | None, *, whose: str, is_quota: bool, keep_last: int | None
+    text: str | None, needed_bytes: int, free_bytes: int | None, *, whose: str, is_quota: bool, remedy: str
 ) -> str:
-    """Return the text of the error with what is needed, what is free and the remedy."""
+    """Return the text of the error with what is needed, what is free and the remedy beside free space."""
     free = "" if free_bytes is None else f", {amount(free_bytes)} are free on its file system"
     quota = "raise the quota, " if is_quota else ""
+    return f"{text}: this save{whose} needs {amount(needed_bytes)}{free}; {quota}free space, or {remedy}"
+
+
+def older_step(keep_last: int | None) -> str:
+    """Return the remedy of a full disk for the save of a step."""
     # Retention deletes only after a commit, which a full disk prevents: keep_last helps the next run only.
-    room = "keep_last=N needs room for N + 1 steps" if keep_last is None else _room_for(keep_last)
-    remedy = (
-        "free space, or delete an older step: engine.delete(step), or `aio-ckpt prune ROOT --keep-last N` once the "
-        f"trainer has ended. For the next run: {room}"
+    kept, room = ("N", "N + 1") if keep_last is None else (keep_last, keep_last + 1)
+    return (
+        "delete an older step: engine.delete(step), or `aio-ckpt prune ROOT --keep-last N` once the trainer has ended. "
+        f"For the next run: keep_last={kept} needs room for {room} steps"
     )
-    return f"{text}: this save{whose} needs {amount(needed_bytes)}{free}; {quota}{remedy}"
-
-
-def _room_for(keep_last: int) -> str:
-    return f"keep_last={keep_last} needs room for {keep_last + 1} steps"
 
 
 # -- counters ---------------------------------------------------------------------------------------

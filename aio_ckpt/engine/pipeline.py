@@ -95,7 +95,7 @@ class SavePipeline:
             stage = save.failing_stage
             note_stage(cause, stage)
             with anyio.CancelScope(shield=True):
-                await explain_full_disk(cause, self.ctx, save.captured.image.chunks[-1].stop)
+                await explain_full_disk(cause, self.ctx, save.captured.image.chunks[-1].stop, save.target)
                 cause = await self._clean_up(save, cause, stage)
                 await keep_trace(self.ctx, save, cause)
             if cause is error:

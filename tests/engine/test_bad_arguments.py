@@ -457,7 +457,7 @@ def test_every_call_of_a_closed_engine_is_refused_by_a_typed_error(root: Path) -
         "guard": lambda: engine.guard(optimizer),
         "on_preemption": engine.on_preemption,
     }.items():
-        with pytest.raises(AioCkptError, match="closed") as caught:
+        with pytest.raises(AioCkptError, match="closed: open a new one") as caught:
             call()
         assert isinstance(caught.value, RuntimeError), name
         assert not isinstance(caught.value, (BusyError, CheckpointNotFoundError)), name

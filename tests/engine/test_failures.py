@@ -18,7 +18,7 @@ from builders import broken, listing, weights
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 
 from aio_ckpt import CheckpointEngine, SaveTicket
-from aio_ckpt.engine.outcomes import explained
+from aio_ckpt.engine.outcomes import explained, older_step
 from aio_ckpt.errors import EngineClosedError, ReadError, UnsafeObjectError, WriteError, WrongThreadError
 from aio_ckpt.storage.local import LocalStorage
 
@@ -364,7 +364,7 @@ def test_other_errors_of_the_disk_stay_as_they_are(root: Path) -> None:
 
 
 def test_the_remedy_of_a_full_disk_names_what_works_without_a_commit() -> None:
-    told = explained("No space", 8_530_000_000, 12, whose=" of rank 3 of 8", is_quota=False, keep_last=3)
+    told = explained("No space", 8_530_000_000, 12, whose=" of rank 3 of 8", is_quota=False, remedy=older_step(3))
     assert told == (
         "No space: this save of rank 3 of 8 needs 8.53 GB, 12 B are free on its file system; free space, or delete an "
         "older step: engine.delete(step), or `aio-ckpt prune ROOT --keep-last N` once the trainer has ended. "

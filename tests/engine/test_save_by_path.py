@@ -274,6 +274,25 @@ def test_another_file_system_is_refused_with_both_names_and_the_remedy(
     assert not engine.root.exists()
 
 
+def test_a_file_in_the_place_of_a_directory_is_named(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="/file is a file: give a path in a directory"):
+        engine.save(weights(1), path=tmp_path / "file/below/a")
+
+
+def test_the_remedy_of_a_full_disk_is_one_for_paths(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gated_engine(root) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        storage.fail("create_data_file", "*", WriteError(errno.ENOSPC, "No space left on device", "x"))
+        with pytest.raises(
+            WriteError, match=r"free space, or delete an older checkpoint: engine\.remove\(path\): 'x'$"
+        ):
+            engine.save(weights(2), path=tmp_path / "a").result(TIMEOUT)
+    assert caplog.messages[-1].endswith("; what was at its path is unchanged")
+
+
 def test_a_file_system_that_shows_only_at_the_rename_is_named(root: Path, tmp_path: Path) -> None:
     with gated_engine(root) as (engine, storage):
         storage.fail("rename", "*", WriteError(errno.EXDEV, "Invalid cross-device link", "x"))
