@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, re
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_killed_gpt_resumes_on_gpus_as_where_stock_loads(tmp_path: Path, tp: int) -> None:
+def test_a_killed_gpt_resumes_on_gpus_with_equal_losses(tmp_path: Path, tp: int) -> None:
     megatron_gpt.main(["--root", str(tmp_path / "run"), "--device", "cuda", "--tp", str(tp)])
 
 
