@@ -1,4 +1,4 @@
-"""Ctrl-C at every place of ``save()`` where the interpreter looks for signals."""
+"""Ctrl-C at every place of ``save()`` and ``save_file()`` where the interpreter looks for signals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.engine import engine
+from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
+from aio_ckpt.engine import engine, file_save
 from aio_ckpt.engine import in_flight as inflight
 from aio_ckpt.engine import root as keeper
 from aio_ckpt.engine import save_call as saver
@@ -33,6 +33,7 @@ TRACED = {
         deadline,
         futures,
         engine,
+        file_save,
         saver,
         image,
         inflight,
@@ -170,3 +171,36 @@ def test_closing_ends_the_lease_that_ctrl_c_lost(tmp_path: Path, monkeypatch: py
         stats = opened._frontend.lifetime
         assert stats.stats.leases == 1
     assert (stats.stats.leases, stats.stats.arenas) == (0, 0)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="settrace of Python 3.13 passes over most opcodes")
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+@pytest.mark.parametrize("stride", EVERY)
+def test_wherever_ctrl_c_comes_in_save_file_nothing_stays_pending_or_leased(
+    tmp_path: Path, stride: int, name: str
+) -> None:
+    config = EngineConfig(stall_timeout_secs=5.0, workers=1)
+    path = tmp_path / "out" / name
+    options = {"max_shard_bytes": 2 * COUNT} if name.endswith("s") else {}
+    with SyncCheckpointEngine(tmp_path / "root", config) as opened:
+        files = opened._frontend.files
+
+        def saved(value: float) -> SaveTicket:
+            state = {"a": torch.full((COUNT,), value), "b": torch.full((COUNT,), value)}
+            return opened.save_file(state, path, **options)
+
+        Interrupt(NEVER).run(lambda: saved(0.0).result(TIMEOUT))
+        for at in range(1, NEVER, stride):
+            interrupt = Interrupt(at)
+            try:
+                interrupt.run(lambda: saved(1.0))
+            except KeyboardInterrupt:
+                assert interrupt.left == 0, "raised twice"
+            for pending in files.pending:
+                pending.settled.result(TIMEOUT)
+            assert files.pending == (), interrupt.where
+            saved(2.0).result(TIMEOUT)
+            assert (opened.lifetime.leases, opened._frontend.lifetime._reserved_bytes) == (0, 0), interrupt.where
+            if interrupt.left > 0:
+                break
+        assert at > 100
