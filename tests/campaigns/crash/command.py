@@ -22,13 +22,14 @@ from tests.campaigns.crash.disks import EXT4, FILE_SYSTEMS, private_mounts, unmo
 from tests.campaigns.crash.forks import Child, Tell, adopt_orphans, fork, wait_for_orphans
 from tests.campaigns.crash.fuse_disk import why_no_fuse
 from tests.campaigns.crash.kills import named_points, points_campaign, random_campaign
+from tests.campaigns.crash.paths import FILES, PATHS
 from tests.campaigns.crash.power import block_log_campaign, shutdown_campaign
 from tests.campaigns.crash.summary import Summary, publish
 from tests.campaigns.crash.trial import Tally
 
 __all__ = ["main"]
 
-OURS = (ENGINE, DIRECTORY)
+OURS = (ENGINE, DIRECTORY, PATHS, FILES)
 KINDS = ("kill", "shutdown", "blocklog")
 KILLS_PER_POINT = 50
 RANDOM_KILLS = 300
@@ -62,6 +63,8 @@ class Options:
     """Limit for all campaigns together; each gets an even share of what is left."""
     only: tuple[str, ...]
     """Kinds of campaigns."""
+    ours: Sequence[Contender]
+    """Ways of this engine that are crashed."""
     rivals: Sequence[Contender]
     """Who else is crashed."""
     jobs: int
@@ -84,8 +87,9 @@ def parse() -> Options:
     parser.add_argument("--samples", type=int, default=REORDERINGS, help="reorderings of the block log")
     parser.add_argument("--secs", type=float, help="stop by then: each campaign gets an even share of what is left")
     parser.add_argument("--only", default=",".join(KINDS), help=f"of {','.join(KINDS)}")
-    names = ",".join(_name(rival) for rival in RIVALS)
-    parser.add_argument("--rivals", default=names, help=f"who else, of {names}; empty: nobody")
+    names = {kind: ",".join(map(_name, contenders)) for kind, contenders in (("ours", OURS), ("rivals", RIVALS))}
+    parser.add_argument("--ours", default=names["ours"], help=f"of {names['ours']}")
+    parser.add_argument("--rivals", default=names["rivals"], help=f"who else, of {names['rivals']}; empty: nobody")
     parser.add_argument("--jobs", type=int, default=2, help="campaigns at once: mostly they wait for the disk")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
     parser.add_argument("--out", type=Path, help="folder of the JSON (with --write: tests/campaigns/results)")
@@ -94,10 +98,10 @@ def parse() -> Options:
     only = tuple(given.only.split(","))
     if set(only) - set(KINDS):
         parser.error(f"no such campaigns: {', '.join(sorted(set(only) - set(KINDS)))}")
-    rivals = {_name(rival): rival for rival in RIVALS}
-    chosen = list(filter(None, given.rivals.split(",")))
-    if set(chosen) - set(rivals):
-        parser.error(f"no such rivals: {', '.join(sorted(set(chosen) - set(rivals)))}")
+    contenders = {_name(contender): contender for contender in (*OURS, *RIVALS)}
+    ours, rivals = (list(filter(None, names.split(","))) for names in (given.ours, given.rivals))
+    if {*ours, *rivals} - set(contenders):
+        parser.error(f"no such contenders: {', '.join(sorted({*ours, *rivals} - set(contenders)))}")
     return Options(
         folder=given.dir.absolute(),
         images=(given.images or (MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else given.dir)).absolute(),
@@ -106,7 +110,8 @@ def parse() -> Options:
         samples=given.samples,
         secs=given.secs,
         only=only,
-        rivals=[rivals[name] for name in chosen],
+        ours=[contenders[name] for name in ours],
+        rivals=[contenders[name] for name in rivals],
         jobs=given.jobs,
         seed=given.seed,
         out=given.out or (RESULTS if given.write else None),
@@ -136,7 +141,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     summary = Summary(
         settings={"seed": options.seed, "secs": round(time.monotonic() - started), "only": ",".join(options.only)},
-        ours=tuple(contender.name for contender in OURS),
+        ours=tuple(contender.name for contender in options.ours),
         tallies=tallies,
         skipped=skipped,
         failures=failures,
@@ -148,18 +153,20 @@ def main() -> None:
 def _kills(options: Options, folder: Path) -> Iterator[tuple[Campaign, Path]]:
     if "kill" not in options.only:
         return
-    counts = {contender: len(named_points(contender, folder / contender.name / "rehearsal")) for contender in OURS}
+    counts = {
+        contender: len(named_points(contender, folder / contender.name / "rehearsal")) for contender in options.ours
+    }
     for contender, count in counts.items():
         named, at_random = KILLS_PER_POINT * count, RANDOM_KILLS
         if options.kills is not None:
             named = round(options.kills * NAMED_SHARE * count / sum(counts.values()))
-            at_random = round(options.kills * (1 - NAMED_SHARE) / len(OURS))
+            at_random = round(options.kills * (1 - NAMED_SHARE) / len(options.ours))
         where = folder / contender.name
         yield partial(points_campaign, contender, kills=named, seed=options.seed), where / "points"
         yield partial(random_campaign, contender, kills=at_random, seed=options.seed), where / "random"
     for rival in options.rivals:
-        ours = RANDOM_KILLS if options.kills is None else options.kills * (1 - NAMED_SHARE) / len(OURS)
-        kills = round(ours * RIVALS_SHARE)
+        most = RANDOM_KILLS if options.kills is None else options.kills * (1 - NAMED_SHARE) / len(options.ours)
+        kills = round(most * RIVALS_SHARE)
         yield partial(random_campaign, rival, kills=kills, seed=options.seed), folder / rival.name
 
 
@@ -175,7 +182,7 @@ def _power(options: Options, images: Path, skipped: list[str]) -> Iterator[tuple
     reasons = {kind: why_no_disks(kind, images) for kind in FILE_SYSTEMS}
     skipped += [f"{kind.name}: {reason}" for kind, reason in reasons.items() if reason is not None]
     usable = [kind for kind, reason in reasons.items() if reason is None]
-    shares = [(contender, 1.0) for contender in OURS] + [(rival, RIVALS_SHARE) for rival in options.rivals]
+    shares = [(contender, 1.0) for contender in options.ours] + [(rival, RIVALS_SHARE) for rival in options.rivals]
     if "shutdown" in kinds:
         for contender, share in shares:
             for kind in usable:

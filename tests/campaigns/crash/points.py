@@ -22,6 +22,8 @@ When = Literal["before", "within", "after"]
 _ROLES = (
     (re.compile(r"step_\d+"), "step"),
     (re.compile(r"\d+|rehearsal"), "parent"),
+    (re.compile(r"best-\d+"), "checkpoint"),
+    (re.compile(r"\.aio_ckpt-file-.*"), "temporary"),
 )
 _SAVE_ID = re.compile(r"s\d+x\d+")
 
@@ -60,8 +62,9 @@ class PointedStorage(ForwardingStorage):
 
     async def run(self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
         """Do ``act``; die before or after it, or after half of it, if this call is the point."""
-        # A touch is a sign of life, no step of a commit. The engine's own directories are made once in a root.
-        if call.name == "touch" or (call.name == "make_dir" and call.path.parent.name == ENGINE_DIR):
+        # A touch is a sign of life, no step of a commit. A root and the engine's own directories in it are made once.
+        is_of_root = call.path.name == "root" or call.path.parent.name == ENGINE_DIR
+        if call.name == "touch" or (call.name == "make_dir" and is_of_root):
             return await act()
         name = self._name_of(call)
         result = await self.pass_point(name, act)

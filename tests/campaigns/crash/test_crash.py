@@ -19,7 +19,9 @@ from tests.campaigns.crash.block_log import FLUSH, MARK, WRITE, Entry, pack, par
 from tests.campaigns.crash.contents import differs, is_overwrite, state_of, step_of
 from tests.campaigns.crash.trial import Known
 
-ENGINE, DIRECTORY = "aio_ckpt", "aio_ckpt, directory mode"
+ENGINE = {"aio_ckpt": "aio_ckpt", "aio_ckpt:directory-mode": "aio_ckpt, directory mode"}
+"""Contenders as the command line and the report name them."""
+PATHS = {"aio_ckpt:save(path=)": "aio_ckpt, save(path=)", "aio_ckpt:save_file()": "aio_ckpt, save_file()"}
 SECS = 3
 """Each bounded campaign stops by then, whatever the machine; at least one crash of each kind was tried."""
 TIMEOUT = 150.0
@@ -54,22 +56,40 @@ def campaign(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any], T
 # -- campaigns ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(120, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("ours", "kills"),
+    [
+        (ENGINE, 6),
+        pytest.param(PATHS, 6, marks=pytest.mark.slow),
+        pytest.param(ENGINE | PATHS, 200, marks=pytest.mark.campaign),
+    ],
+)
 def test_after_kill_9_training_resumes_from_a_whole_checkpoint_never_older_than_the_last_resolved_save(
-    tmp_path: Path, kills: int
+    tmp_path: Path, ours: dict[str, str], kills: int
 ) -> None:
     code, shown, document, tallies = campaign(
-        tmp_path, "--only", "kill", "--kills", str(kills), "--rivals", "", "--secs", str(SECS)
+        tmp_path, "--only", "kill", "--ours", ",".join(ours), "--kills", str(kills), "--rivals", "", "--secs", str(SECS)
     )
     assert code == 0, shown
     assert document["tried"] == document["survived"] > 0
-    for contender in (ENGINE, DIRECTORY):
+    for contender in ours.values():
         for way in ("named points", "random instants"):
             assert tallies[contender, f"kill -9, {way}"]["tried"] > 0
 
 
 def test_after_a_power_loss_what_save_called_durable_is_there_and_whole(tmp_path: Path) -> None:
-    options = ("--only", "shutdown,blocklog", "--trials", "1", "--samples", "10", "--rivals", "torch.save")
+    options = (
+        "--only",
+        "shutdown,blocklog",
+        "--trials",
+        "1",
+        "--samples",
+        "10",
+        "--rivals",
+        "torch.save",
+        "--ours",
+        ",".join(ENGINE),
+    )
     code, shown, document, tallies = campaign(tmp_path, *options, "--secs", str(SECS))
     if not document["tallies"]:
         pytest.skip("; ".join(document["skipped"]))
