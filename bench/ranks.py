@@ -28,7 +28,7 @@ from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from bench.common.measure import Spread
 from bench.common.options import log, parse, work_folder
 from bench.common.pagecache import fsync_tree, make_cold
-from bench.common.results import FigureRow, Goal, Report, publish
+from bench.common.results import FigureRow, Figures, Goal, Report, figure_rows, publish, slowest
 
 __all__ = ["main"]
 
@@ -36,7 +36,6 @@ dist: Any = torch.distributed  # whose stubs leave most of it out
 dcp: Any = torch.distributed.checkpoint
 
 _WAIT_SECS = 600.0
-_Figures = dict[str, list[float]]
 
 
 def main() -> None:
@@ -45,25 +44,25 @@ def main() -> None:
     worlds, mib, count = ((1, 2), 8, 200) if options.quick else ((1, 2, 4, 8), 256, 5_000)
     crowds = (2, 4) if options.quick else (2, 4, 8, 16, 32, 64)
     figures: list[FigureRow] = []
-    found: dict[int, _Figures] = {}
+    found: dict[int, Figures] = {}
     with work_folder(options) as folder:
         for world in worlds:
             log(f"{world} ranks")
-            found[world] = _slowest(_run(world, _large, folder / f"large{world}", mib, options.rounds))
-            figures += _rows(f"{world} ranks, {mib} MiB by rows", found[world])
+            found[world] = slowest(_run(world, _large, folder / f"large{world}", mib, options.rounds))
+            figures += figure_rows(f"{world} ranks, {mib} MiB by rows", found[world])
         many = min(4, worlds[-1])
-        small = _slowest(_run(many, _small, folder / "small", count, options.rounds))
-        figures += _rows(f"{many} ranks x {count:,} tensors of 1 KiB", small)
+        small = slowest(_run(many, _small, folder / "small", count, options.rounds))
+        figures += figure_rows(f"{many} ranks x {count:,} tensors of 1 KiB", small)
         for crowd in crowds:
             log(f"{crowd} ranks that share a store")
             told = _run(crowd, _agreeing, folder / f"crowd{crowd}", options.rounds, serve=_serve_without_group)
-            figures += _rows(f"{crowd} ranks that share a store", _slowest(told))
+            figures += figure_rows(f"{crowd} ranks that share a store", slowest(told))
     goals = _goals(found[many], small, many, count)
     report = Report(bench="ranks", settings=options.settings(), figures=figures, goals=goals)
     log(f"wrote {publish(report, options.folder, out=options.out)}")
 
 
-def _goals(large: _Figures, small: _Figures, world: int, count: int) -> list[Goal]:
+def _goals(large: Figures, small: Figures, world: int, count: int) -> list[Goal]:
     def median(values: list[float]) -> float:
         return Spread.of(values).median
 
@@ -86,19 +85,6 @@ def _goals(large: _Figures, small: _Figures, world: int, count: int) -> list[Goa
     ]
 
 
-def _rows(title: str, figures: _Figures) -> list[FigureRow]:
-    rows = []
-    for text, values in figures.items():
-        name, _, unit = text.rpartition(", ")
-        rows.append(FigureRow(text=f"{title}: {name}", values=Spread.of(values), unit=unit))
-    return rows
-
-
-def _slowest(ranks: list[_Figures]) -> _Figures:
-    """Round by round, the rank that took longest."""
-    return {name: [max(values) for values in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
-
-
 # -- in each rank -----------------------------------------------------------------------------------
 
 
@@ -111,13 +97,13 @@ def _spread(count: int, mib: int, placement: Placement) -> dict[str, Any]:
     }
 
 
-def _large(rank: int, count: int, folder: Path, mib: int, rounds: int) -> _Figures:
+def _large(rank: int, count: int, folder: Path, mib: int, rounds: int) -> Figures:
     """One large sharded state: save, load in the same layout and others, cold, and the same by DCP."""
     state, columns = _spread(count, mib, Shard(0)), _spread(count, mib, Shard(1))
     halves = _spread(count, mib, Shard(0) if count == 1 else Replicate())
     layouts = {"rows": state, "columns": columns, "whole": halves}
     by_dcp = folder / "dcp"
-    figures: _Figures = {}
+    figures: Figures = {}
 
     def add_cold(name: str, path: Path, load: Callable[[], Any]) -> Any:
         _meet()
@@ -168,10 +154,10 @@ def _load(engine: CheckpointEngine, target: object) -> LoadReport:
     return engine.submit_load(target, None, strict=False, allow_missing=False, fallback=True).result(_WAIT_SECS)
 
 
-def _small(rank: int, count: int, folder: Path, tensors: int, rounds: int) -> _Figures:
+def _small(rank: int, count: int, folder: Path, tensors: int, rounds: int) -> Figures:
     """Many small tensors, unchanged: what is planned anew at each save."""
     state = {f"layers.{number}.weight": torch.full((256,), float(number)) for number in range(tensors)}
-    figures: _Figures = {"planning, ms": [], "save, ms": [], "dcp.save that writes nothing, cached plan, ms": []}
+    figures: Figures = {"planning, ms": [], "save, ms": [], "dcp.save that writes nothing, cached plan, ms": []}
     engine = CheckpointEngine(folder, EngineConfig(keep_last=1))
     try:
         for turn in range(rounds + 2):
@@ -194,7 +180,7 @@ def _small(rank: int, count: int, folder: Path, tensors: int, rounds: int) -> _F
     return figures
 
 
-def _agreeing(rank: int, count: int, store: Any, folder: Path, rounds: int) -> _Figures:
+def _agreeing(rank: int, count: int, store: Any, folder: Path, rounds: int) -> Figures:
     """A few tensors of each rank's own, and objects that move in every save: what is told, and what is read.
 
     How long the ranks take to meet stands apart: they do it once, and each connects to the store for it, which looks up
@@ -202,7 +188,7 @@ def _agreeing(rank: int, count: int, store: Any, folder: Path, rounds: int) -> _
     """
     state = {f"of.rank{rank}.{number}": torch.full((256,), float(number)) for number in range(8)}
     coordinator = StoreCoordinator(store, rank=rank, world_size=count)
-    figures: _Figures = {}
+    figures: Figures = {}
     with SyncCheckpointEngine(folder, EngineConfig(keep_last=1), coordinator=coordinator) as engine:
         secs, _ = _timed(functools.partial(engine._ctx.members.opened.result, _WAIT_SECS))
         figures["meeting, ms"] = [secs * 1e3]
@@ -256,8 +242,8 @@ def _meet() -> None:
 
 
 def _run(
-    world: int, work: Callable[..., _Figures], *args: object, serve: Callable[..., None] | None = None
-) -> list[_Figures]:
+    world: int, work: Callable[..., Figures], *args: object, serve: Callable[..., None] | None = None
+) -> list[Figures]:
     context = multiprocessing.get_context("forkserver")  # whose children share torch's memory: 64 of them fit
     context.set_forkserver_preload(["bench.ranks"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -282,14 +268,14 @@ def _run(
 
 
 def _serve(
-    rank: int, world: int, port: int, pipe: Connection, work: Callable[..., _Figures], args: tuple[object, ...]
+    rank: int, world: int, port: int, pipe: Connection, work: Callable[..., Figures], args: tuple[object, ...]
 ) -> None:
     dist.init_process_group("gloo", store=_store(port), rank=rank, world_size=world)
     pipe.send(work(rank, world, *args))
 
 
 def _serve_without_group(
-    rank: int, world: int, port: int, pipe: Connection, work: Callable[..., _Figures], args: tuple[object, ...]
+    rank: int, world: int, port: int, pipe: Connection, work: Callable[..., Figures], args: tuple[object, ...]
 ) -> None:
     pipe.send(work(rank, world, _store(port), *args))
 

@@ -22,15 +22,18 @@ __all__ = [
     "BENCH",
     "RESULTS",
     "FigureRow",
+    "Figures",
     "Goal",
     "Report",
     "Row",
+    "figure_rows",
     "kept_in",
     "machine",
     "machine_name",
     "make_row",
     "out_folder",
     "publish",
+    "slowest",
 ]
 
 BENCH = Path(__file__).parents[1]
@@ -123,6 +126,24 @@ class FigureRow:
     """Of the values."""
 
 
+Figures = dict[str, list[float]]
+"""Values of each round by ``name, unit``."""
+
+
+def slowest(ranks: Sequence[Figures]) -> Figures:
+    """Return the largest value of all ranks in each round."""
+    return {name: [max(values) for values in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+
+
+def figure_rows(title: str, figures: Figures) -> list[FigureRow]:
+    """Return a row for each name, below one title."""
+    rows = []
+    for text, values in figures.items():
+        name, _, unit = text.rpartition(", ")
+        rows.append(FigureRow(text=f"{title}: {name}", values=Spread.of(values), unit=unit))
+    return rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """One run of one bench."""
@@ -168,12 +189,12 @@ def kept_in(folder: Path, ranks: int = 1) -> Path:
     return RESULTS / machine_name(machine(folder), ranks)
 
 
-def out_folder(folder: Path, *, out: Path | None, write: bool, quick: bool) -> Path:
+def out_folder(folder: Path, *, out: Path | None, write: bool, quick: bool, ranks: int = 1) -> Path:
     """Return where the JSON goes: to ``--out``, among the results with ``--write``, else below ``--dir``.
 
     Figures of ``--quick`` prove nothing, so that they are never kept.
     """
-    return out or (kept_in(folder) if write and not quick else folder / "bench-results")
+    return out or (kept_in(folder, ranks) if write and not quick else folder / "bench-results")
 
 
 def publish(report: Report, folder: Path, *, out: Path) -> Path:

@@ -176,7 +176,7 @@ def folder_of(root: Path, step: int) -> Path:
     return root / f"iter_{step:07d}"
 
 
-def save(trainer: Trainer, root: Path, step: int, strategy: Any, queue: Any) -> float:
+def save(trainer: Trainer, root: Path, step: int, strategy: Any, queue: Any, **options: Any) -> float:
     """Save synchronously (``queue`` None) or not, as ``save_checkpoint`` does. The seconds that it kept the trainer."""
     from megatron.core import dist_checkpointing
 
@@ -191,7 +191,7 @@ def save(trainer: Trainer, root: Path, step: int, strategy: Any, queue: Any) -> 
 
     state = trainer.sharded(step)
     began = time.monotonic()
-    request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=queue is not None)
+    request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=queue is not None, **options)
     if queue is None:
         dist.barrier()
         track()
