@@ -8,6 +8,7 @@ From the same rest, three things are timed: some steps, a save with as many step
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import importlib.util
 import itertools
@@ -127,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
     folder = given.dir.absolute()
     out = out_folder(folder, out=given.out, write=given.write, quick=False, ranks=given.ranks)
     figures, absent = list[FigureRow](), list[str]()
-    sizes = {name: getattr(given, name) for name in ("mib", "rounds", "steps", "device")}
+    sizes: dict[str, Any] = {name: getattr(given, name) for name in ("mib", "rounds", "steps", "device")}
     for door in given.doors or DOORS:
         _, package, remedy = DOORS[door]
         if importlib.util.find_spec(package) is None:
@@ -177,6 +178,7 @@ def _part(told: str) -> None:
     """Measure one door; this process is one of its ranks."""
     given = json.loads(told)
     job = Job(**given | {"folder": Path(given["folder"])})
+    faulthandler.register(signal.SIGTERM, chain=True)  # a rank that hangs shows where
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
     sys.path.append(str(BENCH.parent / "tests" / "support"))  # of the GPT of Megatron
