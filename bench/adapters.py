@@ -35,7 +35,7 @@ from bench.common.measure import Spread, ratio
 from bench.common.options import log
 from bench.common.results import BENCH, FigureRow, Figures, Report, figure_rows, out_folder, publish, slowest
 
-__all__ = ["main"]
+__all__ = ["main", "table"]
 
 dist: Any = torch.distributed  # whose stubs leave most of it out
 
@@ -90,7 +90,7 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _table(door: str, samples: Figures) -> list[FigureRow]:
+def table(door: str, samples: Figures) -> list[FigureRow]:
     """Return the rows of a door: ratios first."""
     rows, milliseconds = list[FigureRow](), Figures()
     ways = [way for way in (STOCK, OURS) if f"{way} call" in samples]
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
                 log(f"{door}")
                 job = Job(door=door, folder=Path(place), **sizes)
                 found, said = _run(job, 1 if door == "files" else given.ranks, given.limit_secs)
-            figures += _table(door, found) if found else []
+            figures += table(door, found) if found else []
             absent += [f"{door}: {said}"] if said else []
     for line in absent:
         log(f"not measured: {line}")

@@ -133,7 +133,35 @@ manifest.""",
     (Section("The leader of 10,000 ranks", "", (f"{CPU}/scale",)),),
 )
 
-PAGES: Mapping[str, Page] = {"cpu": CPU_PAGE, "gpu": GPU_PAGE, "ranks": RANKS_PAGE, "scale": SCALE_PAGE}
+ADAPTERS_PAGE = Page(
+    "Adapters",
+    f"""{METHOD}
+
+Each column is a way into this package, beside the framework's own: `dcp.async_save` in a plain script with FSDP2,
+without and with `aio_ckpt.dcp.install()`; torchtitan's manager in the mode `async`; `trainer.save_checkpoint` of
+Lightning with DDP and with FSDP2; transformers' Trainer; Megatron's `--async-save`; and `torch.save` beside
+`engine.save_file`. Both ways save the same trainer, in turns.
+
+- *Training lost* is the time of a save and the steps behind it, less the time of as many steps without a save. Both
+  begin from the same rest: nothing pending, disk and ranks idle. A figure below zero is noise.
+- *The call* is the time until the save returns. Nothing runs beside it.
+- *Until done* is the time until the framework says that the save is done. With our adapter, the checkpoint is durable
+  then. Stock does no fsync, so that its checkpoint may still be in memory.
+- With several ranks, each figure is the slowest rank's. The end of the steps waits for the current stream of a GPU.
+- Without CUDA, stock Megatron does not save, and the GPT has no moments.""",
+    [
+        Section(path.parent.name, "", (f"{path.parent.name}/{path.stem}",))
+        for path in sorted(RESULTS.glob("*/adapters*.json"))
+    ],
+)
+
+PAGES: Mapping[str, Page] = {
+    "adapters": ADAPTERS_PAGE,
+    "cpu": CPU_PAGE,
+    "gpu": GPU_PAGE,
+    "ranks": RANKS_PAGE,
+    "scale": SCALE_PAGE,
+}
 
 
 def render_page(page: Page) -> str:
