@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import uuid
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aio_ckpt.checks import check_kind
@@ -20,16 +18,13 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, PeerFailedError
 from aio_ckpt.integrations.megatron.shared import Shared
 from aio_ckpt.integrations.megatron.strategies import Committed
-from aio_ckpt.ranks.agreed_poll import AgreedPoll
-from aio_ckpt.ranks.coordinator import Exchange
-from aio_ckpt.ranks.liveness import while_beating
+from aio_ckpt.ranks.agreed_work import WORK_STAGE, AgreedWork, Failure, Work
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.store_coordinator import default_coordinator
 from aio_ckpt.runtime.portal import Portal
 
 __all__ = ["AsyncCallsQueue"]
 
-_STAGE = "write"
 _LEAVE_SECS = 10.0
 """Time that closing waits for the coordinator to leave."""
 
@@ -140,15 +135,6 @@ class AsyncCallsQueue:
         return self._members
 
 
-class _Failure(msgspec.Struct, frozen=True, array_like=True):
-    rank: int
-    text: str
-
-
-_OUTCOME: Exchange[_Failure | None, _Failure | None] = Exchange(_Failure | None, _Failure | None, stage=_STAGE)
-"""Each rank sends its failure, once its work has ended. The leader replies with the first failure of any rank."""
-
-
 class _Call:
     """Request in the queue, and its work on this rank."""
 
@@ -158,73 +144,27 @@ class _Call:
         self.number = number
         self.request = request
         self._works = works
-        self._members = members
-        self._portal = portal
-        self._errors: list[AioCkptError] = []
-        self._agreed = AgreedPoll(members, portal, topic=f"async call {number} (poll)", on_error=self._errors.append)
-        self._outcome: Future[_Failure | None] = Future()
-        """Failure of any rank, once the work of all ranks has ended; None if there is none."""
-        self._ended = portal.submit(self._follow, on_done=self._settle)
+        self._agreed = AgreedWork(members, portal, works, name=f"async call {number}", failure_of=_failure_of)
 
     def is_done(self, *, blocking: bool) -> bool:
-        """Count a poll, and return whether the call is done, or the ranks cannot agree whether it is.
-
-        A blocking poll waits for the work of all ranks. They all make it at the same place, so it needs no agreement.
-        """
-        if blocking:
-            self._ended.exception()
-            return True
-        return self._agreed.poll() or bool(self._errors) or self._has_broken
+        """Count a poll, and return whether the call is done; see :class:`AgreedWork`."""
+        return self._agreed.is_done(blocking=blocking)
 
     def check(self) -> None:
         """Raise the error of the call, if it failed on any rank."""
-        failure = self._outcome.result() if self._outcome.done() else None
+        failure = self._agreed.failure()
         if failure is None:
-            if self._errors:
-                raise self._errors[0]
             return
         raise PeerFailedError(
             f"async save {self.number} failed on rank {failure.rank}: {failure.text}: it was not finalized, and the "
             "checkpoint before it is the newest",
             rank=failure.rank,
-            stage=_STAGE,
+            stage=WORK_STAGE,
             cause=failure.text,
         ) from next(filter(None, map(_error_of, self._works)), None)
 
-    @property
-    def _has_broken(self) -> bool:
-        return self._outcome.done() and self._outcome.exception() is not None
 
-    async def _follow(self) -> None:
-        await self._members.met()
-        coordinator = self._members.coordinator
-        outcome = await while_beating(coordinator, self._members.stall_secs, self._agreed_outcome)
-        self._outcome.set_result(outcome)
-        await self._agreed.agree()
-
-    async def _agreed_outcome(self) -> _Failure | None:
-        coordinator = self._members.coordinator
-        for work in self._works:
-            await self._end_of(work)
-        mine = next(filter(None, (_failure_of(work, coordinator.rank) for work in self._works)), None)
-        return await _OUTCOME.run(coordinator, f"async call {self.number} (outcome)", mine, _first)
-
-    async def _end_of(self, work: Future[Any]) -> None:
-        ended = asyncio.Event()
-        work.add_done_callback(lambda _: self._portal.post(ended.set))
-        await ended.wait()
-
-    def _settle(self, done: Future[None]) -> None:
-        error = done.exception() if not done.cancelled() else None
-        if not self._outcome.done():
-            self._outcome.set_exception(error or AioCkptError("the queue was closed"))
-
-
-async def _first(failures: Sequence[_Failure | None]) -> _Failure | None:
-    return next(filter(None, failures), None)
-
-
-def _error_of(work: Future[Any]) -> BaseException | None:
+def _error_of(work: Work) -> BaseException | None:
     """Return the error of a work that has ended. Of a CheckpointException, return the error of the first rank."""
     error = work.exception() if work.done() else None
     if isinstance(error, CheckpointException) and error.failures:
@@ -232,11 +172,11 @@ def _error_of(work: Future[Any]) -> BaseException | None:
     return error
 
 
-def _failure_of(work: Future[Any], rank: int) -> _Failure | None:
+def _failure_of(work: Work, rank: int) -> Failure | None:
     """Return the failure of a work that has ended on ``rank``. DCP tells all ranks the failures of each."""
     error, whole = _error_of(work), work.exception()
     if error is None:
         return None
     if isinstance(whole, CheckpointException) and whole.failures:
         rank = min(whole.failures)
-    return _Failure(rank, f"{type(error).__name__}: {error}")
+    return Failure(rank, f"{type(error).__name__}: {error}")

@@ -1,0 +1,158 @@
+"""Agreed work: work that each rank does by itself ends, and fails, at the same poll on every rank."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeAlias
+
+import msgspec
+
+from aio_ckpt.errors import AioCkptError, EngineClosedError
+from aio_ckpt.ranks.agreed_poll import AgreedPoll
+from aio_ckpt.ranks.coordinator import Exchange
+from aio_ckpt.ranks.liveness import while_beating
+from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.ticket import Milestone
+
+__all__ = ["WORK_STAGE", "AgreedWork", "Failure", "Work", "failure_of"]
+
+WORK_STAGE = "write"
+
+Work: TypeAlias = Future[Any] | Milestone[Any]
+"""Work that ends by itself, with a result or an error."""
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Failure of the work of a rank, as all ranks are told it."""
+
+    rank: int
+    text: str
+
+
+_OUTCOME: Exchange[Failure | None, Failure | None] = Exchange(Failure | None, Failure | None, stage=WORK_STAGE)
+"""Each rank sends its failure, once its work has ended. The leader replies with the first failure of any rank."""
+
+OnLeader: TypeAlias = Callable[[Failure | None], Awaitable[None]]
+
+
+def failure_of(work: Work, rank: int) -> Failure | None:
+    """Return the failure of a work that has ended on ``rank``; None if it has none."""
+    error = work.exception()
+    return None if error is None else failure_by(error, rank)
+
+
+def failure_by(error: BaseException, rank: int) -> Failure:
+    """Return the failure that ``error`` is on ``rank``."""
+    return Failure(rank, f"{type(error).__name__}: {error}")
+
+
+class AgreedWork:
+    """Work of all ranks, which make their objects in the same order. The n-th :meth:`is_done` is alike on every rank.
+
+    The ranks agree through their store, in the loop of ``portal``. No poll waits for the work of another rank.
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        portal: Portal,
+        works: Sequence[Work],
+        *,
+        name: str,
+        failure_of: Callable[[Work, int], Failure | None] = failure_of,
+        on_leader: OnLeader | None = None,
+    ) -> None:
+        """Begin to follow ``works``, those of this rank.
+
+        Args:
+            members: the ranks.
+            portal: the loop in which this rank agrees.
+            works: work that has begun.
+            name: the same for this object on every rank, and of no other object.
+            failure_of: tells the failure of one work that has ended, on this rank.
+            on_leader: called on the leader once all work has ended, with the first failure. The other ranks hear of
+                the end once it has returned. Its error is the failure of all, if there is none yet.
+        """
+        self._members = members
+        self._portal = portal
+        self._works = works
+        self._name = name
+        self._failure_of = failure_of
+        self._on_leader = on_leader
+        self._errors: list[AioCkptError] = []
+        self._agreed = AgreedPoll(members, portal, topic=f"{name} (poll)", on_error=self._errors.append)
+        self._outcome: Future[Failure | None] = Future()
+        self.leaders_error: BaseException | None = None
+        """Error of ``on_leader``, on the leader."""
+        self.ended = portal.submit(self._follow, on_done=self._settle)
+        """Done once the ranks have agreed."""
+
+    def is_done(self, *, blocking: bool) -> bool:
+        """Count a poll, and return whether the work is done, or the ranks cannot agree whether it is.
+
+        A blocking poll waits for the work of all ranks. They all make it at the same place, so it needs no agreement.
+
+        Raises:
+            StallError: another rank does not answer.
+        """
+        if blocking:
+            self.ended.exception()
+            return True
+        return self._agreed.poll() or bool(self._errors) or self._has_broken
+
+    def failure(self) -> Failure | None:
+        """Return the first failure of any rank. Call it once :meth:`is_done`.
+
+        Raises:
+            AioCkptError: the ranks could not agree.
+        """
+        found = self._outcome.result() if self._outcome.done() else None
+        if found is None and self._errors:
+            raise self._errors[0]
+        return found
+
+    @property
+    def _has_broken(self) -> bool:
+        return self._outcome.done() and self._outcome.exception() is not None
+
+    async def _follow(self) -> None:
+        await self._members.met()
+        coordinator = self._members.coordinator
+        outcome = await while_beating(coordinator, self._members.stall_secs, self._agreed_outcome)
+        self._outcome.set_result(outcome)
+        await self._agreed.agree()
+
+    async def _agreed_outcome(self) -> Failure | None:
+        coordinator = self._members.coordinator
+        for work in self._works:
+            await self._end_of(work)
+        mine = next(filter(None, (self._failure_of(work, coordinator.rank) for work in self._works)), None)
+        return await _OUTCOME.run(coordinator, f"{self._name} (outcome)", mine, self._decide)
+
+    async def _decide(self, failures: Sequence[Failure | None]) -> Failure | None:
+        """Return the failure of all, on the leader."""
+        first = next(filter(None, failures), None)
+        if self._on_leader is not None:
+            try:
+                await self._on_leader(first)
+            except (AioCkptError, OSError) as error:
+                self.leaders_error = error
+                return first or failure_by(error, self._members.coordinator.leader)
+        return first
+
+    async def _end_of(self, work: Work) -> None:
+        ended = asyncio.Event()
+        work.add_done_callback(functools.partial(self._tell, ended))
+        await ended.wait()
+
+    def _tell(self, ended: asyncio.Event, _: object) -> None:
+        self._portal.post(ended.set)
+
+    def _settle(self, done: Future[None]) -> None:
+        error = done.exception() if not done.cancelled() else None
+        if not self._outcome.done():
+            self._outcome.set_exception(error or EngineClosedError(f"{self._name}: closed before it had ended"))
