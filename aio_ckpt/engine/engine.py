@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,7 @@ from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
 from aio_ckpt.plan.safetensors_plan import FileRename, SafetensorsOptions
 from aio_ckpt.ranks.agreed_poll import AgreedPreemption, AgreedTimer
+from aio_ckpt.ranks.agreed_work import AgreedWork, Failure, Work
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
@@ -109,6 +110,8 @@ class BaseEngine:
         ctx, portal = self._ctx, self._portal
         self._preemption = AgreedPreemption(ctx.members, portal)
         self._timers = 0
+        self._agreements = 0
+        self._agreed: list[Future[None]] = []
         self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
         self._quarantine = Quarantine()
         self._pending_cleanup = PendingCleanup()
@@ -145,6 +148,7 @@ class BaseEngine:
                 *self._frontend.in_flight.removals(),
                 *self._root_session.last_passes(),
                 *self._frontend.dropping,
+                *self._agreed,
             ],
             release=self._shut_down,
         )
@@ -467,6 +471,28 @@ class BaseEngine:
         self._timers += 1
         name = f"the save timer {self._timers}"
         return AgreedTimer(self._ctx.members, self._portal, secs, name=name, now=time.monotonic)
+
+    def _agree(
+        self,
+        works: Sequence[Work],
+        *,
+        on_leader: Callable[[Storage, Failure | None], Awaitable[None]],
+        what: str,
+    ) -> AgreedWork:
+        """Let all ranks agree how ``works`` end, if every rank calls this in the same order. ``close()`` waits for it.
+
+        ``on_leader`` gets the storage, and the first failure; see :class:`AgreedWork`. Messages name ``what``.
+        """
+        self._agreements += 1
+        agreed = AgreedWork(
+            self._ctx.members,
+            self._portal,
+            works,
+            name=f"agreement {self._agreements} on {what}",
+            on_leader=functools.partial(on_leader, self._ctx.storage),
+        )
+        self._agreed = [*(ended for ended in self._agreed if not ended.done()), agreed.ended]
+        return agreed
 
     def terminate(self) -> None:
         """Cancel pending saves and release all resources. No cancelled save becomes visible.

@@ -23,7 +23,7 @@ from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUF
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import exchange_directories
 
-__all__ = ["SUMS_FILE", "check", "newest_verified", "publish", "seal", "sync_files"]
+__all__ = ["SUMS_FILE", "check", "newest_verified", "publish", "remove", "seal", "sync_files", "sync_path"]
 
 SUMS_FILE = "checksums.sfv"
 """Name of the file of checksums."""
@@ -41,7 +41,7 @@ def sync_files(folder: Path, *, but: frozenset[Path] = frozenset()) -> None:
     """
     for path in _files(folder):
         if path not in but:
-            _sync(path, os.O_RDONLY)
+            sync_path(path)
 
 
 def seal(folder: Path, known: Mapping[Path, int]) -> None:
@@ -62,9 +62,9 @@ def seal(folder: Path, known: Mapping[Path, int]) -> None:
     sums = folder / SUMS_FILE
     with translate_errors(WriteError, sums):
         sums.write_text("".join(lines), encoding="utf-8")
-    _sync(sums, os.O_RDONLY)
+    sync_path(sums)
     for place, _, _ in os.walk(folder, topdown=False):
-        _sync(Path(place), os.O_RDONLY | os.O_DIRECTORY)
+        sync_path(Path(place))
 
 
 def publish(draft: Path, final: Path) -> None:
@@ -84,7 +84,7 @@ def publish(draft: Path, final: Path) -> None:
                 draft.rename(final)
         else:
             draft.rename(final)
-    _sync(final.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync_path(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -196,10 +196,26 @@ def _crc32(path: Path) -> int:
     return int(crc32)
 
 
-def _sync(path: Path, flags: int) -> None:
+def remove(folder: Path) -> None:
+    """Delete a directory and all below it. If there is none, do nothing.
+
+    Raises:
+        WriteError: the disk failed.
+    """
+    with translate_errors(WriteError, folder):
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def sync_path(path: Path) -> None:
+    """Make a file, or the names in a directory, durable. If it has vanished, do nothing.
+
+    Raises:
+        WriteError: the disk failed.
+    """
     try:
         with translate_errors(WriteError, path):
-            descriptor = os.open(path, flags)
+            descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:

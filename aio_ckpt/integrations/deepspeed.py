@@ -1,0 +1,439 @@
+"""Checkpoints of DeepSpeed, written in the background. ``latest`` names a checkpoint once all ranks have written it.
+
+    from aio_ckpt.integrations import deepspeed as aio_deepspeed
+
+    model_engine, optimizer, _, _ = deepspeed.initialize(...)
+    aio_deepspeed.install(model_engine)
+
+The files are those of DeepSpeed, so stock DeepSpeed, ``zero_to_fp32.py`` and Universal Checkpoint read them. Each rank
+writes its files below ``.aio_ckpt-draft``. Once they are durable on all ranks, rank 0 exchanges the draft for the
+directory of the tag, and then replaces ``latest``. DeepSpeed's own code for engines that are "decoupled" polls.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from aio_ckpt.checks import check_kind, shown
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, RootError
+from aio_ckpt.integrations import checkpoint_folder
+from aio_ckpt.ranks.agreed_work import WORK_STAGE, AgreedWork, Failure, Work
+from aio_ckpt.storage.local import Storage, names_in, sync_parents
+from aio_ckpt.sync import SyncCheckpointEngine
+
+KNOWN_TO_WORK = "deepspeed 0.19.8"
+
+try:
+    _comm: Any = importlib.import_module("deepspeed.comm")
+except ImportError as missing:
+    raise ImportError(
+        f"aio_ckpt.integrations.deepspeed needs DeepSpeed ({KNOWN_TO_WORK} is known to work): pip install deepspeed"
+    ) from missing
+
+__all__ = ["AioCheckpointEngine", "install", "moved_names"]
+
+_log = logging.getLogger("aio_ckpt")
+
+# -- private names of DeepSpeed ---------------------------------------------------------------------
+
+_PACKAGE = "deepspeed.runtime"
+_INTERFACE = "CheckpointEngine"
+_STOCK = "TorchCheckpointEngine"
+"""DeepSpeed's checkpoint engine that saves by ``torch.save``, which it makes if its settings name no other."""
+_METHODS: Mapping[str, tuple[str, ...]] = {
+    "create": ("info",),
+    "save": ("state_dict", "path"),
+    "load": ("path", "map_location"),
+    "commit": ("info",),
+    "makedirs": ("path", "exist_ok"),
+    "is_decoupled": (),
+    "get_commit_info": (),
+    "cleanup": (),
+    "preserves_storage_sharing": (),
+}
+"""Methods of ``CheckpointEngine``, with their parameters."""
+_CALLS: Mapping[str, tuple[str, ...]] = {
+    "save_checkpoint": ("create", "is_decoupled"),
+    "_save_checkpoint": ("checkpoint_engine", "save"),
+    "_save_zero_checkpoint": ("checkpoint_engine", "save"),
+    "save_16bit_model": ("create", "commit"),
+    "load_checkpoint": (),
+    "step": ("is_decoupled", "_commit_decoupled_checkpoint"),
+    "_commit_decoupled_checkpoint": ("get_commit_info",),
+    "destroy": ("is_decoupled", "cleanup"),
+    "use_node_local_storage": (),
+    "zero_nvme_offload_optimizer": (),
+}
+"""Methods of ``DeepSpeedEngine``, with names that they use."""
+_LATEST = "latest"
+"""File that names the newest checkpoint."""
+_FILES = "_states.pt"
+"""End of the names of DeepSpeed's files in the directory of a tag."""
+
+
+def _found(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name, None)
+    except ImportError:
+        return None
+
+
+_Base: Any = _found("checkpoint_engine.checkpoint_engine", _INTERFACE) or object
+
+
+def moved_names() -> list[str]:
+    """Return the private names that this DeepSpeed lacks, or uses in another way; sorted."""
+    moved = [f"{_INTERFACE}.{name}" for name, given in _METHODS.items() if _parameters(_Base, name) != given]
+    unknown = getattr(_Base, "__abstractmethods__", frozenset[str]()) - _METHODS.keys()
+    engine = _found("engine", "DeepSpeedEngine")
+    for name, used in _CALLS.items():
+        code = getattr(inspect.unwrap(getattr(engine, name, len)), "__code__", None)
+        if code is None or not {*used} <= {*_names_in(code)}:
+            moved.append(f"DeepSpeedEngine.{name}")
+    return sorted([*moved, *(f"{_INTERFACE}.{name}" for name in unknown)])
+
+
+def _parameters(kind: Any, name: str) -> tuple[str, ...] | None:
+    method = getattr(kind, name, None)
+    return None if method is None else (*inspect.signature(method).parameters,)[1:]
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
+
+
+# -- one checkpoint -----------------------------------------------------------------------------------
+
+_DRAFTS = ".aio_ckpt-draft"
+"""Directory beside the tags, in which a checkpoint is written."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Draft:
+    """Checkpoint that is not visible yet."""
+
+    tag: str
+    save_dir: Path
+    is_latest: bool
+    """Whether ``latest`` is to name it."""
+    works: list[Work] = field(default_factory=list)
+    """Files of this rank."""
+    agreed: AgreedWork | None = None
+    """Agreement that all files are durable. None: more files may come."""
+
+    @property
+    def drafts_dir(self) -> Path:
+        return self.save_dir / _DRAFTS
+
+    @property
+    def folder(self) -> Path:
+        """Directory that stands for that of the tag until the commit."""
+        return self.drafts_dir / "tag"
+
+    @property
+    def final(self) -> Path:
+        return self.save_dir / self.tag
+
+    def place_of(self, path: str) -> Path:
+        """Return where the file ``path`` is written."""
+        place = Path(os.path.abspath(path))
+        return self.folder / place.relative_to(self.final) if place.is_relative_to(self.final) else place
+
+    async def settle(self, storage: Storage, failure: Failure | None) -> None:
+        """On the leader: make the checkpoint visible, or remove what was written of it."""
+        if failure is None:
+            if await storage.exists(self.folder):
+                await _publish(storage, self.folder, self.final)
+            if self.is_latest:
+                await _replace_file(storage, self.save_dir / _LATEST, self.drafts_dir, self.tag.encode())
+                _log.info("%s is durable, and %s names it", self.final, self.save_dir / _LATEST)
+        await storage.remove_tree(self.drafts_dir)
+
+    def check(self) -> None:
+        """Raise the failure of any rank, once the ranks have agreed."""
+        assert self.agreed is not None
+        failure = self.agreed.failure()
+        if failure is None:
+            return
+        own = next((error for work in self.works if (error := work.exception()) is not None), None)
+        raise PeerFailedError(
+            f"the checkpoint {self.final} was not saved: rank {failure.rank} failed: {failure.text}; "
+            f"{self.save_dir / _LATEST} is unchanged",
+            rank=failure.rank,
+            stage=WORK_STAGE,
+            cause=failure.text,
+        ) from own or self.agreed.leaders_error
+
+
+async def _publish(storage: Storage, draft: Path, final: Path) -> None:
+    """Put ``draft`` in the place of ``final``, in one step. Files there that are not DeepSpeed's stay."""
+    await storage.make_dir(final.parent, parents=True)
+    replaced = draft
+    if not await storage.exists(final):
+        await storage.rename(draft, final)
+    else:
+        try:
+            await storage.exchange(draft, final)
+        except RootError:  # this file system cannot: the older checkpoint is hidden for a moment
+            replaced = draft.with_name("replaced")
+            await storage.rename(final, replaced)
+            await storage.rename(draft, final)
+    await sync_parents(storage, draft, final)
+    written = {*await storage.list_dir(final)}
+    for name in await names_in(storage, replaced):
+        if name not in written and not name.endswith(_FILES):
+            await storage.rename(replaced / name, final / name)
+            await sync_parents(storage, replaced / name, final / name)
+
+
+async def _replace_file(storage: Storage, path: Path, folder: Path, data: bytes) -> None:
+    """Replace a file in one step, durably. ``folder`` holds the new one until then."""
+    await storage.make_dir(folder, parents=True)
+    await storage.write_file(folder / path.name, data)
+    await storage.replace(folder / path.name, path)
+    await storage.sync_dir(path.parent)
+
+
+# -- the engine ---------------------------------------------------------------------------------------
+
+
+class AioCheckpointEngine(_Base):  # type: ignore[misc]
+    """Checkpoint engine of DeepSpeed. :func:`install` makes it and puts it into place.
+
+    One checkpoint is pending at most. Every method but ``save`` and ``load`` is a call of all ranks.
+    """
+
+    def __init__(self, stock: Any, config: EngineConfig | None = None) -> None:
+        """``stock``: the checkpoint engine that DeepSpeed made."""
+        super().__init__()
+        self.name = type(self).__name__
+        self.stock = stock
+        # One checkpoint is pending at most, so that its files need no limit of their own.
+        self.config = config or EngineConfig(max_in_flight=1000)
+        self._engine: SyncCheckpointEngine | None = None
+        self._written: _Draft | None = None
+        """The checkpoint whose files DeepSpeed gives now."""
+        self._pending: _Draft | None = None
+        """The checkpoint that is captured and not known to be durable."""
+
+    def wait(self) -> None:
+        """Wait until the pending checkpoint is durable on all ranks, and ``latest`` names it.
+
+        Raises:
+            PeerFailedError: a rank failed; on all ranks alike. ``latest`` is unchanged.
+        """
+        self._poll(blocking=True)
+
+    # -- what DeepSpeed calls -------------------------------------------------------------------------
+
+    def create(self, info: Any) -> None:
+        """Begin a checkpoint, once the one before it is durable."""
+        self.abandon()
+        self.wait()
+        draft = _Draft(tag=info.tag, save_dir=Path(os.path.abspath(info.save_dir)), is_latest=info.save_latest)
+        if self._engine is None:
+            self._engine = SyncCheckpointEngine(draft.drafts_dir, self.config)
+        if _comm.get_rank() == 0:
+            try:
+                checkpoint_folder.remove(draft.drafts_dir)  # a killed run may have left it
+            except AioCkptError as error:
+                draft.works.append(_failed(error))  # raised here, it would leave the other ranks behind
+        _comm.barrier()
+        self._written = draft
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Capture a file, which is written in the background. A failure is raised on all ranks, at the commit."""
+        draft, engine = self._written, self._engine
+        if draft is None or engine is None:
+            self.stock.save(state_dict, path)
+            return
+        place = draft.place_of(path)
+        try:
+            draft.works.append(engine.save_file(state_dict, place).committed)
+        except Exception as error:  # noqa: BLE001 - raised here, it would leave the other ranks behind
+            if isinstance(error, OSError) or not isinstance(error, AioCkptError):
+                draft.works.append(_failed(error))
+                return
+            _log.warning("the engine cannot save %s, so DeepSpeed writes it now: %s", path, error)
+            draft.works.append(_outcome_of(functools.partial(self._save_by_stock, state_dict, place)))
+
+    def _save_by_stock(self, state_dict: Any, place: Path) -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        self.stock.save(state_dict, str(place))
+        for path in (place, place.parent, place.parent.parent):
+            checkpoint_folder.sync_path(path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Load a file as DeepSpeed does."""
+        return self.stock.load(path, map_location)
+
+    def commit(self, info: Any) -> bool:
+        """Return once the files are durable on all ranks. ``save_16bit_model`` calls this.
+
+        Raises:
+            PeerFailedError: a rank failed; on all ranks alike.
+        """
+        self.seal()
+        self.wait()
+        return True
+
+    def is_decoupled(self) -> bool:
+        """Return True: training goes on before the commit, and DeepSpeed leaves ``latest`` to this engine."""
+        return True
+
+    def get_commit_info(self) -> None:
+        """Raise the failure of the pending checkpoint, at the same step on all ranks. Never blocks on a disk.
+
+        DeepSpeed calls this before each optimizer step. None tells it that there is nothing left to commit.
+        """
+        self._poll(blocking=False)
+
+    def cleanup(self) -> None:
+        """Finish the pending checkpoint, and close the engine. The next checkpoint opens it again.
+
+        Raises:
+            PeerFailedError: a rank failed; on all ranks alike.
+        """
+        self.abandon()
+        try:
+            self.wait()
+        finally:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
+
+    def preserves_storage_sharing(self) -> bool:
+        """Return True: a file holds the whole memory behind a view, as a file of ``torch.save`` does."""
+        return True
+
+    # -- what install() adds --------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        """Let the ranks agree on the checkpoint whose files were given; it becomes visible in the background."""
+        draft, self._written = self._written, None
+        if draft is not None and self._engine is not None:
+            draft.agreed = self._engine._agree(draft.works, on_leader=draft.settle, what=str(draft.final))
+            self._pending = draft
+
+    def abandon(self) -> None:
+        """Forget a checkpoint of which DeepSpeed gave only some files, because its save raised an error."""
+        draft, self._written = self._written, None
+        for work in () if draft is None else draft.works:
+            work.exception()  # the next checkpoint clears the draft
+
+    def _poll(self, *, blocking: bool) -> None:
+        draft = self._pending
+        if draft is None or draft.agreed is None or not draft.agreed.is_done(blocking=blocking):
+            return
+        self._pending = None
+        try:
+            draft.check()
+        except AioCkptError as error:
+            if self.config.on_failure == "raise":
+                raise
+            _log.error("%s", error)
+
+
+def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
+    """Let DeepSpeed save by this package. Call it after ``deepspeed.initialize``, on all ranks.
+
+    ``save_checkpoint`` then returns once the state is captured. ``load_checkpoint`` waits for the pending checkpoint.
+
+    If DeepSpeed has to save by itself, a warning says why, and nothing changes: a release has moved a name that this
+    relies on, the optimizer is offloaded to NVMe, or each node has storage of its own.
+
+    Args:
+        model_engine: what ``deepspeed.initialize`` returned first.
+        config: settings of the engine. Set ``max_in_flight`` to the number of files of a rank.
+
+    Returns:
+        ``model_engine.checkpoint_engine``: an :class:`AioCheckpointEngine`, or DeepSpeed's own.
+
+    Raises:
+        ConfigError: an argument is wrong; or the settings of DeepSpeed name another checkpoint engine, or there is
+            none; or this was called before, with another ``config``.
+    """
+    check_kind("config", config, EngineConfig)
+    stock = getattr(model_engine, "checkpoint_engine", None)
+    if isinstance(stock, AioCheckpointEngine):
+        if config in (None, stock.config):
+            return stock
+        raise ConfigError(f"this engine has an AioCheckpointEngine with {shown(stock.config)}: install it once")
+    reason = _why_not(model_engine)
+    if reason:
+        _log.warning("DeepSpeed saves by itself: %s", reason)
+        return stock
+    if type(stock).__name__ != _STOCK:
+        raise ConfigError(
+            f"model_engine has the checkpoint engine {shown(stock)}: give what deepspeed.initialize returns, for "
+            "settings without checkpoint.writer and datastates_ckpt, and with an optimizer"
+        )
+    ours = AioCheckpointEngine(stock, config)
+    model_engine.checkpoint_engine = ours
+    model_engine.save_checkpoint = _sealing(model_engine.save_checkpoint, ours)
+    model_engine.load_checkpoint = _waiting(model_engine.load_checkpoint, ours)
+    return ours
+
+
+def _why_not(model_engine: Any) -> str:
+    """Return why DeepSpeed has to save by itself; '' if nothing speaks for it."""
+    if moved := moved_names():
+        return f"it lacks {', '.join(moved)} ({KNOWN_TO_WORK} is known to work), and a newer aio_ckpt may know it"
+    if model_engine.zero_nvme_offload_optimizer():
+        return "its optimizer is offloaded to NVMe, whose files DeepSpeed copies"
+    if model_engine.use_node_local_storage():
+        return "each node has storage of its own (checkpoint.use_node_local_storage)"
+    return ""
+
+
+def _sealing(stock: Callable[..., Any], ours: AioCheckpointEngine) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def save_checkpoint(*args: Any, **options: Any) -> Any:
+        try:
+            saved = stock(*args, **options)
+        except BaseException:
+            ours.abandon()
+            raise
+        ours.seal()
+        return saved
+
+    return save_checkpoint
+
+
+def _waiting(stock: Callable[..., Any], ours: AioCheckpointEngine) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def load_checkpoint(*args: Any, **options: Any) -> Any:
+        ours.wait()
+        return stock(*args, **options)
+
+    return load_checkpoint
+
+
+def _failed(error: BaseException) -> Future[None]:
+    failed: Future[None] = Future()
+    failed.set_exception(error)
+    return failed
+
+
+def _outcome_of(work: Callable[[], None]) -> Future[None]:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - raised on all ranks, at the commit
+        return _failed(error)
+    outcome: Future[None] = Future()
+    outcome.set_result(None)
+    return outcome
