@@ -1,0 +1,505 @@
+"""``aio_ckpt.integrations.deepspeed`` with the real package, on gloo ranks; skipped without it.
+
+``pip install -e '.[dev,integrations]'`` installs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from child_python import child_environment
+from rank_processes import Ranks, ranks
+
+from aio_ckpt import EngineConfig
+from aio_ckpt.errors import BudgetExceededError, ConfigError, PeerFailedError, WriteError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="could not import 'deepspeed'"),
+]
+LONG_SECS = 300.0
+FULL = WriteError(28, "No space left on device", "/disk")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks(2) as running:
+        yield running
+
+
+def run(of: Ranks, fn: Any, *args: object) -> list[Any]:
+    return of.run(fn, *args, timeout=LONG_SECS)
+
+
+def made(rank: int, count: int, folder: Path, **options: Any) -> Any:
+    from deepspeed_runs import Run
+
+    return Run(rank, count, folder, **options)
+
+
+def disk() -> Any:
+    from deepspeed_runs import gated_disk
+
+    return gated_disk()
+
+
+# -- what is written ------------------------------------------------------------------------------------
+
+
+def exchanged(rank: int, count: int, folder: Path, stage: int) -> None:
+    stock = made(rank, count, folder / "stock", stage=stage, is_ours=False)
+    ours = made(rank, count, folder / "ours", stage=stage)
+    assert stock.losses(2) == ours.losses(2)
+    stock.save()
+    ours.save()
+    wanted = stock.losses(2)
+    assert ours.losses(2) == wanted  # what is captured is not what is trained on
+    ours.wait()
+    assert ours.latest == "global_step2"
+    for reader, written in ((made(rank, count, folder, stage=stage, is_ours=False), "ours"), (ours, "stock")):
+        assert reader.load(folder / written) == "global_step2"
+        assert reader.losses(2) == wanted
+    names = sorted(os.listdir(folder / "stock/global_step2"))
+    assert sorted(os.listdir(folder / "ours/global_step2")) == names
+    assert sorted(os.listdir(folder / "ours")) == sorted(os.listdir(folder / "stock"))
+    for name in names:
+        got, kept = (
+            torch.load(folder / place / "global_step2" / name, weights_only=False) for place in ("ours", "stock")
+        )
+        torch.testing.assert_close(got.get("module"), kept.get("module"), rtol=0, atol=0)
+        assert got.keys() == kept.keys()
+    ours.engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stock_resumes_from_ours_and_ours_from_stock(tmp_path: Path, two: Ranks, stage: int) -> None:
+    run(two, exchanged, tmp_path, stage)
+
+
+def written_for_others(rank: int, count: int, folder: Path) -> dict[str, torch.Tensor]:
+    ours = made(rank, count, folder)
+    ours.losses(2)
+    ours.save()
+    wanted = {name: tensor.float().clone() for name, tensor in ours.engine.module.state_dict().items()}
+    ours.engine.destroy()  # finishes the checkpoint
+    assert ours.latest == "global_step2"
+    return wanted
+
+
+def test_zero_to_fp32_reads_ours(tmp_path: Path, two: Ranks) -> None:
+    wanted = run(two, written_for_others, tmp_path)[0]
+    command = [sys.executable, tmp_path / "zero_to_fp32.py", tmp_path, tmp_path / "fp32"]
+    done = subprocess.run(command, env=child_environment(DS_ACCELERATOR="cpu"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    got = torch.load(tmp_path / "fp32/pytorch_model.bin", weights_only=True)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(got[name].bfloat16().float(), tensor, rtol=0, atol=0)
+
+
+def without_frozen(rank: int, count: int, folder: Path) -> None:
+    ours = made(rank, count, folder, stage=2, is_frozen=True)
+    ours.losses(1)
+    ours.save(exclude_frozen_parameters=True)
+    ours.wait()
+    if rank == 0:
+        (model,) = Path(folder, "global_step1").glob("*model_states.pt")
+        assert {*torch.load(model, weights_only=False)["module"]} == {"2.weight", "2.bias"}
+    wanted = ours.losses(1)
+    again = made(rank, count, folder, stage=2, is_frozen=True)
+    assert again.load(load_module_strict=False) == "global_step1"
+    assert again.losses(1) == wanted
+    ours.engine.destroy()
+
+
+def test_frozen_parameters_are_left_out(tmp_path: Path, two: Ranks) -> None:
+    run(two, without_frozen, tmp_path)
+
+
+def saved_in_16_bits(rank: int, count: int, folder: Path) -> None:
+    ours = made(rank, count, folder)
+    ours.losses(1)
+    assert ours.engine.save_16bit_model(str(folder), "model.bin")
+    got = torch.load(folder / "model.bin", weights_only=True)  # durable when the call returns
+    torch.testing.assert_close(got, dict(ours.engine.module.state_dict()), rtol=0, atol=0)
+    ours.wait()
+    assert ours.latest == ""
+    ours.engine.destroy()
+
+
+def test_a_model_in_16_bits_is_durable_when_the_call_returns(tmp_path: Path, two: Ranks) -> None:
+    run(two, saved_in_16_bits, tmp_path)
+
+
+def pipelined(rank: int, count: int, folder: Path) -> None:
+    from deepspeed_runs import quiet_deepspeed, settings
+
+    made(rank, count, folder)  # sets up DeepSpeed
+    deepspeed: Any = quiet_deepspeed()
+    from deepspeed.pipe import PipelineModule
+
+    from aio_ckpt.integrations import deepspeed as adapter
+
+    def trainer() -> Any:
+        torch.manual_seed(5)
+        layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+        net = PipelineModule(layers, num_stages=1, loss_fn=torch.nn.functional.mse_loss)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        return deepspeed.initialize(model=net, optimizer=optimizer, config=settings(0))[0]
+
+    def loss_of(engine: Any) -> float:
+        torch.manual_seed(100 * engine.global_steps + rank)
+        return float(engine.train_batch(iter([(torch.randn(4, 8), torch.randn(4, 8))])))
+
+    engine = trainer()
+    adapter.install(engine)
+    loss_of(engine)
+    engine.save_checkpoint(str(folder))
+    wanted = loss_of(engine)
+    engine.checkpoint_engine.wait()
+    assert len([*Path(folder, "global_step1").glob("layer_*")]) == 4
+    again = trainer()
+    again.load_checkpoint(str(folder))
+    assert loss_of(again) == wanted
+    engine.destroy()
+
+
+def test_the_layers_of_a_pipeline_are_files_of_one_checkpoint(tmp_path: Path, two: Ranks) -> None:
+    run(two, pipelined, tmp_path)
+
+
+# -- when it is visible ---------------------------------------------------------------------------------
+
+
+def held(rank: int, count: int, folder: Path) -> None:
+    with disk() as storage:
+        ours = made(rank, count, folder)
+        ours.losses(1)
+        ours.save()
+        ours.wait()
+        assert ours.latest == "global_step1"
+        gate = storage.hold("replace", "*.pt" if rank == 1 else "no file")
+        ours.losses(1)
+        ours.save()
+        ours.losses(2)  # no step waits for the disk
+        if rank == 1:
+            gate.wait_reached()
+        assert ours.latest == "global_step1"
+        assert not any(Path(folder, "global_step2").iterdir())
+        gate.open()
+        ours.wait()
+        assert ours.latest == "global_step2"
+        ours.save()
+        assert ours.load() == "global_step4"  # the checkpoint that was pending
+        ours.engine.destroy()
+
+
+def test_latest_follows_the_slowest_rank_and_no_step_waits(tmp_path: Path, two: Ranks) -> None:
+    run(two, held, tmp_path)
+
+
+def trained_until_held(rank: int, count: int, folder: Path, call: str, where: str) -> list[float]:
+    from deepspeed_runs import gated_disk
+
+    storage = gated_disk().__enter__()  # open until the kill
+    ours = made(rank, count, folder)
+    ours.losses(2)
+    ours.save("first")
+    wanted = ours.losses(3)
+    ours.wait()
+    gate = storage.hold(call, where)
+    ours.save("second")
+    ours.losses(1)
+    if rank == 0:
+        gate.wait_reached()
+    dist.barrier()
+    return wanted
+
+
+def resumed(rank: int, count: int, folder: Path, tag: str) -> list[float]:
+    again = made(rank, count, folder)
+    assert again.load() == tag
+    losses = again.losses(3)
+    again.save("third")
+    again.wait()
+    assert again.latest == "third"
+    assert sorted(os.listdir(folder)) == ["first", "latest", *["second"], "third", "zero_to_fp32.py", "zero_to_torch.py"]
+    assert len(os.listdir(folder / "third")) == 3
+    again.engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("call", "where"), [("replace", "*model_states.pt"), ("exchange", "tag"), ("replace", "latest")]
+)
+def test_a_killed_run_goes_on_with_equal_losses(tmp_path: Path, call: str, where: str) -> None:
+    with ranks(2) as killed:
+        wanted = run(killed, trained_until_held, tmp_path, call, where)
+        for rank in range(2):
+            killed.kill(rank)
+    with ranks(2) as fresh:
+        assert run(fresh, resumed, tmp_path, "first") == wanted
+
+
+def overwritten(rank: int, count: int, folder: Path) -> None:
+    with disk() as storage:
+        ours = made(rank, count, folder)
+        ours.losses(1)
+        ours.save("last")
+        ours.wait()
+        at_first = ours.losses(1)
+        if rank == 0:
+            (folder / "last/tokenizer").mkdir()
+            (folder / "last/tokenizer/words").write_text("mine")
+            (folder / "last/zero_pp_rank_7_mp_rank_00_optim_states.pt").write_text("of a larger world")
+        gate = storage.hold("exchange")
+        ours.save("last")
+        if rank == 0:
+            gate.wait_reached()
+        dist.barrier()
+        before = made(rank, count, folder, is_ours=False)
+        assert before.load() == "last"  # the old one, whole
+        assert before.losses(1) == at_first
+        wanted = ours.losses(1)
+        gate.open()
+        ours.wait()
+        assert before.load() == "last"
+        assert before.losses(1) == wanted
+        assert (folder / "last/tokenizer/words").read_text() == "mine"
+        assert len(os.listdir(folder / "last")) == 4
+        ours.engine.destroy()
+
+
+def test_a_tag_that_is_saved_again_changes_in_one_step_and_keeps_files_of_others(tmp_path: Path, two: Ranks) -> None:
+    run(two, overwritten, tmp_path)
+
+
+# -- failures -------------------------------------------------------------------------------------------
+
+
+def steps_until_raised(ours: Any) -> tuple[int, str]:
+    for step in range(10_000):
+        try:
+            ours.losses(1)
+        except PeerFailedError as error:
+            return step, str(error)
+    raise AssertionError("no step raised")
+
+
+def failing(rank: int, count: int, folder: Path, call: str, where: str, at: int) -> None:
+    with disk() as storage:
+        ours = made(rank, count, folder)
+        ours.losses(1)
+        ours.save()
+        ours.losses(1)
+        ours.wait()
+        if rank == at:
+            storage.fail(call, where, FULL)
+        ours.save()
+        found = [None] * count
+        dist.all_gather_object(found, steps_until_raised(ours))
+        assert found == [found[0]] * count
+        assert f"rank {at} failed: WriteError" in found[0][1]
+        assert "latest is unchanged" in found[0][1]
+        assert ours.latest == "global_step1"
+        ours.save("next")
+        ours.wait()
+        assert ours.latest == "next"
+        assert ".aio_ckpt-draft" not in os.listdir(folder)
+        ours.engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("call", "where", "at"),
+    [("create_data_file", "*.pt", 1), ("sync_dir", "tag", 0), ("exchange", "tag", 0), ("replace", "latest", 0)],
+)
+def test_a_failure_is_raised_at_the_same_step_on_all_ranks(
+    tmp_path: Path, two: Ranks, call: str, where: str, at: int
+) -> None:
+    run(two, failing, tmp_path, call, where, at)
+
+
+def failing_at_the_call(rank: int, count: int, folder: Path) -> None:
+    ours = made(rank, count, folder)
+    ours.losses(1)
+    ours.save(client_state={"late": Unpicklable()} if rank == 0 else {})
+    with pytest.raises(PeerFailedError, match="rank 0 failed: RuntimeError: no pickle"):
+        ours.wait()
+    assert ours.latest == ""
+    try:
+        ours.save("half", client_state={"parallel_dims": 1, "ds_parallel_dims": 1, **reserved()})
+    except KeyError:
+        pass
+    else:
+        raise AssertionError("DeepSpeed took a reserved name")
+    ours.losses(2)
+    ours.wait()
+    assert ours.latest == ""  # the half that DeepSpeed gave is no checkpoint
+    ours.save("whole")
+    ours.engine.destroy()
+    assert ours.latest == "whole"
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no pickle")
+
+
+def reserved() -> dict[str, int]:
+    from deepspeed.checkpoint.constants import CHECKPOINT_PARALLEL_DIMS
+
+    return {CHECKPOINT_PARALLEL_DIMS: 1}
+
+
+def test_a_checkpoint_of_which_only_a_part_was_given_is_none(tmp_path: Path, two: Ranks) -> None:
+    run(two, failing_at_the_call, tmp_path)
+
+
+def logged_only(rank: int, count: int, folder: Path) -> None:
+    with disk() as storage:
+        ours = made(rank, count, folder, config=EngineConfig(max_in_flight=4, on_failure="log"))
+        storage.fail("create_data_file", "*.pt", FULL)
+        ours.losses(1)
+        ours.save()
+        ours.wait()
+        ours.losses(2)
+        assert ours.latest == ""
+        storage.failures.clear()
+        ours.engine.destroy()
+
+
+def test_failures_are_only_logged_if_the_user_says_so(tmp_path: Path, two: Ranks) -> None:
+    run(two, logged_only, tmp_path)
+
+
+def saved_by_stock(rank: int, count: int, folder: Path) -> None:
+    ours = made(rank, count, folder)
+    ours.losses(1)
+    ours.save("opens the engine")
+    engine = ours.engine.checkpoint_engine._engine
+
+    def save_file(*_: object) -> None:
+        raise BudgetExceededError("no memory")
+
+    engine.save_file = save_file
+    ours.save("by stock")
+    wanted = ours.losses(1)
+    ours.wait()
+    assert made(rank, count, folder, is_ours=False).load() == ours.latest == "by stock"
+    ours.load()
+    assert ours.losses(1) == wanted
+    ours.engine.destroy()
+
+
+def test_deepspeed_writes_what_the_engine_cannot(tmp_path: Path, two: Ranks) -> None:
+    run(two, saved_by_stock, tmp_path)
+
+
+# -- DeepSpeed itself -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter() -> Any:
+    from deepspeed_runs import quiet_deepspeed
+
+    quiet_deepspeed()
+    from aio_ckpt.integrations import deepspeed as found
+
+    return found
+
+
+def engine_with(stock: Any, *, nvme: bool = False, local: bool = False) -> Any:
+    return SimpleNamespace(
+        checkpoint_engine=stock,
+        save_checkpoint=print,
+        load_checkpoint=print,
+        zero_nvme_offload_optimizer=lambda: nvme,
+        use_node_local_storage=lambda: local,
+    )
+
+
+def test_every_private_name_is_where_it_was(adapter: Any) -> None:
+    assert adapter.moved_names() == [], f"{adapter.KNOWN_TO_WORK} is known to work"
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [
+        lambda adapter, patch: patch.setattr(adapter, "_METHODS", {**adapter._METHODS, "save": ("state", "path")}),
+        lambda adapter, patch: patch.setattr(adapter, "_CALLS", {**adapter._CALLS, "step": ("poll_engine",)}),
+        lambda adapter, patch: patch.setattr(adapter, "_CALLS", {**adapter._CALLS, "save_all": ()}),
+        lambda adapter, patch: patch.setattr(adapter._Base, "__abstractmethods__", frozenset({"seal"})),
+    ],
+)
+def test_deepspeed_saves_by_itself_if_a_release_moves_a_name(
+    adapter: Any, moves: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moves(adapter, monkeypatch)
+    engine = engine_with(stock := object())
+    with caplog.at_level(logging.WARNING, "aio_ckpt"):
+        assert adapter.install(engine) is stock
+    assert engine.checkpoint_engine is stock
+    assert engine.save_checkpoint is print
+    assert "deepspeed 0.19.8 is known to work" in caplog.text
+
+
+@pytest.mark.parametrize(("options", "why"), [({"nvme": True}, "NVMe"), ({"local": True}, "node_local")])
+def test_deepspeed_saves_by_itself_what_is_no_common_directory(
+    adapter: Any, options: dict[str, bool], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_with(stock := object(), **options)
+    with caplog.at_level(logging.WARNING, "aio_ckpt"):
+        assert adapter.install(engine) is stock
+    assert why in caplog.text
+
+
+def test_an_engine_is_installed_once_and_beside_no_other(adapter: Any) -> None:
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    engine = engine_with(TorchCheckpointEngine())
+    ours = adapter.install(engine)
+    assert adapter.install(engine) is ours
+    with pytest.raises(ConfigError, match="install it once"):
+        adapter.install(engine, EngineConfig(workers=9))
+    with pytest.raises(ConfigError, match=r"without checkpoint\.writer"):
+        adapter.install(engine_with(None))
+
+
+# -- the page -------------------------------------------------------------------------------------------
+
+
+def test_the_page_saves_and_resumes(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/coming-from/deepspeed.md").read_text()
+    before, after = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    given = (
+        "from deepspeed_runs import quiet_deepspeed, settings, small\nquiet_deepspeed()\nimport torch\n"
+        "model, config = small(), settings(1)\noptimizer = torch.optim.AdamW(model.parameters(), lr=0.05)\n"
+        "batches = torch.randn(6, 4, 16).bfloat16()\n"
+        "loss_of = lambda engine, batch: engine(batch).float().square().mean()\n"
+    )
+    for name, block in (("before", before), ("after", after)):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        for last in ("global_step6", "global_step12"):  # the second run goes on after the first, which called no wait()
+            done = subprocess.run(
+                [sys.executable, "-c", given + block],
+                env=child_environment(**place),
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=LONG_SECS,
+            )
+            assert done.returncode == 0, done.stderr
+            assert (tmp_path / "runs" / name / "latest").read_text() == last
+        assert sorted(os.listdir(tmp_path / "runs" / name / "global_step12"))
