@@ -55,6 +55,7 @@ NOT_RUN = {
     "integrations.huggingface": "needs transformers; tests/integrations/test_huggingface.py runs it",
     "accelerat": "needs accelerate; tests/integrations/test_huggingface.py runs it",
     "ray.train": "needs Ray; tests/integrations/test_ray.py runs it",
+    "import deepspeed": "needs DeepSpeed; tests/integrations/test_deepspeed.py runs it",
     "torchtitan": "needs torchtitan; tests/integrations/test_torchtitan.py runs it",
 }
 """By a part of its text: why a block is not run here."""
