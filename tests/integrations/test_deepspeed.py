@@ -493,9 +493,9 @@ def test_the_page_saves_and_resumes(tmp_path: Path) -> None:
         "batches = torch.randn(6, 4, 16).bfloat16()\n"
         "loss_of = lambda engine, batch: engine(batch).float().square().mean()\n"
     )
-    for name, block in (("before", before), ("after", after)):
+    for name, block, runs in (("before", before, 1), ("after", after, 2)):
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        for last in ("global_step6", "global_step12"):  # the second run goes on after the first, which called no wait()
+        for last in ("global_step6", "global_step12")[:runs]:  # the first run ends without a call of wait()
             done = subprocess.run(
                 [sys.executable, "-c", given + block],
                 env=child_environment(**place),
@@ -506,4 +506,4 @@ def test_the_page_saves_and_resumes(tmp_path: Path) -> None:
             )
             assert done.returncode == 0, done.stderr
             assert (tmp_path / "runs" / name / "latest").read_text() == last
-        assert sorted(os.listdir(tmp_path / "runs" / name / "global_step12"))
+        assert os.listdir(tmp_path / "runs" / name / last)
