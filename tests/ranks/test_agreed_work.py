@@ -1,0 +1,104 @@
+"""Agreed work on real ranks: it ends, and fails, at the same poll on all of them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from rank_processes import Ranks, engine_on
+
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.errors import EngineClosedError, PeerFailedError, WriteError
+from aio_ckpt.ranks.agreed_work import AgreedWork, Failure
+from aio_ckpt.storage.local import Storage
+
+SECS = 30.0
+FULL = WriteError(28, "full", "/disk")
+
+
+class Leader:
+    """What the leader is called with, and what it raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.found: list[Failure | None] = []
+        self.error = error
+
+    async def __call__(self, storage: Storage, failure: Failure | None) -> None:
+        self.found.append(failure)
+        if self.error is not None:
+            raise self.error
+
+
+def polls_until_done(agreed: AgreedWork, work: Future[None], rank: int, error: Exception | None) -> int:
+    """The first poll that returns True. One rank ends its work at its fifth poll, the other at its ninth."""
+    for poll in range(1, 1_000_000):
+        if poll == (5, 9)[rank]:
+            work.set_result(None) if error is None else work.set_exception(error)
+        if agreed.is_done(blocking=False):
+            return poll
+    raise AssertionError("never done")
+
+
+def ended_together(rank: int, count: int, root: Path) -> list[object]:
+    told: list[object] = []
+    with engine_on(root, SECS) as engine:
+        for case, error in enumerate((None, FULL if rank == 1 else None)):
+            work: Future[None] = Future()
+            leader = Leader()
+            agreed = engine._agree([work], on_leader=leader, what=f"case {case}")
+            told += [polls_until_done(agreed, work, rank, error), agreed.failure()]
+            assert leader.found == [agreed.failure()] * (rank == 0)
+            dist.barrier()
+        done: Future[None] = Future()
+        done.set_result(None)
+        refused = engine._agree([done], on_leader=Leader(FULL), what="the leader fails")
+        assert refused.is_done(blocking=True)
+        told.append(refused.failure())
+        assert (refused.leaders_error is FULL) == (rank == 0)
+    return told
+
+
+def test_work_ends_at_the_same_poll_and_with_the_same_failure_on_all_ranks(tmp_path: Path, two: Ranks) -> None:
+    first, second = two.run(ended_together, tmp_path / "root")
+    assert first == second
+    assert first[1] is None
+    assert first[3] == Failure(1, f"WriteError: {FULL}")
+    assert first[4] == Failure(0, f"WriteError: {FULL}")
+
+
+def left_alone(rank: int, count: int, root: Path) -> None:
+    with engine_on(root, 1.0) as engine:
+        if rank == 1:
+            engine.latest_step()
+            return
+        done: Future[None] = Future()
+        done.set_result(None)
+        agreed = engine._agree([done], on_leader=Leader(), what="nobody else comes")
+        assert agreed.is_done(blocking=True)
+        with pytest.raises(PeerFailedError, match="rank 1"):
+            agreed.failure()
+
+
+def test_a_rank_that_takes_no_part_is_named(tmp_path: Path, two: Ranks) -> None:
+    two.run(left_alone, tmp_path / "root")
+
+
+def test_closing_waits_for_the_agreement_and_its_leader(tmp_path: Path) -> None:
+    leader, work = Leader(), Future[None]()
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        agreed = engine._agree([work], on_leader=leader, what="files")
+        work.set_result(None)
+    assert leader.found == [None]
+    assert agreed.failure() is None
+    assert agreed.is_done(blocking=False) or agreed.is_done(blocking=False)
+
+
+def test_work_of_an_engine_that_was_terminated_has_no_outcome(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        agreed = engine._agree([Future()], on_leader=Leader(), what="files")
+        engine.terminate()
+        assert agreed.is_done(blocking=True)
+        with pytest.raises(EngineClosedError):
+            agreed.failure()
