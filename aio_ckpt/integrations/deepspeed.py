@@ -161,7 +161,10 @@ class _Draft:
             if self.is_latest:
                 await _replace_file(storage, self.save_dir / _LATEST, self.drafts_dir, self.tag.encode())
                 _log.info("%s is durable, and %s names it", self.final, self.save_dir / _LATEST)
-        await storage.remove_tree(self.drafts_dir)
+        try:
+            await storage.remove_tree(self.drafts_dir)
+        except (AioCkptError, OSError) as error:  # the next checkpoint clears it
+            _log.warning("%s stays until the next checkpoint: %s", self.drafts_dir, error)
 
     def check(self) -> None:
         """Raise the failure of any rank, once the ranks have agreed."""
