@@ -25,6 +25,7 @@ from aio_ckpt.restore.load import load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.progress import Meter, metered
 from aio_ckpt.restore.read import read_state
+from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_blocking
 from aio_ckpt.storage.local import LocalStorage
@@ -148,7 +149,8 @@ def _run(path: str | os.PathLike[str], config: EngineConfig | None, progress: On
             try:
                 return await use(ctx, meter, found, False)
             except CorruptCheckpointError:  # the transfer may have been bad, so the disk is read once more
-                return await use(ctx, meter, found, True)
+                with naming_checkpoint(found.path):
+                    return await use(ctx, meter, found, True)
 
     try:
         portal.start()

@@ -24,6 +24,7 @@ from aio_ckpt.dcp.rank_load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, RootError
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
+from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.paths import checked_path
 
@@ -84,7 +85,7 @@ class Reader(Face, StorageReader):
         """
         rank: int | None = kwargs.get("rank")
         try:
-            with self._running() as runtime:
+            with naming_checkpoint(self.path), self._running() as runtime:
                 checkpoint = runtime.portal.call(
                     _open, runtime, self.path.absolute(), rank, timeout=runtime.config.stall_timeout_secs
                 )
@@ -132,7 +133,7 @@ class Reader(Face, StorageReader):
             self.set_up_storage_reader(self.read_metadata(), is_coordinator=False)
         assert self._checkpoint is not None
         assert self._metadata is not None
-        with self._running() as runtime:
+        with naming_checkpoint(self.path), self._running() as runtime:
             load = Load(runtime=runtime, checkpoint=self._checkpoint, metadata=self._metadata)
             load.run(plan, planner, self._transforms)
         future: Future[None] = Future()

@@ -20,7 +20,7 @@ from aio_ckpt.errors import (
     ReadError,
 )
 from aio_ckpt.reports import SkippedCheckpoint
-from aio_ckpt.runtime.error_notes import mark_modified
+from aio_ckpt.runtime.error_notes import mark_modified, name_checkpoint
 from aio_ckpt.runtime.waiting import disk_lines
 from aio_ckpt.storage.local import names_in
 
@@ -90,12 +90,6 @@ def too_many_changes(root: Path) -> CheckpointNotFoundError:
         f"each of {discovery.MAX_RETRIES} checkpoints under {root} was deleted or replaced by its writer while it "
         "was read: keep more of them (keep_last), or protect(step) one before it is read"
     )
-
-
-def name_checkpoint(error: AioCkptError, path: Path) -> None:
-    """Put the directory of the checkpoint before the text of ``error``, unless the text names it."""
-    if str(path) not in str(error):
-        error.args = (f"{path}: {error}",)
 
 
 class ChangedError(AioCkptError):

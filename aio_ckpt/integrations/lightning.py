@@ -30,7 +30,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp import default
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.integrations.lightning_layout import OPTIMIZER, as_bytes, join, moved, split
-from aio_ckpt.integrations.path_saves import PathSaves, local_path
+from aio_ckpt.integrations.path_saves import PathSaves, local_path, wait_for_saves
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator, default_coordinator
 from aio_ckpt.standalone import read
 
@@ -138,11 +138,30 @@ def _room_at(path: Path | None) -> Iterator[bool]:
     aside.unlink()
 
 
+class _Training:
+    """Whether training goes on, as far as saves tell. The error of a save outside of it would come too late."""
+
+    def __init__(self) -> None:
+        self._is_over, self._step = False, -1
+
+    def end(self) -> None:
+        """Take note of the end of ``fit``."""
+        self._is_over, self._step = True, -1
+
+    def is_over(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Return whether ``checkpoint`` is saved behind the end of ``fit``, or is the first one of another ``fit``."""
+        step = checkpoint.get("global_step", 0)
+        if self._step not in (-1, step):  # steps were made between two saves
+            self._is_over = False
+        self._step = step
+        return self._is_over
+
+
 class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
     """Plugin of Trainer and Fabric that saves in the background and deletes behind the commits.
 
     ``save_checkpoint`` returns once the checkpoint is captured. The checkpoint is a directory. A failure is raised by
-    the next save, or at the end of ``fit``.
+    the next save, or at the end of ``fit``. A save behind it returns once it is durable.
 
     Args:
         config: settings of the engine. By default two saves may be pending, each with an image in host memory.
@@ -152,6 +171,7 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
     def __init__(self, config: EngineConfig | None = None, *, root: str | os.PathLike[str] | None = None) -> None:
         self._saves = PathSaves(config, root, SoloCoordinator)
         self._stock = _plugins.TorchCheckpointIO()
+        self._training = _Training()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -173,7 +193,7 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
             return
         entries, rest = split(checkpoint)
         with _room_at(place) as replaces_file:
-            waits = replaces_file or _waits(checkpoint, place)
+            waits = self._training.is_over(checkpoint) or replaces_file or _waits(checkpoint, place)
             self._saves.save({**entries, _META: as_bytes(rest)}, place, files={}, waits=waits)
 
     def load_checkpoint(
@@ -214,6 +234,7 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Finish pending saves and deletions, and free the memory. Raises a failure that was not raised yet."""
+        self._training.end()
         self._saves.close()
 
     def flush(self) -> None:
@@ -238,6 +259,7 @@ class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
     ) -> None:
         super().__init__(*args, **options)
         self._saves = PathSaves(config, root, default_coordinator)
+        self._training = _Training()
         if names := moved_names(self):
             _log.warning(
                 "Lightning itself saves and loads, without the engine: it lacks %s. Versions known to work: %s",
@@ -286,8 +308,9 @@ class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
         is_first = self.global_rank == 0
         if is_first:
             files[META_FILE] = entries[_META] = as_bytes(checkpoint)
+        waits = self._training.is_over(checkpoint) or _waits(checkpoint, place)
         with _room_at(place if is_first else None) as replaces_file:
-            path, waits = self.broadcast((place, replaces_file or _waits(checkpoint, place)))
+            path, waits = self.broadcast((place, waits or replaces_file))
             self._saves.save(entries, path, files=files, waits=waits)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **options: Any) -> dict[str, Any]:
@@ -323,6 +346,7 @@ class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Finish pending saves and deletions on all ranks, then do what ModelParallelStrategy does."""
+        self._training.end()
         try:
             self._saves.close()
         finally:
@@ -351,6 +375,7 @@ def load_from_checkpoint(
 ) -> Any:
     """Return ``cls.load_from_checkpoint(...)`` of a LightningModule or a LightningDataModule, for a directory, too.
 
+    Waits for a save of the path that is pending in this process. Raises its failure.
     The states of optimizers are not passed to its hooks.
 
     Args:
@@ -365,6 +390,8 @@ def load_from_checkpoint(
     """
     place = local_path(checkpoint_path)
     source: str | os.PathLike[str] | io.BytesIO = checkpoint_path
+    if place is not None:
+        wait_for_saves(place)
     if place is not None and not place.is_file():
         checkpoint = _read(place, None, weights_only)
         checkpoint.pop("optimizer_states", None)

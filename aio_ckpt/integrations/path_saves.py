@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from aio_ckpt.ranks.store_coordinator import Coordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["PathSaves", "local_path"]
+__all__ = ["PathSaves", "local_path", "wait_for_saves"]
+
+_LIVING: weakref.WeakSet[PathSaves] = weakref.WeakSet()
+"""All of this process. A function that is given a path alone finds a pending save of it here."""
 
 
 class PathSaves:
@@ -34,6 +39,7 @@ class PathSaves:
         self._engines: dict[int, SyncCheckpointEngine] = {}
         self._tickets: dict[Path, SaveTicket] = {}
         self._pid = os.getpid()
+        _LIVING.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a spawned process open its own engines."""
@@ -48,7 +54,8 @@ class PathSaves:
         try:
             ticket = self._engine_for(path).save(state, path=path, overwrite=True, files=files)
         except RootError as error:
-            error.add_note("If two trainers save into one directory, give each a root of its own on that file system.")
+            if error.errno in (errno.EBUSY, errno.EAGAIN, errno.EACCES):
+                error.add_note("If two trainers save into one directory, give each a root on that file system.")
             raise
         except Exception as error:
             if (made := getattr(error, "ticket", None)) is not None:  # an earlier save failed, and this one goes on
@@ -102,6 +109,12 @@ class PathSaves:
         if device not in self._engines:
             self._engines[device] = SyncCheckpointEngine(root, self.config, coordinator=self._coordinator())
         return self._engines[device]
+
+
+def wait_for_saves(path: Path) -> None:
+    """Wait until the saves of ``path`` that are pending in this process are durable. Raises the first failure."""
+    for saves in list(_LIVING):
+        saves.wait(path)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:

@@ -1,13 +1,16 @@
-"""Notes on errors: the stage of the save in which an error came, the save made beside it, or a modified template."""
+"""Notes on errors: the stage of the save in which an error came, the save made beside it, or a modified template,
+and the checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 
-from aio_ckpt.errors import AioCkptError
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["mark_modified", "note_stage", "note_ticket"]
+__all__ = ["mark_modified", "name_checkpoint", "naming_checkpoint", "note_stage", "note_ticket"]
 
 
 def note_stage(error: BaseException, stage: str) -> None:
@@ -16,6 +19,22 @@ def note_stage(error: BaseException, stage: str) -> None:
         error.add_note(f"while saving, stage {stage}")
     elif not error.stage:
         error.stage = stage
+
+
+def name_checkpoint(error: AioCkptError, path: Path) -> None:
+    """Put the directory of the checkpoint before the text of ``error``, unless the text names it."""
+    if str(path) not in str(error):
+        error.args = (f"{path}: {error}",)
+
+
+@contextlib.contextmanager
+def naming_checkpoint(path: Path) -> Iterator[None]:
+    """Call :func:`name_checkpoint` with a CorruptCheckpointError that the block raises."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        name_checkpoint(error, path)
+        raise
 
 
 def note_ticket(error: BaseException, ticket: SaveTicket) -> None:

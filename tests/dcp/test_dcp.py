@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import pickle
+import re
 import signal
 import threading
 import warnings
@@ -603,8 +604,8 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path, write: Callable[[dict[
     damage(tmp_path / "a", 1 << 20)
     error = failure_of(lambda: load(state, tmp_path / "a"))
     assert isinstance(error, CorruptCheckpointError)
-    assert "'w'" in str(error)
-    assert ".distcp" in str(error)
+    for part in (f"{tmp_path / 'a'}: ", "'w'", ".distcp"):
+        assert part in str(error)
     load(state, tmp_path / "a", config=EngineConfig(verify="never"))
 
 
@@ -615,7 +616,7 @@ def test_a_changed_small_file_is_named(tmp_path: Path, victim: str) -> None:
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(CorruptCheckpointError, match=file.name.replace(".", r"\.")):
+    with pytest.raises(CorruptCheckpointError, match=rf"{tmp_path}/a.*{re.escape(file.name)}"):
         Reader(tmp_path / "a").read_metadata()
     error = failure_of(lambda: load({"w": torch.rand(10)}, tmp_path / "a"))
     assert isinstance(error, CorruptCheckpointError)

@@ -208,6 +208,25 @@ def test_load_waits_for_a_pending_save_of_the_path(tmp_path: Path, disk: GatedSt
     assert torch.equal(found[0]["state_dict"]["w"], torch.ones(2))
 
 
+def test_load_from_checkpoint_waits_for_a_pending_save_of_the_path(tmp_path: Path, disk: GatedStorage) -> None:
+    """It is given a path alone, and no plugin."""
+    done = fitted(tmp_path, plugin := AioCheckpointIO())
+    done.save_checkpoint(path := tmp_path / "a.ckpt")
+    saved = plugin.load_checkpoint(path)
+    with torch.no_grad():
+        done.lightning_module.net[0].weight.fill_(7.0)
+    gate = disk.hold("exchange")
+    plugin.save_checkpoint(saved | {"state_dict": done.lightning_module.state_dict(), "global_step": 10**6}, path)
+    gate.wait_reached()
+    found: list[Any] = []
+    reader = threading.Thread(target=lambda: found.append(load_from_checkpoint(Small, path)))
+    reader.start()
+    gate.open()
+    reader.join(TIMEOUT)
+    assert (found[0].net[0].weight == 7).all()
+    plugin.teardown()
+
+
 def test_storage_options_are_refused_and_urls_are_left_to_lightning(
     tmp_path: Path, io: AioCheckpointIO, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -412,6 +431,27 @@ def test_the_end_of_a_fit_raises_the_failure_of_its_last_save(tmp_path: Path, di
     disk.fail("rename", "*", WriteError(5, "disk", "x"))
     with pytest.raises(WriteError):
         fitted(tmp_path, AioCheckpointIO(), epochs=1)
+
+
+def test_a_save_behind_the_end_of_a_fit_waits_and_raises_its_failure(
+    tmp_path: Path, disk: GatedStorage, quiet: None
+) -> None:
+    """A script may end next, and nobody would hear of a failure."""
+    done = fitted(tmp_path, AioCheckpointIO(), epochs=1)
+    done.save_checkpoint(tmp_path / "a.ckpt")
+    assert is_readable(tmp_path)
+    disk.fail("rename", "*", WriteError(5, "disk", "x"))
+    with pytest.raises(WriteError):
+        done.save_checkpoint(tmp_path / "b.ckpt")
+
+
+def test_a_second_fit_saves_in_the_background_again(tmp_path: Path, disk: GatedStorage, io: AioCheckpointIO) -> None:
+    state = {"state_dict": {"w": torch.ones(2)}}
+    io.teardown()
+    for name in "abc":  # nothing is trained in between
+        assert waits_for_its_commit(disk, io, state | {"global_step": 4}, tmp_path / name)
+    io.save_checkpoint(state | {"global_step": 8}, tmp_path / "fit")
+    assert not waits_for_its_commit(disk, io, state | {"global_step": 12}, tmp_path / "fit-12")
 
 
 def test_an_exception_leaves_a_checkpoint_and_is_raised_though_the_save_before_failed(
