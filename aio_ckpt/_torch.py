@@ -26,6 +26,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
+from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
 from torch.distributed.tensor import DTensor, Shard, placement_types
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
 
@@ -40,6 +41,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "DcpGlobal",
     "DcpRole",
+    "DistWrapper",
     "PickledStorage",
     "PrefixStore",
     "ShardedTensor",
@@ -77,6 +79,8 @@ _log = logging.getLogger("aio_ckpt")
 #   place; if it goes, so does `leaves/shards.py`.
 # create_chunk_list: the box of the global tensor that this rank holds of a DTensor. If it moves, take what
 #   `default_planner` calls. `compute_local_shape_and_global_offset` is no replacement: it moved more often.
+# DistWrapper: what `state_dict_saver` makes of a process group, and NVRx hands to its users. If it moves, take it from
+#   there; if it goes, hand out None.
 # AsyncCollectiveTensor: a tensor whose values another rank may still be sending. If it moves, follow
 #   `torch.distributed.tensor`. Such a tensor must not be read before its `wait()`.
 # narrow_tensor_by_index: the part of a tensor that a read item names. If it moves, `tensor.narrow` for each dimension.

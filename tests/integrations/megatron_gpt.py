@@ -203,8 +203,8 @@ def save(trainer: Trainer, root: Path, step: int, strategy: Any, queue: Any, **o
 
 def trains(options: argparse.Namespace, first: int = 1, *, kills: bool = False) -> None:
     """Train to the end, or to the kill; save synchronously at one step and asynchronously at another."""
+    from aio_ckpt.integrations.async_saves import Shared
     from aio_ckpt.integrations.megatron import AsyncCallsQueue, SaveStrategy
-    from aio_ckpt.integrations.megatron.shared import Shared
 
     root: Path = options.root / ("reference" if options.part == "reference" else "killed")
     trainer = Trainer(options.device, options.tp, options.hidden)
@@ -239,8 +239,8 @@ def loads_of_ours(trainer: Trainer, root: Path) -> int:
     """Load the newest checkpoint by our reader, as ``install()`` lets ``load_checkpoint`` do."""
     import functools
 
+    from aio_ckpt.integrations.async_saves import Shared
     from aio_ckpt.integrations.megatron.names import core
-    from aio_ckpt.integrations.megatron.shared import Shared
     from aio_ckpt.integrations.megatron.strategies import our_reader, placed
 
     ours = functools.partial(our_reader, Shared(EngineConfig()), core.reader.value)

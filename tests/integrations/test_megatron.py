@@ -19,14 +19,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
+from file_limits import files_up_to
+from log_lines import kept_lines
 from megatron_stubs import has_training, stub_triton
 from rank_processes import Ranks
 
-from aio_ckpt import EngineConfig
+from aio_ckpt import EngineConfig, dcp
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, PeerFailedError
 
 pytestmark = [
@@ -156,8 +159,8 @@ class Run:
 @contextmanager
 def ours(folder: Path, rank: int, **settings: Any) -> Iterator[tuple[Any, Run]]:
     """A strategy and a run with a queue, on shared resources."""
+    from aio_ckpt.integrations.async_saves import Shared
     from aio_ckpt.integrations.megatron import AsyncCallsQueue, SaveStrategy
-    from aio_ckpt.integrations.megatron.shared import Shared
 
     shared = Shared(EngineConfig(**{"budget_bytes": 64 << 20, "stall_timeout_secs": 60.0, **settings}))
     queue = AsyncCallsQueue(shared=shared)
@@ -166,17 +169,6 @@ def ours(folder: Path, rank: int, **settings: Any) -> Iterator[tuple[Any, Run]]:
     finally:
         queue.close(abort=True)
         shared.close()
-
-
-@contextmanager
-def files_up_to(nbytes: int) -> Iterator[None]:
-    """The system refuses to write more into one file."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # -- strategies -------------------------------------------------------------------------------------------
@@ -428,7 +420,8 @@ def names_are_there(rank: int, count: int) -> tuple[str, list[str], list[str]]:
 
     from aio_ckpt.integrations.megatron import names
 
-    in_core, in_training = names.missing_in_core(), names.missing_in_training()
+    of_training = [each for each in vars(names.training).values() if isinstance(each, names.Place)]
+    in_core, in_training = names.missing_in_core(), [place for place in of_training if not place.is_there]
     return megatron.core.__version__, list(map(str, in_core)), list(map(str, in_training))
 
 
@@ -504,26 +497,134 @@ def test_install_serves_megatrons_own_functions_until_it_is_undone(two: Ranks, t
     two.run(installs, tmp_path / "run", timeout=LONG_SECS)
 
 
+def whole(seed: int) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((6, 2), float(seed))}, "iteration": seed, "args": None}
+
+
+def saves_torch_dcp(rank: int, count: int, folder: Path) -> None:
+    """Save by ``save_checkpoint`` with ``--ckpt-format torch_dcp --async-save``, whose state alone is made here."""
+    from megatron.core import parallel_state
+    from megatron.training import async_utils, checkpointing, global_vars
+
+    from aio_ckpt.integrations import megatron
+
+    class Args(SimpleNamespace):
+        """What the command line sets; None for all other options."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    def save(iteration: int, state: dict[str, Any]) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpointing, "generate_state_dict", lambda *_, **__: state)
+            patch.setattr(checkpointing, "get_rng_state", lambda *_, **__: [])
+            patch.setattr(checkpointing, "get_rerun_state_machine", MagicMock())
+            patch.setattr(checkpointing, "unwrap_model", lambda model: model)
+            checkpointing.save_checkpoint(iteration, [None], None, None, 0)
+        return folder / f"iter_{iteration:07d}"
+
+    def until_finalized() -> int:
+        polls = 0
+        while not async_utils.is_empty_async_queue():
+            polls += 1
+            async_utils.maybe_finalize_async_save(blocking=False)
+            dist.barrier()  # a step of training
+        return polls
+
+    def tracked() -> str:
+        dist.barrier()
+        return (folder / TRACKER).read_text()
+
+    def body() -> None:
+        parallel_state.initialize_model_parallel()
+        folder.mkdir(exist_ok=True)
+        args = Args(
+            async_save=True,
+            async_strategy="nvrx",
+            ckpt_format="torch_dcp",
+            use_dist_ckpt=True,
+            save=str(folder),
+            dist_ckpt_workers=2,
+            enable_msc=False,
+        )
+        global_vars.set_args(args)
+        try:
+            with megatron.install(EngineConfig(budget_bytes=64 << 20)):
+                first = save(1, state := whole(1))
+                state["model"]["weight"].zero_()  # training goes on
+                assert until_finalized() > 0
+                assert tracked() == "1"
+                assert {"aio_ckpt.json", ".metadata"} <= set(os.listdir(first))
+                with files_up_to(1 << 20) if rank == 0 else files_up_to(resource.RLIM_INFINITY):
+                    failed = save(2, {"model": {"weight": torch.ones(1 << 19)}})
+                    with pytest.raises(PeerFailedError, match="failed on rank 0: WriteError"):
+                        until_finalized()
+                assert ".metadata" not in os.listdir(failed)
+                assert tracked() == "1"
+                third = save(3, whole(3))
+                async_utils.maybe_finalize_async_save(blocking=True)
+                assert tracked() == "3"
+                args.async_save = False
+                with dcp.default(package=True):
+                    fourth = save(4, whole(4))
+                assert "aio_ckpt.json" in os.listdir(fourth)
+            for seed, path in ((1, first), (3, third), (4, fourth)):
+                target = whole(0)
+                torch.distributed.checkpoint.load(
+                    target, storage_reader=torch.distributed.checkpoint.FileSystemReader(path)
+                )
+                assert torch.equal(target["model"]["weight"], whole(seed)["model"]["weight"])
+                assert target["iteration"] == seed
+        finally:
+            parallel_state.destroy_model_parallel()
+
+    told(body)
+
+
+@needs_training
+def test_torch_dcp_is_saved_by_ours_after_install(two: Ranks, tmp_path: Path) -> None:
+    two.run(saves_torch_dcp, tmp_path / "run", timeout=LONG_SECS)
+
+
 def installs_without(rank: int, count: int) -> tuple[list[str], list[str]]:
     from megatron.training import async_utils
 
     from aio_ckpt.integrations import megatron
     from aio_ckpt.integrations.megatron import names
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("aio_ckpt").addHandler(handler)
     moved, stock = async_utils.init_persistent_async_worker, names.training.save_strategy.value
     del async_utils.init_persistent_async_worker
     try:
-        installed = megatron.install()
-        assert names.training.save_strategy.value is stock
-        installed.uninstall()
-        return lines, list(map(str, installed.missing))
+        with kept_lines() as lines, megatron.install() as installed:
+            assert names.training.save_strategy.value is stock
+        return lines.messages, list(map(str, installed.missing))
     finally:
         async_utils.init_persistent_async_worker = moved
-        logging.getLogger("aio_ckpt").removeHandler(handler)
+
+
+def installs_without_torch_dcp(rank: int, count: int) -> list[str]:
+    from megatron.training import checkpointing
+
+    from aio_ckpt.integrations import megatron
+    from aio_ckpt.integrations.megatron import names
+
+    moved, stock = checkpointing.get_async_strategy, names.training.strategy_of_calls.value
+    del checkpointing.get_async_strategy
+    try:
+        with kept_lines() as lines, megatron.install():
+            assert names.training.save_strategy.value.owner
+            assert names.training.strategy_of_calls.value is stock
+            return lines.messages
+    finally:
+        checkpointing.get_async_strategy = moved
+
+
+@needs_training
+def test_if_the_names_for_torch_dcp_have_moved_megatron_saves_that_alone(two: Ranks) -> None:
+    lines, _ = two.run(installs_without_torch_dcp, timeout=LONG_SECS)
+    assert len(lines) == 1
+    assert "has no megatron.training.checkpointing.get_async_strategy: Megatron itself saves torch_dcp" in lines[0]
 
 
 @needs_training

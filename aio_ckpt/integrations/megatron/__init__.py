@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,17 +26,18 @@ except ImportError as missing:
         "aio_ckpt.integrations.megatron needs megatron-core and triton: pip install megatron-core triton"
     ) from missing
 
-from aio_ckpt.integrations.megatron.calls import AsyncCallsQueue
+from aio_ckpt.integrations.async_calls import AsyncCallsQueue
+from aio_ckpt.integrations.async_saves import Shared
 from aio_ckpt.integrations.megatron.names import (
     TRIED_TRAINING,
-    Place,
     core,
     missing_in_core,
     missing_in_training,
     training,
 )
-from aio_ckpt.integrations.megatron.shared import Shared
 from aio_ckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy, our_reader
+from aio_ckpt.integrations.nvrx.faces import faces
+from aio_ckpt.integrations.places import Placed
 
 __all__ = ["AsyncCallsQueue", "Installation", "LoadStrategy", "SaveStrategy", "install"]
 
@@ -47,7 +49,8 @@ def install(config: EngineConfig | None = None) -> Installation:
 
     Saves use :class:`SaveStrategy`, loads :class:`aio_ckpt.dcp.Reader`, and ``--async-save`` uses
     :class:`AsyncCallsQueue`. ``--async-save`` needs ``--use-persistent-ckpt-worker``, without which Megatron switches
-    it off; no worker is started.
+    it off; no worker is started. Asynchronous saves of ``torch_dcp`` and ``fsdp_dtensor`` use the same queue, and
+    :class:`aio_ckpt.dcp.Writer`; NVRx is not needed. Their synchronous saves and their loads stay with DCP.
 
     If this Megatron lacks a name that is needed, a warning is logged, and Megatron's own saving stays.
 
@@ -86,7 +89,7 @@ class Installation:
         """Names that this Megatron lacks. If there is one, nothing is installed."""
         self._shared = Shared(config)
         self._queue = AsyncCallsQueue(shared=self._shared)
-        self._placed: list[tuple[Place, object, object]] = []
+        self._placed = Placed()
         if self.missing:
             _log.warning(
                 "Megatron saves by itself: megatron.core %s has no %s; install() was tried with %s, and a newer "
@@ -96,27 +99,35 @@ class Installation:
                 ", ".join(TRIED_TRAINING),
             )
             return
-        self._put(training.save_strategy, _Strategies(self, self._shared))
-        self._put(training.queue, self._queue)
+        put = self._placed.put
+        put(training.save_strategy, _Strategies(self, self._shared))
+        put(training.queue, self._queue)
         for place in (training.start_worker, training.start_worker_at_first):
-            self._put(place, _start_no_worker)
+            put(place, _start_no_worker)
         for place in (training.reset_worker, training.reset_worker_at_restart):
-            self._put(place, self._reset)
+            put(place, self._reset)
         for place in (core.reader, core.common_reader):
             if place.is_there:
-                self._put(place, functools.partial(our_reader, self._shared, place.value))
+                put(place, functools.partial(our_reader, self._shared, place.value))
+        by_names = (training.strategy_of_saves, training.strategy_of_calls, training.can_save)
+        moved = [place for place in by_names if not place.is_there]
+        if moved:
+            _log.warning(
+                "megatron.core %s has no %s: Megatron itself saves torch_dcp and fsdp_dtensor",
+                _version,
+                ", ".join(map(str, moved)),
+            )
+            return
+        strategy = _AsyncStrategy(self._shared, training.strategy_of_saves.value)
+        for place, ours in zip(by_names, (strategy, strategy, _can_save), strict=True):
+            put(place, ours)
 
     def uninstall(self) -> None:
         """Finalize what is pending, and put Megatron's own back. Idempotent. Call it on all ranks."""
         try:
             self._queue.close()
         finally:
-            placed, self._placed = self._placed, []
-            for place, ours, stock in reversed(placed):
-                if place.value is ours:
-                    place.put(stock)
-                else:
-                    _log.warning("%s is %s by now, which stays", place, shown(place.value))
+            self._placed.restore()
             self._shared.close()
 
     def __enter__(self) -> Self:
@@ -126,10 +137,6 @@ class Installation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.uninstall()
-
-    def _put(self, place: Place, ours: object) -> None:
-        self._placed.append((place, ours, place.value))
-        place.put(ours)
 
     def _reset(self, *args: object, **options: object) -> None:
         """Forget the pending calls, for an in-process restart. The queue goes on in the next process group."""
@@ -149,3 +156,21 @@ class _Strategies:
 
 def _start_no_worker(rank: int, *args: object, **options: object) -> None:
     """Start no process: threads of the trainer save."""
+
+
+class _AsyncStrategy:
+    """Function in the place of Megatron's ``get_async_strategy``: whatever the strategy, ours save."""
+
+    def __init__(self, shared: Shared, stock: Callable[..., tuple[str, Any]]) -> None:
+        self._stock = stock
+        self._names = faces(shared, lambda name: stock("nvrx", name)[1]) | {"AsyncRequest": core.request.value}
+
+    def __call__(self, async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
+        if module is None:
+            return async_strategy, self._names
+        return (async_strategy, self._names[module]) if module in self._names else self._stock(async_strategy, module)
+
+
+def _can_save() -> bool:
+    """Return True: no NVRx is needed."""
+    return True

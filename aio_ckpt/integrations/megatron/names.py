@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from aio_ckpt.integrations.places import Place, missing
 
-__all__ = ["TRIED_CORE", "TRIED_TRAINING", "Place", "core", "missing_in_core", "missing_in_training", "training"]
+__all__ = ["TRIED_CORE", "TRIED_TRAINING", "core", "missing_in_core", "missing_in_training", "training"]
 
 TRIED_CORE = ("0.16.1", "0.19.2")
 """Versions of ``megatron.core`` that the strategies and the queue were tried with."""
@@ -17,41 +13,6 @@ TRIED_TRAINING = ("0.19.2",)
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
 _TRAINING = "megatron.training"
-_MISSING = object()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Attribute of a module of Megatron."""
-
-    module: str
-    name: str
-    is_needed: bool = True
-    """Whether nothing works without it. False if some of the tried versions lack it."""
-
-    @property
-    def value(self) -> Any:
-        """Value of the attribute; None if there is none."""
-        value = self._value
-        return None if value is _MISSING else value
-
-    @property
-    def is_there(self) -> bool:
-        """Whether this Megatron has the attribute."""
-        return self._value is not _MISSING
-
-    def put(self, value: object) -> None:
-        """Set the attribute."""
-        setattr(importlib.import_module(self.module), self.name, value)
-
-    @property
-    def _value(self) -> Any:
-        with suppress(ImportError):
-            return getattr(importlib.import_module(self.module), self.name, _MISSING)
-        return _MISSING
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
 
 
 class core:  # noqa: N801 - a namespace
@@ -82,20 +43,21 @@ class training:  # noqa: N801 - a namespace
     start_worker_at_first = Place(module=f"{_TRAINING}.initialize", name="init_persistent_async_worker")
     """The same function, as ``initialize_megatron`` calls it."""
     reset_worker = Place(module=f"{_TRAINING}.async_utils", name="reset_persistent_async_worker")
+    strategy_of_saves = Place(module=f"{_TRAINING}.checkpointing", name="get_async_strategy", is_needed=False)
+    """``(strategy, name) -> (strategy, names of NVRx, or one of them)``; saves ``torch_dcp`` and ``fsdp_dtensor``."""
+    strategy_of_calls = Place(module=f"{_TRAINING}.async_utils", name="get_async_strategy", is_needed=False)
+    """The same function, by which a request for these formats is made."""
+    can_save = Place(module=f"{_TRAINING}.utils", name="has_nvrx_checkpointing_async_support", is_needed=False)
+    """``() -> bool``: whether the formats ``torch_dcp`` and ``fsdp_dtensor`` may be saved asynchronously."""
     reset_worker_at_restart = Place(module=f"{_TRAINING}.inprocess_restart", name="reset_persistent_async_worker")
     """The same function, as an in-process restart calls it."""
 
 
 def missing_in_core() -> list[Place]:
     """Return the places that this ``megatron.core`` lacks."""
-    return _missing(core)
+    return missing(core)
 
 
 def missing_in_training() -> list[Place]:
     """Return the places that this ``megatron.training`` lacks."""
-    return _missing(training)
-
-
-def _missing(namespace: type) -> list[Place]:
-    places: Sequence[Any] = list(vars(namespace).values())
-    return [place for place in places if isinstance(place, Place) and place.is_needed and not place.is_there]
+    return missing(training)

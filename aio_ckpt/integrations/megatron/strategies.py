@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from aio_ckpt.checks import check_kind
@@ -19,28 +16,17 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.integrations.megatron.names import TRIED_CORE, Place, core, missing_in_core
-from aio_ckpt.integrations.megatron.shared import Shared
+from aio_ckpt.integrations.async_saves import Committed, Shared
+from aio_ckpt.integrations.megatron.names import TRIED_CORE, core, missing_in_core
+from aio_ckpt.integrations.places import Place
 
-__all__ = ["Committed", "LoadStrategy", "SaveStrategy", "our_reader", "placed"]
+__all__ = ["LoadStrategy", "SaveStrategy", "our_reader", "placed"]
 
-_log = logging.getLogger("aio_ckpt")
 _SaveBase: Any = core.save_strategy.value or object
 _LoadBase: Any = core.load_strategy.value or object
 _Planner: Any = core.save_planner.value or object
 
 Path = str | os.PathLike[str]
-
-
-class Committed:
-    """First finalize function of a request. A call waits for the commit; a queue of ours waits before it calls."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self.future = future
-
-    def __call__(self) -> None:
-        """Return once the checkpoint is committed. Raise the error of the save."""
-        self.future.result()
 
 
 class SaveStrategy(_SaveBase):  # type: ignore[misc]
@@ -102,13 +88,7 @@ class SaveStrategy(_SaveBase):  # type: ignore[misc]
                 each.data = data
             saved = shared.submit(functools.partial(save, _torch_state(by_key)))
         else:
-            _log.warning(
-                "%s: saved before training goes on, as budget_bytes holds no copy of the state: raise budget_bytes "
-                "where there is memory",
-                checkpoint_dir,
-            )
-            shared.submit(lambda: None).result()  # the collectives of earlier saves come first, as on other ranks
-            saved = _outcome_of(functools.partial(save, _torch_state(by_key)))
+            saved = shared.saved_now(functools.partial(save, _torch_state(by_key)), checkpoint_dir)
         return core.request.value(None, (), [Committed(saved)])
 
     def _by_key(self, state: Any) -> dict[str, list[Any]]:
@@ -206,18 +186,6 @@ def _torch_state(by_key: dict[str, list[Any]]) -> dict[str, Any]:
     """Return the state for DCP. Sharded objects are encoded now."""
     state: dict[str, Any] = core.to_torch.value(by_key, False)
     return state
-
-
-def _outcome_of(work: Callable[[], None]) -> Future[None]:
-    """Call ``work`` and return its outcome. A CheckpointException, which is no Exception, counts as one."""
-    outcome: Future[None] = Future()
-    try:
-        work()
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - the request raises it
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(None)
-    return outcome
 
 
 def _check_core() -> None:

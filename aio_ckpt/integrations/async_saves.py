@@ -1,8 +1,10 @@
-"""Resources of the strategies and the queue of one process: memory, one thread, one loop, one process group."""
+"""Saves in the background, for libraries that schedule and finalize them: memory, one thread, one loop, one group."""
 
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.runtime import Face, SharedRuntime
@@ -17,9 +20,25 @@ from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 
-__all__ = ["Shared"]
+__all__ = ["Committed", "Shared"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("aio_ckpt")
+
+
+class Committed:
+    """Commit of a save, in the request that a queue gets: a finalize function, or an argument of ``async_fn``.
+
+    A queue of ours waits for it before it calls a finalize function. A call waits too.
+    """
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def __call__(self) -> None:
+        """Return once the checkpoint is committed. Raise the error of the save."""
+        self.future.result()
 
 
 class Shared:
@@ -32,7 +51,8 @@ class Shared:
         self._stager = _Stager(config).share(self.runtime)
         self._lock = Lock()
         self._portal: Portal | None = None
-        self._group: tuple[Any, Any] | None = None
+        self._groups: tuple[Any, dict[Any, Any]] = (None, {})
+        """A world, and the groups of ours in it, by the group that has the same ranks."""
 
     def portal(self) -> Portal:
         """Return the portal. Its loop agrees with the other ranks; its one I/O thread saves, in the order of the calls.
@@ -43,7 +63,7 @@ class Shared:
             if self._portal is None or self._portal.is_closed:
                 config = self.config
                 begin = functools.partial(lower_priority, config.thread_nice, config.thread_ioprio)
-                portal = Portal(f"aio_ckpt-megatron-{uuid.uuid4().hex[:8]}", 1, begin)
+                portal = Portal(f"aio_ckpt-calls-{uuid.uuid4().hex[:8]}", 1, begin)
                 portal.start()
                 self._portal = portal
             return self._portal
@@ -52,12 +72,31 @@ class Shared:
         """Call ``work`` in the thread, behind earlier work."""
         return self.portal().executor.submit(work)
 
-    def group(self) -> Any:
-        """Return a gloo group of all ranks, which only the thread uses. The first call is one of all ranks."""
+    def saved_now(self, save: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:
+        """Call ``save`` in this thread, behind earlier work, as there is no memory for a copy. Return its outcome."""
+        _log.warning(
+            "%s: saved before training goes on, as budget_bytes holds no copy of the state: raise budget_bytes "
+            "where there is memory",
+            path,
+        )
+        self.submit(lambda: None).result()  # the collectives of earlier saves come first, as on other ranks
+        return _outcome_of(save)
+
+    def group(self, like: Any = None) -> Any:
+        """Return a gloo group that only the thread uses, with all ranks, or those of the group ``like``.
+
+        Its ranks make the first call together. Without a process group, this returns None.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
         world = dist.group.WORLD
-        if self._group is None or self._group[0] is not world:
-            self._group = (world, dist.new_group(backend="gloo"))
-        return self._group[1]
+        if self._groups[0] is not world:
+            self._groups = (world, {})
+        groups, like = self._groups[1], None if like is world else like
+        if like not in groups:
+            ranks = None if like is None else dist.get_process_group_ranks(like)
+            groups[like] = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+        return groups[like]
 
     def copies(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return copies of ``tensors`` in staging memory; None if ``budget_bytes`` cannot hold them."""
@@ -84,3 +123,15 @@ class _Stager(Face):
                 return None
             copied: list[torch.Tensor] = staging.copied(runtime)["tensors"]
             return copied
+
+
+def _outcome_of(work: Callable[[], None]) -> Future[None]:
+    """Call ``work`` and return its outcome. A CheckpointException, which is no Exception, counts as one."""
+    outcome: Future[None] = Future()
+    try:
+        work()
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - the request raises it
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(None)
+    return outcome

@@ -16,8 +16,7 @@ from aio_ckpt.checks import check_kind
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, PeerFailedError
-from aio_ckpt.integrations.megatron.shared import Shared
-from aio_ckpt.integrations.megatron.strategies import Committed
+from aio_ckpt.integrations.async_saves import Committed, Shared
 from aio_ckpt.ranks.agreed_work import WORK_STAGE, AgreedWork, Failure, Work
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.store_coordinator import default_coordinator
@@ -30,7 +29,7 @@ _LEAVE_SECS = 10.0
 
 
 class AsyncCallsQueue:
-    """Queue of async calls, in place of Megatron's.
+    """Queue of async calls, in place of Megatron's or NVRx's.
 
     Each poll, and each call of any other method, is one of all ranks. A request is done once its save is committed, and
     its ``async_fn``, if it has one, has returned on every rank. All ranks then run its finalize functions in the same
@@ -68,7 +67,8 @@ class AsyncCallsQueue:
         """
         self.call_idx += 1
         request = async_request.freeze()
-        works = [each.future for each in request.finalize_fns if isinstance(each, Committed)]
+        given = (*request.finalize_fns, *(request.async_fn_args or ()))
+        works = [each.future for each in given if isinstance(each, Committed)]
         if request.async_fn is not None:
             args = list(request.async_fn_args)
             if request.preload_fn is not None:
@@ -128,7 +128,7 @@ class AsyncCallsQueue:
             owner = Owner.of_this_process(uuid.uuid4().hex[:12])
             members = self._members = Membership(default_coordinator(), owner, stall_secs=stall_secs)
             if members.are_several:
-                coordinator, name = members.coordinator, "the queue of Megatron's async calls"
+                coordinator, name = members.coordinator, "the queue of async calls"
                 coordinator.register(name, stall_secs=stall_secs)
                 open_ = functools.partial(coordinator.open, name, stall_secs=stall_secs)
                 members.opened = self._shared.portal().submit(open_)
