@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.fsdp
 
 import aio_ckpt
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"),
+    pytest.mark.skipif(
+        not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="torchtitan.train needs torch 2.12"
+    ),
     pytest.mark.gpu(1),
 ]
 TIMEOUT = 150.0

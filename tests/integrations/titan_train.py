@@ -20,14 +20,19 @@ class _Unused(ModuleType):
         return MagicMock(name=f"{self.__name__}.{name}")
 
 
-def main() -> None:
-    """Train as the command line says."""
+def stub_unused() -> None:
+    """Let torchtitan import what it does not need here."""
     for needed, name in (("tensorboard", "torch.utils.tensorboard"), ("datasets", "datasets")):
-        if importlib.util.find_spec(needed) is None:
-            for module in (name, f"{name}.distributed"):
+        if needed not in sys.modules and importlib.util.find_spec(needed) is None:
+            for module in (needed, name, f"{name}.distributed"):
                 sys.modules[module] = _Unused(module)
     if not hasattr(torch.distributed, "set_timeout"):  # torch 2.13 lacks it, and torchtitan 0.3 calls it
         torch.distributed.set_timeout = lambda *_: None  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Train as the command line says."""
+    stub_unused()
     from torchtitan.train import main as train
 
     train()
