@@ -126,6 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"no such doors: {', '.join(sorted(unknown))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with a run that is given up
     folder = given.dir.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     out = out_folder(folder, out=given.out, write=given.write, quick=False, ranks=given.ranks)
     figures, absent = list[FigureRow](), list[str]()
     sizes: dict[str, Any] = {name: getattr(given, name) for name in ("mib", "rounds", "steps", "device")}
