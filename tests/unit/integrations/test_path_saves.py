@@ -160,10 +160,18 @@ def test_two_trainers_of_one_directory_are_told_to_have_roots_of_their_own(saves
     with pytest.raises(RootError) as raised:
         save(other, tmp_path / "b")
     other.close()
-    assert any("a root of its own" in note for note in raised.value.__notes__)
+    assert any("give each a root" in note for note in raised.value.__notes__)
     own = PathSaves(None, tmp_path / "pending", SoloCoordinator)
     save(own, tmp_path / "b", waits=True)
     own.close()
+
+
+def test_a_root_that_is_a_file_gets_no_advice_about_two_trainers(tmp_path: Path) -> None:
+    (tmp_path / "root").touch()
+    saves = PathSaves(None, tmp_path / "root", SoloCoordinator)
+    with pytest.raises(RootError) as raised:
+        save(saves, tmp_path / "a")
+    assert getattr(raised.value, "__notes__", []) == []
 
 
 def test_a_pickled_copy_has_the_settings_and_no_engine(saves: PathSaves, tmp_path: Path) -> None:
