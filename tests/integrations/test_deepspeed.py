@@ -200,10 +200,8 @@ def held(rank: int, count: int, folder: Path) -> None:
         gate.open()
         ours.wait()
         assert ours.latest == "global_step2"
-        if rank == 0:
-            storage.fail("remove_tree", ".aio_ckpt-draft", FULL)
         ours.save()
-        assert ours.load() == "global_step4"  # the checkpoint that was pending, though its draft stays
+        assert ours.load() == "global_step4"  # the checkpoint that was pending
         ours.engine.destroy()
 
 
@@ -214,7 +212,7 @@ def test_latest_follows_the_slowest_rank_and_no_step_waits(tmp_path: Path, two: 
 _OPEN: list[Any] = []
 
 
-def trained_until_held(rank: int, count: int, folder: Path, call: str, where: str) -> list[float]:
+def trained_until_held(rank: int, count: int, folder: Path, call: str, where: str, tag: str) -> list[float]:
     from deepspeed_runs import gated_disk
 
     block = gated_disk()
@@ -225,8 +223,11 @@ def trained_until_held(rank: int, count: int, folder: Path, call: str, where: st
     ours.save("first")
     wanted = ours.losses(3)
     ours.wait()
+    if rank == 0:
+        (folder / tag).mkdir(exist_ok=True)
+        (folder / tag / "mine").write_text("mine")
     gate = storage.hold(call, where)
-    ours.save("second")
+    ours.save(tag)
     ours.losses(1)
     if rank == 0:
         gate.wait_reached()
@@ -236,27 +237,141 @@ def trained_until_held(rank: int, count: int, folder: Path, call: str, where: st
 
 def resumed(rank: int, count: int, folder: Path, tag: str) -> list[float]:
     again = made(rank, count, folder)
-    assert again.load() == tag
+    assert again.load() == "first"
+    assert (folder / tag / "mine").read_text() == "mine"
     losses = again.losses(3)
     again.save("third")
     again.wait()
     assert again.latest == "third"
-    assert sorted(os.listdir(folder)) == ["first", "latest", "second", "third", "zero_to_fp32.py", "zero_to_torch.py"]
+    tags = sorted({"first", tag, "third"})
+    assert sorted(os.listdir(folder)) == sorted([*tags, "latest", "zero_to_fp32.py", "zero_to_torch.py"])
     assert len(os.listdir(folder / "third")) == 3
     again.engine.destroy()
     return losses
 
 
 @pytest.mark.parametrize(
-    ("call", "where"), [("replace", "*model_states.pt"), ("exchange", "tag"), ("replace", "latest")]
+    ("call", "where", "tag"),
+    [
+        ("replace", "*model_states.pt", "second"),
+        ("replace", "tag/bf16_zero_pp_rank_1*", "second"),  # half of the files are beside the user's
+        ("replace", "latest", "second"),
+        ("exchange", "tag", "first"),
+    ],
 )
-def test_a_killed_run_goes_on_with_equal_losses(tmp_path: Path, call: str, where: str) -> None:
+def test_a_killed_run_goes_on_with_equal_losses(tmp_path: Path, call: str, where: str, tag: str) -> None:
     with ranks(2) as killed:
-        wanted = run(killed, trained_until_held, tmp_path, call, where)
+        wanted = run(killed, trained_until_held, tmp_path, call, where, tag)
+        for rank in range(2):
+            killed.kill(rank)
+    with ranks(2) as fresh:
+        assert run(fresh, resumed, tmp_path, tag) == wanted
+
+
+def replaced_until_held(rank: int, count: int, folder: Path) -> list[float]:
+    from deepspeed_runs import gated_disk
+
+    block = gated_disk()
+    _OPEN.append(block)  # until the kill
+    storage = block.__enter__()
+    ours = made(rank, count, folder)
+    ours.losses(2)
+    ours.save("first")
+    ours.wait()
+    if rank == 0:
+        (folder / "first/mine").write_text("mine")
+    ours.losses(1)
+    gate = storage.hold("sync_dir", folder.name)  # after the exchange
+    ours.save("first")
+    wanted = ours.losses(3)
+    if rank == 0:
+        gate.wait_reached()
+    dist.barrier()
+    return wanted
+
+
+def test_a_kill_after_the_exchange_loses_no_file_of_the_user(tmp_path: Path) -> None:
+    with ranks(2) as killed:
+        wanted = run(killed, replaced_until_held, tmp_path)
         for rank in range(2):
             killed.kill(rank)
     with ranks(2) as fresh:
         assert run(fresh, resumed, tmp_path, "first") == wanted
+
+
+def written_beside(rank: int, count: int, folder: Path) -> None:
+    with disk() as storage:
+        ours = made(rank, count, folder)
+        ours.losses(1)
+        gate = storage.hold("replace", "tag")
+        ours.save("new")
+        if rank == 0:
+            gate.wait_reached()
+            (folder / "new/hf").mkdir()
+            before = os.stat(folder / "new/hf").st_ino
+        gate.open()
+        ours.wait()
+        if rank == 0:
+            assert os.stat(folder / "new/hf").st_ino == before  # never moved, so that its writer goes on
+            assert len(os.listdir(folder / "new")) == 4
+        assert ours.latest == "new"
+        ours.engine.destroy()
+
+
+def test_a_writer_into_the_directory_of_a_new_tag_is_not_disturbed(tmp_path: Path, two: Ranks) -> None:
+    run(two, written_beside, tmp_path)
+
+
+def beside_another(rank: int, count: int, folder: Path) -> None:
+    with disk() as storage:
+        ours = made(rank, count, folder)
+        ours.losses(1)
+        gate = storage.hold("replace", "*.pt" if rank == 1 else "no file")
+        ours.save("a")
+        if rank == 1:
+            gate.wait_reached()
+        dist.barrier()
+        other = made(rank, count, folder)  # as another job in the directory: nothing tells it of the first
+        other.losses(1)
+        storage.release(gate)
+        other.save("b")
+        other.wait()
+        assert ours.latest == "b"
+        gate.open()
+        ours.wait()
+        assert ours.latest == "a"
+        assert len(os.listdir(folder / "a")) == len(os.listdir(folder / "b")) == 3
+        ours.engine.destroy()
+        other.engine.destroy()
+
+
+def test_two_runs_in_one_directory_do_not_remove_files_of_each_other(tmp_path: Path, two: Ranks) -> None:
+    run(two, beside_another, tmp_path)
+
+
+def torn_by_others(rank: int, count: int, folder: Path) -> None:
+    with disk() as storage:
+        ours = made(rank, count, folder)
+        ours.losses(1)
+        ours.save("whole")
+        ours.wait()
+        gate = storage.hold("replace", "*.pt" if rank == 1 else "no file")
+        ours.save("torn")
+        if rank == 0:
+            for work in ours.engine.checkpoint_engine._pending.works:
+                work.exception()
+            next(folder.glob(".aio_ckpt-draft-*/tag/*model_states.pt")).unlink()
+        dist.barrier()
+        gate.open()
+        with pytest.raises(PeerFailedError, match=r"model_states\.pt is missing"):
+            ours.wait()
+        assert ours.latest == "whole"
+        assert sorted(os.listdir(folder)) == ["latest", "whole", "zero_to_fp32.py", "zero_to_torch.py"]
+        ours.engine.destroy()
+
+
+def test_a_checkpoint_that_another_program_has_torn_is_not_named(tmp_path: Path, two: Ranks) -> None:
+    run(two, torn_by_others, tmp_path)
 
 
 def overwritten(rank: int, count: int, folder: Path) -> None:
@@ -323,13 +438,13 @@ def failing(rank: int, count: int, folder: Path, call: str, where: str, at: int)
         ours.save("next")
         ours.wait()
         assert ours.latest == "next"
-        assert ".aio_ckpt-draft" not in os.listdir(folder)
+        assert not [*folder.glob(".aio_ckpt-draft*")]
         ours.engine.destroy()
 
 
 @pytest.mark.parametrize(
     ("call", "where", "at"),
-    [("create_data_file", "*.pt", 1), ("sync_dir", "tag", 0), ("exchange", "tag", 0), ("replace", "latest", 0)],
+    [("create_data_file", "*.pt", 1), ("sync_dir", "tag", 0), ("replace", "tag", 0), ("replace", "latest", 0)],
 )
 def test_a_failure_is_raised_at_the_same_step_on_all_ranks(
     tmp_path: Path, two: Ranks, call: str, where: str, at: int
