@@ -452,6 +452,94 @@ def test_a_failure_is_raised_at_the_same_step_on_all_ranks(
     run(two, failing, tmp_path, call, where, at)
 
 
+def next_after_two_failed(rank: int, count: int, folder: Path) -> None:
+    with disk() as storage:
+        ours = made(rank, count, folder)
+        ours.losses(1)
+        if rank == 0:  # it has two files
+            storage.fail("create_data_file", "*.pt", FULL)
+            storage.fail("create_data_file", "*.pt", FULL)
+        ours.save()
+        with pytest.raises(PeerFailedError, match="rank 0 failed: WriteError"):
+            ours.wait()
+        assert not storage.failures
+        assert sorted(os.listdir(folder)) == ["zero_to_fp32.py", "zero_to_torch.py"]  # no empty directory of the tag
+        dist.barrier()
+        ours.save("next")
+        ours.wait()
+        assert ours.latest == "next"
+        ours.engine.destroy()
+
+
+def test_the_save_after_a_failed_one_is_not_told_of_its_other_files(tmp_path: Path, two: Ranks) -> None:
+    run(two, next_after_two_failed, tmp_path)
+
+
+def stepped_although_raised(rank: int, count: int, folder: Path) -> None:
+    with disk() as storage:
+        ours = made(rank, count, folder)
+        ours.losses(1)
+        if rank == 1:
+            storage.fail("create_data_file", "*.pt", FULL)
+        ours.save()
+        raised, _ = steps_until_raised(ours)
+        assert ours.engine.global_steps == 1 + raised + 1  # the step that raised has stepped
+        ours.engine.destroy()
+
+
+def test_a_step_that_raises_the_failure_of_a_save_has_stepped(tmp_path: Path, two: Ranks) -> None:
+    run(two, stepped_although_raised, tmp_path)
+
+
+def two_files_at_once(rank: int, count: int, folder: Path) -> None:
+    with disk() as storage:
+        config = EngineConfig(max_in_flight=1, stall_timeout_secs=50.0)
+        ours = made(rank, count, folder, config=config)
+        ours.losses(1)
+        gate = storage.hold("create_data_file", "*.pt")
+        ours.save()  # no file of the rank waits for the one before
+        ours.losses(1)
+        assert not any(work.done() for work in ours.engine.checkpoint_engine._pending.works)
+        gate.open()
+        ours.engine.destroy()
+        assert ours.latest == "global_step1"
+
+
+def test_files_of_a_rank_do_not_wait_for_each_other(tmp_path: Path, two: Ranks) -> None:
+    run(two, two_files_at_once, tmp_path)
+
+
+def test_a_script_that_ends_without_a_call_logs_the_failure_of_its_last_save(tmp_path: Path) -> None:
+    script = (
+        "import logging, resource, signal\nfrom pathlib import Path\nlogging.basicConfig(level=logging.ERROR)\n"
+        "from deepspeed_runs import Run\nours = Run(0, 1, Path('runs'))\nours.losses(1)\n"
+        "ours.save()\nours.wait()\n"
+    )
+    full = (
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\nours.save('full')\n"
+    )
+    for end, code in (("", 0), ("ours.engine.destroy()\n", 1)):
+        done = alone(script + full + end, tmp_path)
+        assert done.returncode == code, done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("ERROR:aio_ckpt:the checkpoint")]
+        assert "runs/full was not saved: rank 0 failed: WriteError" in line
+        assert line.endswith("latest is unchanged: it names 'global_step1'")
+
+
+def alone(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script as the only rank."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env=child_environment(**place),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LONG_SECS,
+    )
+
+
 def failing_at_the_call(rank: int, count: int, folder: Path) -> None:
     ours = made(rank, count, folder)
     ours.losses(1)
@@ -611,16 +699,8 @@ def test_the_page_saves_and_resumes(tmp_path: Path) -> None:
         "loss_of = lambda engine, batch: engine(batch).float().square().mean()\n"
     )
     for name, block, runs in (("before", before, 1), ("after", after, 2)):
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        for last in ("global_step6", "global_step12")[:runs]:  # the first run ends without a call of wait()
-            done = subprocess.run(
-                [sys.executable, "-c", given + block],
-                env=child_environment(**place),
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=LONG_SECS,
-            )
+        for last in ("global_step6", "global_step12")[:runs]:
+            done = alone(given + block, tmp_path)
             assert done.returncode == 0, done.stderr
             assert (tmp_path / "runs" / name / "latest").read_text() == last
         assert os.listdir(tmp_path / "runs" / name / last)
