@@ -111,7 +111,7 @@ class BaseEngine:
         self._preemption = AgreedPreemption(ctx.members, portal)
         self._timers = 0
         self._agreements = 0
-        self._agreed: list[Future[None]] = []
+        self._agreed: list[AgreedWork] = []
         self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
         self._quarantine = Quarantine()
         self._pending_cleanup = PendingCleanup()
@@ -148,8 +148,9 @@ class BaseEngine:
                 *self._frontend.in_flight.removals(),
                 *self._root_session.last_passes(),
                 *self._frontend.dropping,
-                *self._agreed,
+                *(agreed.ended for agreed in self._agreed),
             ],
+            agreements=lambda: [agreed.name for agreed in self._agreed if not agreed.ended.done()],
             release=self._shut_down,
         )
 
@@ -491,7 +492,7 @@ class BaseEngine:
             name=f"agreement {self._agreements} on {what}",
             on_leader=functools.partial(on_leader, self._ctx.storage),
         )
-        self._agreed = [*(ended for ended in self._agreed if not ended.done()), agreed.ended]
+        self._agreed = [*(earlier for earlier in self._agreed if not earlier.ended.done()), agreed]
         return agreed
 
     def terminate(self) -> None:

@@ -127,8 +127,11 @@ class InFlight:
                 deadline.check(step, f"waiting for the save of {self._pending[0].title} to end")
                 self._changed.wait(pause_secs)
 
-    def lines(self, call: str, step: object = None) -> WaitLines:
-        """Return the lines about a wait of ``call``, of ``step`` if it is given, for the oldest pending save."""
+    def lines(self, call: str, step: object = None, *, others: Callable[[], str] = lambda: "") -> WaitLines:
+        """Return the lines about a wait of ``call``, of ``step`` if it is given, for the oldest pending save.
+
+        If no save is pending, the lines name what ``others`` returns, and otherwise deletions.
+        """
 
         def describe(waited: str) -> str:
             what = call_text(call, step)
@@ -137,7 +140,7 @@ class InFlight:
                     f"{what} has waited {waited} for the save of {oldest.title}, which is {oldest.activity} "
                     f"(max_in_flight={self._max})"
                 )
-            return f"{what} has waited {waited} for deletions in the background"
+            return f"{what} has waited {waited} for {others() or 'deletions in the background'}"
 
         return WaitLines(describe, step=step if type(step) is int else None, rank=self._ctx.rank)
 

@@ -17,6 +17,7 @@ from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight, raise_failure
 from aio_ckpt.errors import StallError
 from aio_ckpt.reports import title
 from aio_ckpt.runtime.futures import follow
+from aio_ckpt.runtime.waiting import WaitLines
 
 __all__ = ["Shutdown", "log_if_second_to"]
 
@@ -47,17 +48,22 @@ class Shutdown:
         files: FileSaves,
         *,
         background: Callable[[], Iterable[Future[Any]]],
+        agreements: Callable[[], Iterable[str]],
         release: Callable[[], None],
     ) -> None:
-        """``background`` returns the other work that must end. It begins before its save settles."""
+        """``background`` returns the other work that must end. It begins before its save settles.
+
+        ``agreements`` names the work of all ranks, in the background, that has not ended.
+        """
         self._in_flight = in_flight
         self._files = files
         self._background = background
+        self._agreements = agreements
         self._release = release
 
     async def finish(self) -> None:
         """Wait for pending saves and release. Raises the failure of a save that nobody awaited, once."""
-        with self._in_flight.lines("close").on_loop():
+        with self._lines("close").on_loop():
             for work in self._begin():
                 await asyncio.wrap_future(follow(work))
             for work in self._background():
@@ -82,7 +88,7 @@ class Shutdown:
 
     def finish_blocking(self) -> None:
         """Do :meth:`finish` for a caller without a loop."""
-        lines = self._in_flight.lines("close")
+        lines = self._lines("close")
         lines.wait_for(self._begin())
         lines.wait_for(self._background())
         self._end()
@@ -104,7 +110,7 @@ class Shutdown:
 
     def drain(self, timeout_secs: float) -> None:
         """Wait at most ``timeout_secs``, log the steps that are lost, and release. Called at interpreter exit."""
-        deadline, lines = time.monotonic() + timeout_secs, self._in_flight.lines("sys.exit")
+        deadline, lines = time.monotonic() + timeout_secs, self._lines("sys.exit")
         pending, files = self._in_flight.pending, self._files.pending
         try:
             lines.wait_for(self._begin(), timeout_secs)
@@ -118,7 +124,20 @@ class Shutdown:
             late_files = [str(save.path) for save in files if not save.settled.done()]
             if late_files:
                 _log.error("interpreter exit: %s were not committed in drain_timeout_secs", ", ".join(late_files))
+            for name in self._agreements():
+                _log.error("interpreter exit: other ranks did not end in drain_timeout_secs: %s", name)
             self._release()
+
+    def _lines(self, call: str) -> WaitLines:
+        return self._in_flight.lines(call, others=self._waits_for)
+
+    def _waits_for(self) -> str:
+        """Return what is waited for beside saves; '' if it is deletions."""
+        for file in self._files.pending[:1]:
+            return f"{file.path}, which is {file.activity}"
+        for name in self._agreements():
+            return f"other ranks: {name}"
+        return ""
 
     def _end(self) -> None:
         self._release()

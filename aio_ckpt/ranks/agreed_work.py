@@ -80,7 +80,8 @@ class AgreedWork:
         self._members = members
         self._portal = portal
         self._works = works
-        self._name = name
+        self.name = name
+        """What messages call this work."""
         self._failure_of = failure_of
         self._on_leader = on_leader
         self._errors: list[AioCkptError] = []
@@ -131,7 +132,7 @@ class AgreedWork:
         for work in self._works:
             await self._end_of(work)
         mine = next(filter(None, (self._failure_of(work, coordinator.rank) for work in self._works)), None)
-        return await _OUTCOME.run(coordinator, f"{self._name} (outcome)", mine, self._decide)
+        return await _OUTCOME.run(coordinator, f"{self.name} (outcome)", mine, self._decide)
 
     async def _decide(self, failures: Sequence[Failure | None]) -> Failure | None:
         """Return the failure of all, on the leader."""
@@ -155,4 +156,4 @@ class AgreedWork:
     def _settle(self, done: Future[None]) -> None:
         error = done.exception() if not done.cancelled() else None
         if not self._outcome.done():
-            self._outcome.set_exception(error or EngineClosedError(f"{self._name}: closed before it had ended"))
+            self._outcome.set_exception(error or EngineClosedError(f"{self.name}: closed before it had ended"))

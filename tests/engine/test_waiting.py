@@ -104,6 +104,16 @@ def test_a_call_that_waits_for_a_save_names_it(root: Path, lines: LogLines, name
         waiting.result(TIMEOUT)
 
 
+def test_a_close_that_waits_for_a_file_names_it(root: Path, lines: LogLines) -> None:
+    with ThreadPoolExecutor(1) as pool, gated_engine(root) as (engine, storage):
+        gate = storage.hold("sync", "*.pt")
+        engine.save_file(weights(1), root.parent / "file.pt")
+        waiting = pool.submit(engine.close_blocking)
+        lines.wait_for(r"close\(\) has waited \d+ s for \S+/file\.pt, which is .*", 2)
+        gate.open()
+        waiting.result(TIMEOUT)
+
+
 @pytest.mark.parametrize("name", ["ready", "close"])
 async def test_a_call_of_the_async_engine_that_waits_for_a_save_names_it(
     root: Path, lines: LogLines, name: str

@@ -172,6 +172,10 @@ def pipelined(rank: int, count: int, folder: Path) -> None:
     again = trainer()
     again.load_checkpoint(str(folder))
     assert loss_of(again) == wanted
+    engine.save_checkpoint(str(folder), client_state={"no pickle": lambda: 0})
+    with pytest.raises(PeerFailedError, match="global_step2 was not saved"):
+        for _ in range(10_000):
+            loss_of(engine)
     engine.destroy()
 
 

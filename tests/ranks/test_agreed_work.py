@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from log_lines import early_lines
 from rank_processes import Ranks, engine_on
 
 from aio_ckpt import SyncCheckpointEngine
@@ -93,6 +94,23 @@ def test_closing_waits_for_the_agreement_and_its_leader(tmp_path: Path) -> None:
     assert leader.found == [None]
     assert agreed.failure() is None
     assert agreed.is_done(blocking=False) or agreed.is_done(blocking=False)
+
+
+def test_a_close_that_waits_for_the_agreement_names_it(tmp_path: Path) -> None:
+    work = Future[None]()
+    with ThreadPoolExecutor(1) as pool, SyncCheckpointEngine(tmp_path / "root") as engine, early_lines() as lines:
+        engine._agree([work], on_leader=Leader(), what="files")
+        closing = pool.submit(engine.close)
+        lines.wait_for(r"close\(\) has waited \d+ s for other ranks: agreement 1 on files", 2)
+        work.set_result(None)
+        closing.result(SECS)
+
+
+def test_an_exit_that_gives_the_agreement_up_names_it(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "root") as engine, early_lines() as lines:
+        engine._agree([Future()], on_leader=Leader(), what="files")
+        engine._shutdown.drain(0.0)
+    assert "interpreter exit: other ranks did not end in drain_timeout_secs: agreement 1 on files" in lines.messages
 
 
 def test_work_of_an_engine_that_was_terminated_has_no_outcome(tmp_path: Path) -> None:
