@@ -20,10 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from child_python import child_environment
+from log_lines import kept_lines
 from rank_processes import Ranks, ranks
 
 from aio_ckpt import EngineConfig
-from aio_ckpt.errors import BudgetExceededError, ConfigError, PeerFailedError, WriteError
+from aio_ckpt.errors import BudgetExceededError, ConfigError, PeerFailedError, RootError, WriteError
 
 pytestmark = [
     pytest.mark.slow,
@@ -409,6 +410,71 @@ def overwritten(rank: int, count: int, folder: Path) -> None:
 
 def test_a_tag_that_is_saved_again_changes_in_one_step_and_keeps_files_of_others(tmp_path: Path, two: Ranks) -> None:
     run(two, overwritten, tmp_path)
+
+
+def overwritten_without(rank: int, count: int, folder: Path) -> None:
+    """On file systems that lack the exchange, or hard links."""
+    with disk() as storage, pytest.MonkeyPatch.context() as patch:
+        ours = made(rank, count, folder)
+        ours.losses(1)
+        ours.save("last")
+        ours.wait()
+        if rank == 0:
+            (folder / "last/mine").write_text("mine")
+            storage.fail("exchange", "tag", RootError(95, "cannot exchange", "/nfs"))
+        ours.losses(1)
+        ours.save("last")
+        wanted = ours.losses(1)
+        ours.wait()
+        assert sorted(os.listdir(folder)) == ["last", "latest", "zero_to_fp32.py", "zero_to_torch.py"]
+
+        def link(*_: object, **__: object) -> None:
+            raise OSError(1, "Operation not permitted")
+
+        patch.setattr(os, "link", link)
+        ours.save("last")
+        with pytest.raises(PeerFailedError, match=r"files of your own in .* cannot be kept"):
+            ours.wait()
+        assert (folder / "last/mine").read_text() == "mine"
+        assert len(os.listdir(folder / "last")) == 4
+        ours.load()
+        assert ours.losses(1) == wanted
+        ours.engine.destroy()
+
+
+def test_files_of_the_user_stay_without_an_exchange_and_without_hard_links(tmp_path: Path, two: Ranks) -> None:
+    run(two, overwritten_without, tmp_path)
+
+
+def left_by_the_dead(rank: int, count: int, folder: Path) -> None:
+    from aio_ckpt.commit.owner import Owner
+
+    here = Owner.of_this_process("abc")
+    names = {
+        "dead": f".aio_ckpt-draft-abc-{here.tag.rpartition('-')[0]}-1-1",
+        "alive": f".aio_ckpt-draft-abc-{here.tag}-1",
+        "elsewhere": f".aio_ckpt-draft-abc-{here.tag.replace(here.tag[:8], '0' * 8)}-1",
+        "replaced": f".aio_ckpt-draft-abc-{here.tag.rpartition('-')[0]}-1-2",
+    }
+    if rank == 0:
+        for name in names.values():
+            (folder / name / "tag").mkdir(parents=True)
+        (folder / names["replaced"] / "replaced").mkdir()
+    ours = made(rank, count, folder)
+    with kept_lines(logging.WARNING) as lines:
+        ours.save("first")
+        ours.wait()
+    if rank == 0:  # the names are those of its process
+        stay = {names[each] for each in ("alive", "elsewhere", "replaced")}
+        assert {each.name for each in folder.glob(".aio*")} == stay
+        said = "\n".join(lines.messages)
+        assert f"{names['elsewhere']} stays: its process was not on this machine" in said
+        assert f"{names['replaced']} stays: it holds what was in the place" in said
+    ours.engine.destroy()
+
+
+def test_only_drafts_of_processes_that_are_proven_dead_are_removed(tmp_path: Path, two: Ranks) -> None:
+    run(two, left_by_the_dead, tmp_path)
 
 
 # -- failures -------------------------------------------------------------------------------------------
