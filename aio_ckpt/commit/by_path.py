@@ -107,8 +107,10 @@ async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNam
 
 async def _check_foreign(storage: Storage, path: Path, remedy: str) -> None:
     """Raise WriteError if files or directories lie in the checkpoint at ``path`` that no save put there."""
-    own = await _files_of_caller(storage, path)
-    foreign = [name for name in await storage.list_dir(path) if not is_of_checkpoint(name) and name not in own]
+    foreign = [name for name in await storage.list_dir(path) if not is_of_checkpoint(name)]
+    if foreign:
+        own = await _files_of_caller(storage, path)
+        foreign = [name for name in foreign if name not in own]
     if foreign:
         shown = ", ".join(foreign[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
         raise WriteError(errno.EEXIST, f"is a checkpoint with files of others ({shown}): {remedy}", str(path))

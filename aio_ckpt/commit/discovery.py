@@ -143,7 +143,7 @@ async def checkpoint_at(storage: Storage, path: Path, names: StepNames) -> Commi
     except ReadError as error:
         if error.errno != errno.ENOTDIR:
             raise
-        reason = "no checkpoint: it is a file; give the directory of a checkpoint, let torch.load read the file"
+        reason = "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load read the file"
         raise CheckpointNotFoundError(errno.ENOTDIR, reason, str(path)) from None
     remedy = f": it is a root; give one of its steps, such as {below[-1].path}" if below else ""
     raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: there is no .metadata{remedy}", str(path))

@@ -115,6 +115,11 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         identities = (self.host + self.machine_id, self.boot_id, self.pid_namespace)
         return "-".join([*map(_short, identities), str(self.pid), str(self.started_ticks)])
 
+    @property
+    def label(self) -> str:
+        """Session and :attr:`tag`. Names of directories hold it, from which :func:`owner_by_name` tells the process."""
+        return f"{self.session}-{self.tag}"
+
 
 _OWNERS = msgspec.json.Decoder(Owner)
 
@@ -135,7 +140,7 @@ def pending_path(root: Path, owner: Owner, number: int) -> Path:
 
     Its name identifies the owner, too, because a crash may come before ``writer.json`` is written.
     """
-    return root / PENDING_DIR / f"{owner.session}-{owner.tag}-{number}"
+    return root / PENDING_DIR / f"{owner.label}-{number}"
 
 
 def owner_by_name(name: str, here: Owner) -> Owner | None:

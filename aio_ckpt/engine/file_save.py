@@ -18,7 +18,7 @@ from aio_ckpt.checks import MAX_SECS, check_path, shown
 from aio_ckpt.commit.by_path import file_refusal
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import TEMPORARY, CapturedPart, FilePipeline, PendingFile, what_is_there
-from aio_ckpt.engine.in_flight import InFlight, failed, note_failure, raise_failure
+from aio_ckpt.engine.in_flight import InFlight, note_failure, raise_failure
 from aio_ckpt.engine.outcomes import duration, named
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.stages import SaveTimer
@@ -32,6 +32,7 @@ from aio_ckpt.ranks.group_call import CALL_STAGE
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport, amount
 from aio_ckpt.runtime.error_notes import note_stage
+from aio_ckpt.runtime.futures import failed
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.waiting import WaitLines
 from aio_ckpt.snapshot.capture import Capture, capture
@@ -174,7 +175,7 @@ class FileSaves:
         self._calls += 1
         path = path if content.index is None else path.with_name(content.index[0])
         owner = self._ctx.owner
-        temporary = path.parent / f"{TEMPORARY}{owner.session}-{owner.tag}-{self._calls}"
+        temporary = path.parent / f"{TEMPORARY}{owner.label}-{self._calls}"
         save = PendingFile(
             path=path,
             temporary=temporary,

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from aio_ckpt.checks import MAX_SECS, check_path
 from aio_ckpt.commit.by_path import is_same_place
@@ -39,7 +39,7 @@ from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport, Target, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage, note_ticket
-from aio_ckpt.runtime.futures import follow
+from aio_ckpt.runtime.futures import failed, follow
 from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitLines, call_text
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
@@ -542,10 +542,3 @@ def note_failure(error: BaseException, failed: SaveTicket) -> None:
 def _was_raised_elsewhere(error: BaseException) -> bool:
     """Return whether ``save()`` raised ``error`` on another rank. Raised here again, it would be told there again."""
     return isinstance(error, PeerFailedError) and error.stage == CALL_STAGE
-
-
-def failed(error: BaseException) -> Future[Any]:
-    """Return a future that holds ``error``."""
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.runtime import Face, SharedRuntime
 from aio_ckpt.dcp.stager import plan_staging
+from aio_ckpt.runtime.futures import outcome_of
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 
@@ -80,7 +81,7 @@ class Shared:
             path,
         )
         self.submit(lambda: None).result()  # the collectives of earlier saves come first, as on other ranks
-        return _outcome_of(save)
+        return outcome_of(save, (Exception, CheckpointException))  # the latter is no Exception
 
     def group(self, like: Any = None) -> Any:
         """Return a gloo group that only the thread uses, with all ranks, or those of the group ``like``.
@@ -123,15 +124,3 @@ class _Stager(Face):
                 return None
             copied: list[torch.Tensor] = staging.copied(runtime)["tensors"]
             return copied
-
-
-def _outcome_of(work: Callable[[], None]) -> Future[None]:
-    """Call ``work`` and return its outcome. A CheckpointException, which is no Exception, counts as one."""
-    outcome: Future[None] = Future()
-    try:
-        work()
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - the request raises it
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(None)
-    return outcome

@@ -115,7 +115,7 @@ class RootRescue(Rescue):
         self._directory: Path | None = None
         if config.shm_path is not None:
             self._directory = Path(config.shm_path).absolute()
-            prefix = f"{segment_prefix(root)}{owner.session}-{owner.tag}"
+            prefix = f"{segment_prefix(root)}{owner.label}"
             self.shared_memory = SegmentDirectory(self._directory, prefix, make_room=self._make_room)
 
     @property

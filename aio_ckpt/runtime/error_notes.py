@@ -1,5 +1,4 @@
-"""Notes on errors: the stage of the save in which an error came, the save made beside it, or a modified template,
-and the checkpoint."""
+"""Notes on errors: the stage of a save, the save made beside the error, a modified template, the checkpoint."""
 
 from __future__ import annotations
 

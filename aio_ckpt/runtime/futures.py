@@ -17,8 +17,10 @@ __all__ = [
     "ThreadTracker",
     "cancellable_result",
     "cancellable_result_blocking",
+    "failed",
     "first_cause",
     "follow",
+    "outcome_of",
     "run_cancellable",
 ]
 
@@ -119,3 +121,21 @@ def follow(future: Future[Any]) -> Future[None]:
 
     future.add_done_callback(follow)
     return follower
+
+
+def failed(error: BaseException) -> Future[Any]:
+    """Return a future that holds ``error``."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+def outcome_of(work: Callable[[], object], errors: tuple[type[BaseException], ...] = (Exception,)) -> Future[None]:
+    """Call ``work``, and return a future that is done: with None, or with one of ``errors`` that it raised."""
+    try:
+        work()
+    except errors as error:
+        return failed(error)
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import ModuleType
-from typing import Any
-from unittest.mock import MagicMock
 
 import torch.distributed
 
-
-class _Unused(ModuleType):
-    """Module that has every name."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock(name=f"{self.__name__}.{name}")
+from tests.support.megatron_stubs import UnusedModule
 
 
 def stub_unused() -> None:
@@ -25,7 +15,7 @@ def stub_unused() -> None:
     for needed, name in (("tensorboard", "torch.utils.tensorboard"), ("datasets", "datasets")):
         if needed not in sys.modules and importlib.util.find_spec(needed) is None:
             for module in (needed, name, f"{name}.distributed"):
-                sys.modules[module] = _Unused(module)
+                sys.modules[module] = UnusedModule(module)
     if not hasattr(torch.distributed, "set_timeout"):  # torch 2.13 lacks it, and torchtitan 0.3 calls it
         torch.distributed.set_timeout = lambda *_: None  # type: ignore[attr-defined]
 

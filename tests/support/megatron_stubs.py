@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import torch
 
 
-class _Stub(ModuleType):
+class UnusedModule(ModuleType):
     """Module that has every name."""
 
     def __getattr__(self, name: str) -> Any:
@@ -35,7 +35,7 @@ def stub_triton() -> None:
     importlib.import_module("torch._dynamo")  # its first import looks for more of triton than the stub has
 
     for name in ("triton", "triton.language"):
-        module = _Stub(name)
+        module = UnusedModule(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         sys.modules[name] = module
     sys.modules["triton"].__version__ = "3.0.0"  # type: ignore[attr-defined]

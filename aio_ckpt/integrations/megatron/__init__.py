@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from aio_ckpt.checks import check_kind, shown
 from aio_ckpt.config import EngineConfig
@@ -28,6 +27,7 @@ except ImportError as missing:
 
 from aio_ckpt.integrations.async_calls import AsyncCallsQueue
 from aio_ckpt.integrations.async_saves import Shared
+from aio_ckpt.integrations.installed import Installed
 from aio_ckpt.integrations.megatron.names import (
     TRIED_TRAINING,
     core,
@@ -37,7 +37,6 @@ from aio_ckpt.integrations.megatron.names import (
 )
 from aio_ckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy, our_reader
 from aio_ckpt.integrations.nvrx.faces import faces
-from aio_ckpt.integrations.places import Placed
 
 __all__ = ["AsyncCallsQueue", "Installation", "LoadStrategy", "SaveStrategy", "install"]
 
@@ -80,16 +79,14 @@ def install(config: EngineConfig | None = None) -> Installation:
     return Installation(config or EngineConfig())
 
 
-class Installation:
+class Installation(Installed):
     """Handle of :func:`install`. The block of its ``with`` ends with :meth:`uninstall`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.missing = [*missing_in_core(), *missing_in_training()]
         """Names that this Megatron lacks. If there is one, nothing is installed."""
-        self._shared = Shared(config)
         self._queue = AsyncCallsQueue(shared=self._shared)
-        self._placed = Placed()
         if self.missing:
             _log.warning(
                 "Megatron saves by itself: megatron.core %s has no %s; install() was tried with %s, and a newer "
@@ -122,21 +119,8 @@ class Installation:
         for place, ours in zip(by_names, (strategy, strategy, _can_save), strict=True):
             put(place, ours)
 
-    def uninstall(self) -> None:
-        """Finalize what is pending, and put Megatron's own back. Idempotent. Call it on all ranks."""
-        try:
-            self._queue.close()
-        finally:
-            self._placed.restore()
-            self._shared.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.uninstall()
+    def _queues(self) -> Iterable[AsyncCallsQueue]:
+        return [self._queue]
 
     def _reset(self, *args: object, **options: object) -> None:
         """Forget the pending calls, for an in-process restart. The queue goes on in the next process group."""

@@ -8,16 +8,17 @@ nvrx.install()  # before the imports from nvidia_resiliency_ext
 from __future__ import annotations
 
 import logging
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterable
+from typing import Any
 
 from aio_ckpt.checks import check_kind, shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.integrations.async_saves import Shared
+from aio_ckpt.integrations.async_calls import AsyncCallsQueue
+from aio_ckpt.integrations.installed import Installed
 from aio_ckpt.integrations.nvrx.faces import faces, lend_members
 from aio_ckpt.integrations.nvrx.names import TRIED, changed, holders, replaced
-from aio_ckpt.integrations.places import Place, Placed, missing
+from aio_ckpt.integrations.places import Place, missing
 
 __all__ = ["Installation", "install"]
 
@@ -62,13 +63,11 @@ def install(config: EngineConfig | None = None) -> Installation:
     return Installation(config or EngineConfig())
 
 
-class Installation:
+class Installation(Installed):
     """Handle of :func:`install`. The block of its ``with`` ends with :meth:`uninstall`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self._shared = Shared(config)
-        self._placed = Placed()
+        super().__init__(config)
         originals = {name: place.value for name, place in vars(replaced).items() if isinstance(place, Place)}
         ours = faces(self._shared, originals.__getitem__)
         self._queue: Any = ours["AsyncCallsQueue"]
@@ -93,19 +92,6 @@ class Installation:
             lend_members(originals[name], face)
             self._placed.put(getattr(replaced, name), face)
 
-    def uninstall(self) -> None:
-        """Finalize what is pending, and put NVRx's own back. Idempotent. Call it on all ranks."""
-        try:
-            for queue in self._queue.get_instances():
-                queue.close()
-        finally:
-            self._placed.restore()
-            self._shared.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.uninstall()
+    def _queues(self) -> Iterable[AsyncCallsQueue]:
+        queues: list[AsyncCallsQueue] = self._queue.get_instances()
+        return queues
