@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +129,7 @@ def _to_file(
     if not is_safe and (dtype is not None or max_shard_bytes is not None):
         raise ConfigError(f"--dtype and --max-shard-bytes are for .safetensors files, and {out.name} is none")
     screen, options = Screen(as_json=as_json), FileOptions(branch=branch, max_shard_bytes=max_shard_bytes, dtype=cast)
-    with bytes_progress(screen, "read") as on_progress:
+    with _interruptible(out), bytes_progress(screen, "read") as on_progress:
         converted = convert_to_file(source, out, names, options, on_progress=on_progress)
     _tell(screen, converted, as_json=as_json)
 
@@ -136,9 +138,22 @@ def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, as
     from aio_ckpt.cli.work.conversions import convert_to_step
 
     screen = Screen(as_json=as_json)
-    with bytes_progress(screen, "read") as on_progress:
+    with _interruptible(root), bytes_progress(screen, "read") as on_progress:
         converted = convert_to_step(source, root, names, step=step, on_progress=on_progress)
     _tell(screen, converted, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _interruptible(out: Path) -> Iterator[None]:
+    """Tell, if the user interrupts the block, that what was read is kept."""
+    from aio_ckpt.cli.work.partial import partial_path
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (kept := partial_path(out)).exists():
+            click.echo(f"{kept} holds what was read: the same command continues from there, or remove it", err=True)
+        raise
 
 
 def _tell(screen: Screen, converted: Converted, *, as_json: bool) -> None:

@@ -20,7 +20,7 @@ from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.state.build import build
 from aio_ckpt.state.dcp_paths import unflatten_dcp
 
-__all__ = ["ReadOutcome", "read_leaves", "read_state"]
+__all__ = ["ReadOutcome", "assemble", "read_leaves", "read_state", "stored_names"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,10 @@ async def read_state(
     skip_untrusted: bool = False,
     past_page_cache: bool = False,
     meter: Meter = NO_METER,
-    memory: HostMemory | None = None,
 ) -> ReadOutcome:
     """Return the nested state, or the part of it that ``only`` names, in new host memory. Tied names share a tensor.
 
-    ``meter`` counts the bytes that are read. ``memory`` gives the memory of the tensors; None: torch's own.
+    ``meter`` counts the bytes that are read.
 
     Raises:
         MissingNameError: one of ``only`` selects nothing, or a PerRank value of a rank that the checkpoint lacks.
@@ -64,23 +63,33 @@ async def read_state(
     """
     meter.restart()
     checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
-    names = await run_blocking(ctx.executor, lambda: wanted_names(checkpoint, rank=ctx.rank, only=only))
-    catalog = checkpoint.catalog
+    names = await run_blocking(ctx.executor, stored_names, ctx, checkpoint, only)
+    fetched = await read_leaves(
+        ctx, checkpoint, names, skip_untrusted=skip_untrusted, past_page_cache=past_page_cache, meter=meter
+    )
+    return assemble(ctx, checkpoint, fetched, only=only)
+
+
+def stored_names(ctx: ReadContext, checkpoint: Checkpoint, only: Collection[str] | None) -> list[str]:
+    """Return the names of the leaves of a rank's state, or of the part of it that ``only`` names.
+
+    Raises:
+        MissingNameError: see :func:`read_state`.
+    """
+    names, catalog = wanted_names(checkpoint, rank=ctx.rank, only=only), checkpoint.catalog
     absent = [name for name in names if name not in catalog.shards and name not in catalog.objects]
     if absent:
         raise MissingNameError(
             f"{checkpoint.path}: rank {ctx.rank} of {ctx.world_size} has no {absent[:5]} among the "
             f"{len(checkpoint.ranks)} ranks that saved; leave it out with only=[...]"
         )
-    fetched = await read_leaves(
-        ctx,
-        checkpoint,
-        names,
-        skip_untrusted=skip_untrusted,
-        past_page_cache=past_page_cache,
-        meter=meter,
-        memory=memory,
-    )
+    return names
+
+
+def assemble(
+    ctx: ReadContext, checkpoint: Checkpoint, fetched: FetchedValues, *, only: Collection[str] | None
+) -> ReadOutcome:
+    """Return the nested state of the values that were read: those of all names of :func:`stored_names`."""
     values = fetched.values | {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
     plain: list[str] = []
     if checkpoint.has_skeleton:
@@ -117,6 +126,8 @@ async def read_leaves(
     memory: HostMemory | None = None,
 ) -> FetchedValues:
     """Return the values of stored leaves by name, in new host memory. Tied names share a tensor.
+
+    ``memory`` gives the memory of the tensors; None: torch's own.
 
     Raises:
         CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.load_checkpoint`.

@@ -44,7 +44,7 @@ def test_export_to_safetensors_takes_a_branch(root, tmp_path, capsys):
     assert "'lr' is no tensor" in err
     assert "--branch" in err
     code, _, err = called(capsys, "export", root, tmp_path / "x.pt", "--branch", "modle")
-    assert (code, "nothing named 'modle'" in err) == (1, True)
+    assert (code, "'modle'; aio-ckpt inspect lists its names" in err) == (1, True)
 
 
 def test_export_casts_and_splits(root, tmp_path, capsys):

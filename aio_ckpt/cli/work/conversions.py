@@ -1,28 +1,30 @@
 """Convert between checkpoints and files. Tensors lie in mapped files, never all at once in memory of their own.
 
 A source is a checkpoint (ours or stock DCP's), a ``torch.save`` file, a safetensors file or the index of several.
-A checkpoint is read, verified, into a scratch file without a name beside the result. A file is mapped where it is.
+A checkpoint is read, verified, into a file beside the result. A file is mapped where it is.
 The result is written by an engine within a small budget, and appears as a whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import mmap
 import os
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from aio_ckpt.cli.work.contents import describe_newest
+from aio_ckpt.checkpoint.open import open_checkpoint
+from aio_ckpt.cli.work.contents import LeafRow, describe_newest
 from aio_ckpt.cli.work.loop import call
+from aio_ckpt.cli.work.partial import PartialTensors
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
@@ -34,10 +36,10 @@ from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator
+from aio_ckpt.restore.fetch_values import FetchedValues
 from aio_ckpt.restore.options import ReadContext
-from aio_ckpt.restore.progress import metered
-from aio_ckpt.restore.read import read_state
-from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.restore.read import assemble, read_leaves, stored_names
+from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -45,6 +47,8 @@ __all__ = ["Converted", "FileOptions", "convert_to_file", "convert_to_step"]
 
 _BUDGET_BYTES = 256 << 20
 """Memory in which the result is staged. A larger state passes through it in waves."""
+_GROUP_BYTES = 256 << 20
+"""Least length of the tensors that are read together. A killed conversion loses as much."""
 _INDEX = SUFFIX + ".index.json"
 OnProgress = Callable[[int, int], None]
 
@@ -85,6 +89,9 @@ def convert_to_file(
 ) -> Converted:
     """Write the state at ``source`` to the file ``out``, in the format of its suffix, verified and durable.
 
+    What was read of a checkpoint stays in :func:`partial_path` of ``out`` if the process is killed or interrupted, and
+    the next call takes it from there.
+
     ``on_progress`` gets the bytes done and those in all, while a checkpoint is read.
 
     Raises:
@@ -93,7 +100,8 @@ def convert_to_file(
         UnsupportedLeafError: a safetensors file cannot hold a value.
         WriteError, ReadError: the system failed. What stood at ``out`` is unchanged.
     """
-    with _opened(source, names, out.parent, on_progress) as found, _writer(out.parent) as engine:
+    only = None if options.branch is None else [options.branch]
+    with _opened(source, out, names, on_progress, only=only) as found, _writer(out.parent) as engine:
         state = found.state if options.branch is None else _branch(found, options.branch)
         is_safe = out.name.endswith(SUFFIX)
         obj = flat_tensors(state) if is_safe else state
@@ -111,7 +119,7 @@ def convert_to_step(
         StepOrderError: the step does not exceed those of ``root``.
         Exception: as :func:`convert_to_file`.
     """
-    with _opened(source, names, root.parent, on_progress) as found:
+    with _opened(source, root, names, on_progress) as found:
         state = found.state if isinstance(found.state, dict) else {"state": found.state}
         config = EngineConfig(budget_bytes=_BUDGET_BYTES, step_dir=names.step_dir)
         with SyncCheckpointEngine(root, config, coordinator=SoloCoordinator()) as engine:
@@ -174,10 +182,12 @@ def flat_tensors(value: object) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, names: StepNames, scratch_dir: Path, on_progress: OnProgress) -> Iterator[_Source]:
+def _opened(
+    path: Path, out: Path, names: StepNames, on_progress: OnProgress, *, only: Sequence[str] | None = None
+) -> Iterator[_Source]:
     if path.is_dir():
-        with _Scratch(scratch_dir) as scratch:
-            yield call(lambda storage, executor: _read(storage, executor, path, names, scratch, on_progress))
+        with PartialTensors(out) as partial:
+            yield call(lambda storage, executor: _read(storage, executor, path, names, only, partial, on_progress))
     elif path.name.endswith(_INDEX):
         yield _Source(state=_mapped_shards(path), step=None, path=path)
     elif path.name.endswith(SUFFIX):
@@ -187,46 +197,65 @@ def _opened(path: Path, names: StepNames, scratch_dir: Path, on_progress: OnProg
 
 
 async def _read(
-    storage: Storage, executor: Executor, path: Path, names: StepNames, scratch: _Scratch, on_progress: OnProgress
+    storage: Storage,
+    executor: Executor,
+    path: Path,
+    names: StepNames,
+    only: Sequence[str] | None,
+    partial: PartialTensors,
+    on_progress: OnProgress,
 ) -> _Source:
-    """Read a checkpoint into the scratch file. Every byte is verified before it is written anywhere else."""
+    """Read a checkpoint into the mapped file. Every byte is verified before it is written anywhere else."""
     contents = await describe_newest(storage, executor, path, names)
-    scratch.reserve(sum(align_up(leaf.nbytes, RAW_ALIGN_BYTES) for leaf in contents.leaves if leaf.kind == "tensor"))
     ctx = ReadContext.of(EngineConfig(), storage, executor, rank=0, world_size=1)
-    async with metered(lambda now: on_progress(now.bytes_done, now.bytes_total), executor) as meter:
-        outcome = await read_state(
-            ctx, Path(contents.path), step=contents.step, only=None, meter=meter, memory=scratch.take
-        )
-    return _Source(state=outcome.state, step=contents.step, path=Path(contents.path))
+    checkpoint = await open_checkpoint(storage, Path(contents.path), executor=executor, step=contents.step)
+    wanted = await run_blocking(executor, stored_names, ctx, checkpoint, only)
+    groups = _groups(contents.leaves, set(wanted))
+    sizes = [group.nbytes for group in groups]
+    await run_blocking(executor, partial.open, _identity(checkpoint.path, wanted), sizes)
+    values: dict[str, object] = {}
+    for number, group in enumerate(groups):
+        on_progress(sum(sizes[:number]), sum(sizes))
+        kept = await run_blocking(executor, partial.kept, number)
+        if kept is None:
+            fetched = await read_leaves(ctx, checkpoint, group.names, memory=partial.memory(number))
+            await run_blocking(executor, partial.keep, number, fetched.values)
+        values |= fetched.values if kept is None else kept
+    on_progress(sum(sizes), sum(sizes))
+    rest = await read_leaves(ctx, checkpoint, [name for name in wanted if name not in values])
+    state = assemble(ctx, checkpoint, FetchedValues(values=values).joined_with(rest), only=only).state
+    return _Source(state=state, step=contents.step, path=checkpoint.path)
 
 
-class _Scratch:
-    """Memory in a file without a name, which the system writes out where memory is short."""
+@dataclass(slots=True)
+class _Group:
+    """Tensors that are read together. Tied names are in one group, so that they share a tensor."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by __exit__
-        self._memory: mmap.mmap | None = None
-        self._used = 0
+    names: list[str] = field(default_factory=list)
+    nbytes: int = 0
 
-    def __enter__(self) -> _Scratch:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._memory = None  # unmapped with its last tensor
-        self._file.close()
+def _groups(leaves: Sequence[LeafRow], wanted: Set[str]) -> list[_Group]:
+    groups = [_Group()]
+    by_first: dict[str, _Group] = {}
+    for leaf in leaves:
+        if leaf.kind != "tensor" or leaf.name not in wanted:
+            continue
+        first = leaf.tied_to or leaf.name
+        if first not in by_first:
+            if groups[-1].nbytes >= _GROUP_BYTES:
+                groups.append(_Group())
+            by_first[first] = groups[-1]
+            groups[-1].nbytes += align_up(leaf.nbytes, RAW_ALIGN_BYTES)
+        by_first[first].names.append(leaf.name)
+    return [group for group in groups if group.names]
 
-    def reserve(self, nbytes: int) -> None:
-        """Map ``nbytes`` bytes; raises OSError if the disk has no room for them."""
-        if nbytes:
-            os.posix_fallocate(self._file.fileno(), 0, nbytes)
-            self._memory = mmap.mmap(self._file.fileno(), nbytes)
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return the next ``nbytes`` bytes; beyond those reserved, memory of its own."""
-        start, self._used = self._used, self._used + align_up(nbytes, RAW_ALIGN_BYTES)
-        if self._memory is None or self._used > len(self._memory):
-            return torch.empty(nbytes, dtype=torch.uint8)
-        return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=nbytes)
+def _identity(path: Path, names: Sequence[str]) -> str:
+    """Return a text that changes if a file of the checkpoint does, or if other names of it are read."""
+    with os.scandir(path) as entries:
+        found = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
+    return f"{path} {hashlib.sha256(json.dumps([found, names]).encode()).hexdigest()}"
 
 
 def _mapped_torch(path: Path) -> Any:
