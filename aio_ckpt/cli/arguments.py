@@ -30,9 +30,10 @@ class Directory(click.Path):
 
     name = "directory"
 
-    def __init__(self, *, must_exist: bool = True) -> None:
+    def __init__(self, *, must_exist: bool = True, of_a_file: str = "give a directory") -> None:
+        """``of_a_file``: remedy if a file is given."""
         super().__init__(file_okay=False)
-        self._must_exist = must_exist
+        self._must_exist, self._of_a_file = must_exist, of_a_file
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Return the path.
@@ -48,7 +49,7 @@ class Directory(click.Path):
         if path.is_dir():
             return path
         if path.exists():
-            raise MistypedPathError(f"{value}: is a file: give a directory")
+            raise MistypedPathError(f"{value}: is a file: {self._of_a_file}")
         if self._must_exist:
             raise MistypedPathError(f"{value}: no such directory{_suggestion(path)}")
         return path

@@ -54,7 +54,7 @@ _step = click.option("--step", type=click.IntRange(0), help="Its step in ROOT; b
 
 
 @click.command("export", epilog=example("aio-ckpt export runs/ckpt --to safetensors model.safetensors --branch model"))
-@click.argument("path", type=Directory())
+@click.argument("path", type=Directory(of_a_file="give a checkpoint, or take 'aio-ckpt convert'"))
 @click.argument("out", type=_Place(must_exist=False))
 @click.option("--to", "kind", type=click.Choice(sorted(_SUFFIXES)), help="Format; by default that of the suffix.")
 @_branch

@@ -14,6 +14,7 @@ from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_r
 from aio_ckpt.storage.local import Storage, names_in, read_small_file, sync_parents
 
 __all__ = [
+    "IS_FILE",
     "MAX_RETRIES",
     "CommittedCheckpoint",
     "abandon_after",
@@ -25,6 +26,8 @@ __all__ = [
     "read_save_id",
 ]
 
+IS_FILE = "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load read the file"
+"""Text of the error of a path that is a file."""
 MAX_RETRIES = 32
 """Most listings of a root whose writer deletes listed steps meanwhile."""
 
@@ -143,8 +146,7 @@ async def checkpoint_at(storage: Storage, path: Path, names: StepNames) -> Commi
     except ReadError as error:
         if error.errno != errno.ENOTDIR:
             raise
-        reason = "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load read the file"
-        raise CheckpointNotFoundError(errno.ENOTDIR, reason, str(path)) from None
+        raise CheckpointNotFoundError(errno.ENOTDIR, IS_FILE, str(path)) from None
     remedy = f": it is a root; give one of its steps, such as {below[-1].path}" if below else ""
     raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: there is no .metadata{remedy}", str(path))
 

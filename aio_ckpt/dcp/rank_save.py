@@ -41,6 +41,7 @@ from aio_ckpt.snapshot.capture import capture
 from aio_ckpt.snapshot.image import Image, lease_image
 from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.write.full_disk import explain_full_disk
 from aio_ckpt.write.result import WriteResult as Written
 from aio_ckpt.write.result import check_complete
 from aio_ckpt.write.trace_file import NO_TRACE
@@ -232,6 +233,15 @@ async def _write(
     except BaseException as error:
         cause = first_cause(error)
         with anyio.CancelScope(shield=True):
+            needed_bytes = image.chunks[-1].stop
+            await explain_full_disk(
+                cause,
+                runtime.storage,
+                directory,
+                needed_bytes,
+                whose=f" of rank {save.rank} of {save.world_size}" if save.world_size > 1 else "",
+                remedy="delete an older checkpoint",
+            )
             await _clear(runtime.storage, directory, save, image, cause)
             cause = await _error_to_raise(runtime.storage, directory, save, cause)
         if cause is error:

@@ -19,10 +19,18 @@ from aio_ckpt._torch import StorageInfo, reader_transforms
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.checks import shown
 from aio_ckpt.commit.directory import recoverable_names
+from aio_ckpt.commit.discovery import IS_FILE
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, RootError
+from aio_ckpt.errors import (
+    AioCkptError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    ReadError,
+    RootError,
+)
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.storage.local import Storage, read_small_file
@@ -161,7 +169,12 @@ async def _open(runtime: Runtime, path: Path, rank: int | None) -> Checkpoint:
     if rank is None:
         metadata_name, root_name = METADATA_FILE, ROOT_MANIFEST
         if not await storage.exists(path / METADATA_FILE) and await storage.exists(path):
-            metadata_name, root_name = await recoverable_names(storage, path)
+            try:
+                metadata_name, root_name = await recoverable_names(storage, path)
+            except ReadError as error:
+                if error.errno != errno.ENOTDIR:
+                    raise
+                raise CheckpointNotFoundError(errno.ENOTDIR, IS_FILE, str(path)) from None
         return await open_checkpoint(storage, path, executor=executor, metadata_name=metadata_name, root_name=root_name)
     data = await read_small_file(storage, path / f"__{rank}{METADATA_FILE}")
     if data is None:

@@ -144,8 +144,14 @@ class Writer(Face, StorageWriter, AsyncStager):
 
         Raises:
             CheckpointExistsError: with ``overwrite=False``, the directory holds a checkpoint.
-            WriteError: the directory cannot be made.
+            WriteError: the directory cannot be made, or a file has its name.
         """
+        if self.path.is_file():
+            raise WriteError(
+                errno.EEXIST,
+                "is a file, and a checkpoint is a directory: move it away, or save to another checkpoint_id",
+                str(self.path),
+            )
         with translate_errors(WriteError, self.path):
             make_dirs(self.path.absolute())
             if not self.overwrite and any(_stands_for_a_checkpoint(name) for name in os.listdir(self.path)):

@@ -6,7 +6,6 @@ A file is written into a directory of its own beside its place, and fsynced ther
 from __future__ import annotations
 
 import asyncio
-import errno
 import functools
 import logging
 from concurrent.futures import Future
@@ -20,13 +19,13 @@ from aio_ckpt.commit import cleanup
 from aio_ckpt.commit.owner import owner_by_name
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.stages import SaveTimer
-from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.safetensors_file import SUFFIX, index_name, parse_index
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.file_plan import FileContent, FilePart
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
-from aio_ckpt.reports import Progress, SaveReport, Stage, amount
+from aio_ckpt.reports import Progress, SaveReport, Stage
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import ThreadTracker, first_cause, follow
 from aio_ckpt.runtime.portal import watch_submissions
@@ -35,6 +34,7 @@ from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.storage.local import names_in, read_small_file
 from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.write.full_disk import explain_full_disk
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.throttle import WriteThrottle
 from aio_ckpt.write.trace_file import NO_TRACE
@@ -161,7 +161,9 @@ class FilePipeline:
             cause = first_cause(error)
             note_stage(cause, save.stage)
             with anyio.CancelScope(shield=True):
-                await self._explain_full_disk(cause, save)
+                await explain_full_disk(
+                    cause, self.ctx.storage, save.path.parent, save.image_bytes, remedy="save to another disk"
+                )
                 await self._clean_up(save, cause)
             if cause is error:
                 raise
@@ -370,18 +372,6 @@ class FilePipeline:
                     await storage.remove_tree(folder / name)
                 except (AioCkptError, OSError) as error:
                     _log.warning("%s stays: it could not be cleared: %s", folder / name, error)
-
-    async def _explain_full_disk(self, cause: BaseException, save: PendingFile) -> None:
-        """Add to the text of the error what the file needs, if the disk or the quota is full."""
-        if not isinstance(cause, WriteError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return
-        try:
-            free = f", {amount(await self.ctx.storage.free_bytes(save.path.parent))} are free"
-        except (AioCkptError, OSError):
-            free = ""
-        cause.strerror = (
-            f"{cause.strerror}: this file needs {amount(save.image_bytes)}{free}; free space and save again"
-        )
 
     def _stall_lines(self, save: PendingFile) -> WaitLines:
         def describe(idle: str) -> str:

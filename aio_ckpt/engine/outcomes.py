@@ -5,7 +5,6 @@ Invariant: no function of this module raises. A log handler or a callback that f
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -13,21 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-import anyio
-
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.errors import AioCkptError, SaveCancelledError, WriteError
+from aio_ckpt.errors import AioCkptError, SaveCancelledError
 from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, Target, amount, title
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.runtime.portal import Lock
+from aio_ckpt.write.full_disk import explain_full_disk
 
 __all__ = [
     "Counters",
     "Statistics",
     "call_back",
     "duration",
-    "explain_full_disk",
-    "explained",
+    "explain_failure",
     "log_commit",
     "log_failure",
     "log_load",
@@ -37,9 +34,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_LOOK_SECS = 2.0
-"""Time within which the file system must tell how much is free: the save has failed and others wait for it."""
 
 
 def log_commit(report: SaveReport, target: Target, *, rank: int, world_size: int) -> None:
@@ -147,40 +141,20 @@ def _took(nbytes: int, secs: float) -> str:
 # -- a full disk ------------------------------------------------------------------------------------
 
 
-async def explain_full_disk(error: BaseException, ctx: EngineContext, needed_bytes: int, target: Target) -> None:
-    """Add to the text of ``error`` what a save of ``needed_bytes`` needs, if the disk or the quota is full.
-
-    Call it before the files of the save are removed, and before the other ranks are told. It raises nothing.
-    """
-    if not isinstance(error, WriteError) or error.errno not in _FULL:
-        return
-    free_bytes: int | None = None
-    with anyio.move_on_after(_LOOK_SECS):
-        try:
-            free_bytes = await ctx.storage.free_bytes(ctx.root)
-        except Exception:  # noqa: BLE001 - the save has failed already; its own error is the one to tell
-            free_bytes = None
-    error.strerror = explained(
-        error.strerror,
+async def explain_failure(error: BaseException, ctx: EngineContext, needed_bytes: int, target: Target) -> None:
+    """Add to the text of ``error`` what the save of ``target`` needs, if the disk is full; see explain_full_disk."""
+    await explain_full_disk(
+        error,
+        ctx.storage,
+        ctx.root,
         needed_bytes,
-        free_bytes,
         whose="" if ctx.world_size == 1 else f" of rank {ctx.rank} of {ctx.world_size}",
-        is_quota=error.errno == errno.EDQUOT,
         remedy=(
             "delete an older checkpoint: engine.remove(path)"
             if isinstance(target, Path)
             else older_step(ctx.config.keep_last)
         ),
     )
-
-
-def explained(
-    text: str | None, needed_bytes: int, free_bytes: int | None, *, whose: str, is_quota: bool, remedy: str
-) -> str:
-    """Return the text of the error with what is needed, what is free and the remedy beside free space."""
-    free = "" if free_bytes is None else f", {amount(free_bytes)} are free on its file system"
-    quota = "raise the quota, " if is_quota else ""
-    return f"{text}: this save{whose} needs {amount(needed_bytes)}{free}; {quota}free space, or {remedy}"
 
 
 def older_step(keep_last: int | None) -> str:

@@ -27,7 +27,7 @@ from aio_ckpt.commit.manifests import (
 )
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.outcomes import explain_full_disk, named
+from aio_ckpt.engine.outcomes import explain_failure, named
 from aio_ckpt.engine.stages import PendingSave, WrittenRank, sent_target
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.manifests import data_file_name
@@ -95,7 +95,7 @@ class SavePipeline:
             stage = save.failing_stage
             note_stage(cause, stage)
             with anyio.CancelScope(shield=True):
-                await explain_full_disk(cause, self.ctx, save.captured.image.chunks[-1].stop, save.target)
+                await explain_failure(cause, self.ctx, save.captured.image.chunks[-1].stop, save.target)
                 cause = await self._clean_up(save, cause, stage)
                 await keep_trace(self.ctx, save, cause)
             if cause is error:

@@ -47,6 +47,12 @@ def test_export_to_safetensors_takes_a_branch(root, tmp_path, capsys):
     assert (code, "'modle'; aio-ckpt inspect lists its names" in err) == (1, True)
 
 
+def test_export_of_a_file_names_convert(tmp_path, capsys):
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    code, _, err = called(capsys, "export", tmp_path / "a.pt", tmp_path / "b.safetensors")
+    assert (code, "a.pt: is a file: give a checkpoint, or take 'aio-ckpt convert'" in err) == (1, True), err
+
+
 def test_export_casts_and_splits(root, tmp_path, capsys):
     options = ("--branch", "model", "--dtype", "float16", "--max-shard-bytes", "1000")
     code, told = document(capsys, "export", root, tmp_path / "m.safetensors", *options)

@@ -547,6 +547,7 @@ def test_a_save_larger_than_its_window_goes_in_waves_and_a_failure_in_it_is_the_
     storage.fail("write", "__*.distcp", WriteError(errno.ENOSPC, "full", "x"))
     error = failure_of(lambda: save(state_of(2, mebibytes=33), path, storage=storage, thread_count=1))
     assert isinstance(error, WriteError)
+    assert re.search(r"full: this save needs 34\.\d MB, .* are free on its file system; free space, or", str(error))
     assert_holds(path, state)
 
 
@@ -621,6 +622,18 @@ def test_a_changed_small_file_is_named(tmp_path: Path, victim: str) -> None:
     error = failure_of(lambda: load({"w": torch.rand(10)}, tmp_path / "a"))
     assert isinstance(error, CorruptCheckpointError)
     assert file.name in str(error)
+
+
+def test_a_file_in_place_of_a_checkpoint_is_named_with_the_remedy_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_text("mine")
+    error = failure_of(lambda: save(state_of(1), path))
+    assert isinstance(error, WriteError)
+    assert "is a file, and a checkpoint is a directory: move it away" in str(error)
+    error = failure_of(lambda: dcp.load(state_of(0), storage_reader=Reader(path)))
+    assert isinstance(error, CheckpointNotFoundError)
+    assert "let torch.load read the file" in str(error)
+    assert path.read_text() == "mine"
 
 
 def test_a_missing_or_short_data_file_is_named(tmp_path: Path) -> None:

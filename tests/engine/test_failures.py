@@ -18,9 +18,10 @@ from builders import broken, listing, weights
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 
 from aio_ckpt import CheckpointEngine, SaveTicket
-from aio_ckpt.engine.outcomes import explained, older_step
+from aio_ckpt.engine.outcomes import older_step
 from aio_ckpt.errors import EngineClosedError, ReadError, UnsafeObjectError, WriteError, WrongThreadError
 from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.write.full_disk import explained
 
 
 def fail_unseen(
@@ -344,7 +345,7 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free_and_what_helps(
 def test_a_file_system_that_does_not_tell_what_is_free_changes_nothing_else(
     root: Path, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aio_ckpt.engine.outcomes._LOOK_SECS", 0.01 if is_late else TIMEOUT)
+    monkeypatch.setattr("aio_ckpt.write.full_disk._LOOK_SECS", 0.01 if is_late else TIMEOUT)
 
     async def free_bytes(self: LocalStorage, path: Path) -> int:
         if is_late:

@@ -318,7 +318,7 @@ def test_a_failing_disk_leaves_the_old_file_alone(tmp_path: Path, call: str, whe
             ticket.result(TIMEOUT)
         assert caught.value.errno == code
         assert not caught.value.in_doubt
-        assert ("this file needs 4.2 MB" in str(caught.value)) is (code == errno.ENOSPC)
+        assert ("this save needs 4.2 MB" in str(caught.value)) is (code == errno.ENOSPC)
         assert listing(tmp_path) == ["x.pt"]
         assert torch.load(tmp_path / "x.pt") == {"n": 1}
         engine.save_file({"n": 3}, tmp_path / "x.pt").result(TIMEOUT)
