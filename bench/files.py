@@ -1,91 +1,85 @@
-"""``python -m bench.files``: ``save_file()`` beside ``torch.save`` and safetensors, as a ratio of their time.
+"""``python -m bench.files``: ``save_file()`` beside ``torch.save`` and safetensors: blocked, and until durable.
 
-For each format: how long the caller is blocked, and until when the file is durable. The rivals' files are fsynced
-afterwards, as a careful user would.
+The rivals' files are fsynced afterwards, as a careful user would.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from aio_ckpt import SyncCheckpointEngine
+from bench.common.measure import DONE, Contender, Waitable, interleave
+from bench.common.options import Options, log, parse, work_folder
+from bench.common.results import Report, Row, make_row, publish
+from bench.common.states import SHAPES, Shape
 
-__all__ = ["Times", "compare", "made", "main"]
+__all__ = ["bench_shape", "main"]
 
-Times = dict[str, float]
-"""Seconds: ``blocked`` and ``durable``."""
+STOCK: Mapping[str, Callable[[dict[str, torch.Tensor], Path], object]] = {".pt": torch.save, ".safetensors": save_file}
+"""Function that writes a file of each format."""
 
 
 def main() -> None:
-    """Run the bench and print one JSON document."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("bench-files"), help="on the file system to measure")
-    parser.add_argument("--mebibytes", type=int, default=512)
-    parser.add_argument("--tensors", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    state = made(options.tensors, options.mebibytes << 20, options.device)
-    options.folder.mkdir(parents=True)
-    try:
-        print(json.dumps(compare(state, options.folder, options.rounds), indent=2))
-    finally:
-        shutil.rmtree(options.folder)
+    """Run the bench."""
+    options = parse("files", __doc__ or "")
+    shapes: dict[str, list[Row]] = {}
+    with work_folder(options) as folder:
+        for name in options.shapes:
+            shapes |= bench_shape(SHAPES[name], folder / name, options)
+    report = Report(bench="files", settings=options.settings(), shapes=shapes)
+    path = publish(report, options.folder, out=options.out)
+    log(f"wrote {path}")
 
 
-def made(count: int, nbytes: int, device: str) -> dict[str, torch.Tensor]:
-    """Return ``count`` tensors of ``nbytes`` together."""
-    return {f"layers.{n}.weight": torch.rand(nbytes // count // 4, device=device) for n in range(count)}
+class _Stock(Contender):
+    durability = "fsynced by the bench"
+
+    def __init__(self, state: dict[str, torch.Tensor], path: Path) -> None:
+        self.name = "torch.save" if path.suffix == ".pt" else "safetensors"
+        self._state, self._path = state, path
+
+    def start(self) -> Waitable:
+        """Write and fsync."""
+        STOCK[self._path.suffix](self._state, self._path)
+        with self._path.open("rb") as file:
+            os.fsync(file.fileno())
+        return DONE
 
 
-def compare(state: dict[str, torch.Tensor], folder: Path, rounds: int) -> dict[str, dict[str, object]]:
-    """Measure each format in turns, and return the ratios of the medians, ours to theirs, with the seconds."""
-    rivals: dict[str, Callable[[Path], object]] = {
-        "pt": lambda path: torch.save(state, path),
-        "safetensors": lambda path: save_file(state, path),
-    }
-    found: dict[str, dict[str, object]] = {}
-    with SyncCheckpointEngine(folder / "root") as engine:
-        for suffix, write in rivals.items():
-            ours, theirs = list[Times](), list[Times]()
-            for _ in range(rounds + 1):  # the first of each warms up
-                ours.append(_ours(engine, state, folder / f"ours.{suffix}"))
-                theirs.append(_theirs(write, folder / f"theirs.{suffix}"))
-            mine, stock = _median(ours[1:]), _median(theirs[1:])
-            ratios = {f"{name}_ratio": round(mine[name] / stock[name], 3) for name in mine}
-            found[suffix] = {**ratios, "ours_secs": mine, "theirs_secs": stock}
+class _Ours(Contender):
+    name = "aio_ckpt, save_file"
+    durability = "file and directory fsynced, then renamed"
+    is_async = True
+
+    def __init__(self, state: dict[str, torch.Tensor], path: Path, engine: SyncCheckpointEngine) -> None:
+        self._state, self._path, self._engine = state, path, engine
+
+    def start(self) -> Waitable:
+        """Returns the ticket's milestone."""
+        return self._engine.save_file(self._state, self._path).committed
+
+
+def bench_shape(shape: Shape, folder: Path, options: Options) -> dict[str, list[Row]]:
+    """Return the rows of both formats by title; the ratios are to the rival of the format."""
+    state = shape.make(options.sizes, options.device)
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    found: dict[str, list[Row]] = {}
+    with SyncCheckpointEngine(folder / "engine", options.config) as engine:
+        for suffix in STOCK:
+            contenders = [_Stock(state, folder / f"stock{suffix}"), _Ours(state, folder / f"ours{suffix}", engine)]
+            first, samples = interleave(contenders, options.rounds, log=log)
+            limits = samples[contenders[0].name]
+            found[f"{suffix}: {len(state)} tensors, {nbytes / 1e6:.1f} MB"] = [
+                make_row(each, first[each.name], samples[each.name], limits, nbytes, None) for each in contenders
+            ]
+    shutil.rmtree(folder)
     return found
-
-
-def _ours(engine: SyncCheckpointEngine, state: dict[str, torch.Tensor], path: Path) -> Times:
-    began = time.perf_counter()
-    ticket = engine.save_file(state, path)
-    blocked = time.perf_counter() - began
-    ticket.result()
-    return {"blocked": blocked, "durable": time.perf_counter() - began}
-
-
-def _theirs(write: Callable[[Path], object], path: Path) -> Times:
-    began = time.perf_counter()
-    write(path)
-    blocked = time.perf_counter() - began
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"blocked": blocked, "durable": time.perf_counter() - began}
-
-
-def _median(samples: Sequence[Times]) -> Times:
-    return {name: round(statistics.median(sample[name] for sample in samples), 4) for name in samples[0]}
 
 
 if __name__ == "__main__":

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from bench_run import run_bench
 
 from bench import step_time, uring
-
-
-def run(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
-    out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--dir", str(tmp_path), "--out", str(out), *options])
-    main()
-    (path,) = out.iterdir()
-    document: dict[str, Any] = json.loads(path.read_text())
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing else is left"
-    return document
 
 
 def test_threads_and_io_uring_write_the_same_bytes_or_it_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("--ram", "", "--mib", "9", "--chunk-mib", "2", "--depths", "1,4", "--rounds", "1")
-    found = run(uring.main, tmp_path, monkeypatch, *options)
+    found = run_bench(uring.main, tmp_path, monkeypatch, *options)
     assert len(found["rows"]) == 6
     for row in found["rows"]:
         assert (row["durable_gb_per_sec"] is None) == bool(row["note"])
@@ -39,14 +27,14 @@ def test_a_kernel_without_io_uring_is_a_row(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(uring, "Ring", forbidden)
     options = ("--ram", "", "--mib", "1", "--chunk-mib", "1", "--depths", "1", "--rounds", "1")
-    found = run(uring.main, tmp_path, monkeypatch, *options)
+    found = run_bench(uring.main, tmp_path, monkeypatch, *options)
     assert [row["note"] for row in found["rows"]] == ["", *["cannot run here: Operation not permitted"] * 2]
     assert "cannot run here" in found["verdict"][0]
 
 
 def test_steps_beside_a_save_are_compared_with_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--gb", "0.003", "--batch", "2", "--steps", "3", "--device", "cpu")
-    found = run(step_time.main, tmp_path, monkeypatch, *options)
+    found = run_bench(step_time.main, tmp_path, monkeypatch, *options)
     assert [row["name"] for row in found["rows"]] == ["no cap"]
     for turns in found["drains"].values():
         for drain in turns[0]:
