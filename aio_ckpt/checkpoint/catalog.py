@@ -12,7 +12,7 @@ import torch
 
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.dcp_metadata_read import DTYPES
-from aio_ckpt.format.manifests import RankManifest, block_sums
+from aio_ckpt.format.rank_manifest import RankManifest, block_sums
 from aio_ckpt.format.root_manifest import FileEntry
 
 __all__ = [

@@ -18,7 +18,7 @@ from aio_ckpt.checkpoint.foreign_items import catalog_of_metadata
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
-from aio_ckpt.format.manifests import RankManifest, decode_rank
+from aio_ckpt.format.rank_manifest import RankManifest, decode_rank
 from aio_ckpt.format.root_manifest import (
     METADATA_FILE,
     ROOT_MANIFEST,

@@ -22,7 +22,7 @@ from aio_ckpt.checkpoint.requests import PieceRows, ReadRequest, ReassemblyBuffe
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
 from aio_ckpt.format.constants import PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_read import DTYPES
-from aio_ckpt.format.manifests import RankManifest, block_sums
+from aio_ckpt.format.rank_manifest import RankManifest, block_sums
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, FileEntry, decode_root, rank_manifest_name
 from aio_ckpt.format.tensor_table import TensorEntry
 from aio_ckpt.format.tensor_zip import fill_crc, render

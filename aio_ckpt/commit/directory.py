@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from aio_ckpt.errors import AioCkptError, RootError
-from aio_ckpt.format.manifests import decode_rank
+from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage
 

@@ -13,7 +13,7 @@ from isal import isal_zlib
 
 from aio_ckpt._version import __version__
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
-from aio_ckpt.format.manifests import ObjectEntry, data_file_name, encode_rank
+from aio_ckpt.format.rank_manifest import ObjectEntry, data_file_name, encode_rank
 from aio_ckpt.format.root_manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,

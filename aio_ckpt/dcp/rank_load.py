@@ -36,7 +36,7 @@ from aio_ckpt.errors import (
     TemplateMismatchError,
     UnsupportedLeafError,
 )
-from aio_ckpt.format.manifests import RankManifest
+from aio_ckpt.format.rank_manifest import RankManifest
 from aio_ckpt.format.root_manifest import METADATA_FILE, FileEntry
 from aio_ckpt.restore.page_cache import is_read_by_several
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable

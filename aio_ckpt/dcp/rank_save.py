@@ -32,7 +32,7 @@ from aio_ckpt.dcp.runtime import Runtime
 from aio_ckpt.dcp.sources import Sources
 from aio_ckpt.errors import AioCkptError, PlanChangedError, RootError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
-from aio_ckpt.format.manifests import data_file_name, encode_rank, encode_static
+from aio_ckpt.format.rank_manifest import data_file_name, encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry, rank_manifest_name
 from aio_ckpt.plan.planner import tensor_entry
 from aio_ckpt.runtime.error_notes import note_stage

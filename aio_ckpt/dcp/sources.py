@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_zip
-from aio_ckpt.format.manifests import ObjectEntry
+from aio_ckpt.format.rank_manifest import ObjectEntry
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.layout import Placement
 from aio_ckpt.plan.planner import PlannedImage, plan_image

@@ -30,7 +30,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.outcomes import explain_failure, named
 from aio_ckpt.engine.stages import PendingSave, WrittenRank, sent_target
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
-from aio_ckpt.format.manifests import data_file_name
+from aio_ckpt.format.rank_manifest import data_file_name
 from aio_ckpt.format.root_manifest import METADATA_FILE, FileEntry, rank_manifest_name
 from aio_ckpt.plan.global_plan import places
 from aio_ckpt.ranks.liveness import heartbeat_pauses

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, render_metadata
-from aio_ckpt.format.manifests import data_file_name
+from aio_ckpt.format.rank_manifest import data_file_name
 from aio_ckpt.format.root_manifest import rank_manifest_name
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.leaves.objects import as_tensor

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
-from aio_ckpt.format.manifests import encode_static
+from aio_ckpt.format.rank_manifest import encode_static
 from aio_ckpt.format.tensor_table import TensorEntry
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.memory.cuda import can_copy_by_address, gathered_below_bytes

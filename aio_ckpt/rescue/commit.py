@@ -17,8 +17,8 @@ from aio_ckpt.commit.cleanup import SETTLE_SECS
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs, pending_path, write_owner
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
-from aio_ckpt.format.manifests import data_file_name, encode_rank, encode_static
 from aio_ckpt.format.names import LOCK_FILE, SEGMENTS_FILE, StepNames
+from aio_ckpt.format.rank_manifest import data_file_name, encode_rank, encode_static
 from aio_ckpt.format.root_manifest import METADATA_FILE, FileEntry, rank_manifest_name
 from aio_ckpt.memory.arena import Arena
 from aio_ckpt.memory.lifetime import Lease

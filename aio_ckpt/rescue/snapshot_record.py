@@ -19,7 +19,7 @@ from aio_ckpt.commit.manifests import object_entries, render_rank
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import BLOCK_BYTES, MAX_BYTES, PAGE_BYTES, TensorSpec
 from aio_ckpt.format.dcp_metadata_read import DTYPES
-from aio_ckpt.format.manifests import RankManifest, decode_rank
+from aio_ckpt.format.rank_manifest import RankManifest, decode_rank
 from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import cut_chunks

@@ -24,7 +24,7 @@ from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.errors import SaveCancelledError, WriteError
-from aio_ckpt.format.manifests import data_file_name
+from aio_ckpt.format.rank_manifest import data_file_name
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aio_ckpt.format.manifests import RankManifest, data_file_name, decode_rank
+from aio_ckpt.format.rank_manifest import RankManifest, data_file_name, decode_rank
 from aio_ckpt.format.root_manifest import rank_manifest_name
 from aio_ckpt.plan import layout
 

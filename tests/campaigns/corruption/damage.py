@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.format.manifests import decode_rank
+from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, rank_manifest_name
 
 __all__ = ["FILES", "IN_FILE", "WHOLE_FILE", "Region", "hurt_file", "hurt_region", "regions_of"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aio_ckpt.commit.directory import begin_directory, commit_directory, recover_directory, retire_directory
-from aio_ckpt.format.manifests import encode_rank, encode_static
+from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, FileEntry, RootManifest, encode_root
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import LocalStorage, Storage

@@ -15,7 +15,7 @@ from aio_ckpt.checkpoint.catalog import catalog_of_manifests
 from aio_ckpt.checkpoint.foreign_items import catalog_of_metadata, check_zip
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
-from aio_ckpt.format.manifests import block_sums, decode_rank
+from aio_ckpt.format.rank_manifest import block_sums, decode_rank
 from aio_ckpt.format.root_manifest import add_checksum, decode_root
 from aio_ckpt.format.tensor_pickle import read_pickle
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of

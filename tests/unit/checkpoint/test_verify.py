@@ -22,7 +22,7 @@ from aio_ckpt.checkpoint import verify as scrub
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.errors import CheckpointNotFoundError
-from aio_ckpt.format import manifests as manifest
+from aio_ckpt.format import rank_manifest as manifest
 from aio_ckpt.format import root_manifest
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
 from aio_ckpt.leaves.values import PerRank

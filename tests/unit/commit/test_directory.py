@@ -21,7 +21,7 @@ from aio_ckpt.commit.directory import (
     retire_directory,
 )
 from aio_ckpt.errors import WriteError
-from aio_ckpt.format.manifests import encode_rank, encode_static
+from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry, RootManifest, encode_root
 from aio_ckpt.runtime.portal import Executor
 

@@ -23,7 +23,7 @@ from aio_ckpt.commit.manifests import (
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
-from aio_ckpt.format.manifests import block_sums, decode_rank
+from aio_ckpt.format.rank_manifest import block_sums, decode_rank
 from aio_ckpt.format.root_manifest import FileEntry, decode_root
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder, decode_object
 from aio_ckpt.plan.layout import file_chunks

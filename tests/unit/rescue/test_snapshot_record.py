@@ -20,7 +20,7 @@ from rings import plan_of
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import BudgetExceededError, CorruptCheckpointError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
-from aio_ckpt.format.manifests import decode_rank
+from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.rescue.orphans import OrphanSegment, OrphanSnapshots, decide, find_orphans, segment_prefix

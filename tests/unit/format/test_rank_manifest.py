@@ -11,7 +11,14 @@ from property_examples import examples
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.format.manifests import ObjectEntry, block_sums, data_file_name, decode_rank, encode_rank, encode_static
+from aio_ckpt.format.rank_manifest import (
+    ObjectEntry,
+    block_sums,
+    data_file_name,
+    decode_rank,
+    encode_rank,
+    encode_static,
+)
 from aio_ckpt.format.root_manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
