@@ -214,6 +214,36 @@ def test_stock_and_ours_load_what_ours_saved(two: Ranks, tmp_path: Path) -> None
     two.run(saves_and_loads, tmp_path / "run", timeout=LONG_SECS)
 
 
+def events_of_dcp(rank: int, count: int, folder: Path) -> tuple[int, int]:
+    """Events that DCP logs in a save of few values, and in one of many."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from torch.distributed.checkpoint.logger import _dcp_logger
+
+    from aio_ckpt.integrations.megatron import SaveStrategy
+
+    def events(tensors: int) -> int:
+        ones = (ShardedTensor.from_rank_offsets(str(n), torch.ones(4), (0, rank, count)) for n in range(tensors))
+        path = made(folder / str(tensors), rank)
+        _dcp_logger.addHandler(kept)
+        lines.clear()
+        dist_checkpointing.save({str(number): one for number, one in enumerate(ones)}, path, SaveStrategy())
+        _dcp_logger.removeHandler(kept)
+        return len(lines)
+
+    lines: list[str] = []
+    kept = logging.Handler()
+    kept.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    counts = told(lambda: (events(2), events(20)))
+    assert counts[0] > 0, "DCP logs elsewhere"
+    return counts
+
+
+def test_dcp_logs_no_event_for_each_value_beside_training(two: Ranks, tmp_path: Path) -> None:
+    for few, many in two.run(events_of_dcp, tmp_path, timeout=LONG_SECS):
+        assert few == many
+
+
 def stock_saves(rank: int, count: int, folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy

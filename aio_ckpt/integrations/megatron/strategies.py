@@ -98,12 +98,13 @@ class SaveStrategy(_SaveBase):  # type: ignore[misc]
 
     def _save(self, state: dict[str, Any], checkpoint_dir: Path, group: Any) -> None:
         planner = _SavePlanner(
+            state,
             dedup_replicated_tensors=not self.keep_only_main_replica,
             flatten_state_dict=False,
             flatten_sharded_tensors=False,
         )
         writer = Writer(checkpoint_dir, config=self._shared.config).share(self._shared.runtime)
-        dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
+        dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
 
 
 class LoadStrategy(_LoadBase):  # type: ignore[misc]
@@ -172,7 +173,18 @@ def placed(place: Place, value: object) -> Iterator[None]:
 
 
 class _SavePlanner(_Planner):  # type: ignore[misc]
-    """Planner that hides from ``.metadata`` that a tensor was staged in pinned memory."""
+    """Planner of ``state``, that hides from ``.metadata`` that a tensor was staged in pinned memory.
+
+    DCP gets an empty state: it logs two events for each value of a state, and training waits for the GIL meanwhile.
+    """
+
+    def __init__(self, state: dict[str, Any], **options: Any) -> None:
+        super().__init__(**options)
+        self._given = state
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Plan what the strategy has given, in place of the state of DCP."""
+        super().set_up_planner(self._given, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> Any:
         plan = super().create_local_plan()
