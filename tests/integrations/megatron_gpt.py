@@ -41,12 +41,14 @@ PARTS = ("reference", "killed", "resumed", "resumed by stock", "stock")
 class Trainer:
     """Model and optimizer, as ``pretrain`` makes them, and what it saves of them."""
 
-    def __init__(self, device: str, tp: int, hidden: int) -> None:
+    def __init__(self, device: str, tp: int, hidden: int, *, batch: int = BATCH) -> None:
+        """``batch``: sequences of a rank in a step."""
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer import TransformerConfig
 
+        self.batch = batch
         self.is_cuda = device == "cuda"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.is_cuda else torch.device("cpu")
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
@@ -104,8 +106,8 @@ class Trainer:
     def train(self, step: int) -> float:
         """One step; the loss of this rank."""
         numbers = torch.Generator().manual_seed(1000 * step + self.dp_rank)
-        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=numbers).to(self.device)
-        positions = torch.arange(LENGTH, device=self.device).expand(BATCH, LENGTH)
+        tokens = torch.randint(VOCABULARY, (self.batch, LENGTH + 1), generator=numbers).to(self.device)
+        positions = torch.arange(LENGTH, device=self.device).expand(self.batch, LENGTH)
         mask = torch.ones(1, 1, LENGTH, LENGTH, device=self.device).tril() < 0.5
         self.optimizer.zero_grad()
         if self.is_cuda:
