@@ -345,7 +345,7 @@ def _megatron(job: Job) -> Door:
     core = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     # Two layers of 12 matrices; bf16 with fp32 parameters and moments, or fp32 alone.
     hidden = round(((job.mib << 20) / (24 * (14 if job.is_cuda else 4))) ** 0.5 / 64) * 64 or 64
-    # So many sequences that the GPU bounds a step, as in the other doors: a launch-bound one waits for Python beside it.
+    # So many sequences that the GPU bounds a step, as in the other doors: a launch-bound one waits for any Python.
     batch = 512 if job.is_cuda else 4
     trainer = gpt.Trainer(job.device, 1 if job.is_cuda else dist.get_world_size(), hidden, batch=batch)
     ways: dict[str, tuple[Any, Any, dict[str, Any]]]
