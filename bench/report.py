@@ -22,6 +22,7 @@ hide:
 <!-- Rendered by `python -m bench.report` from bench/results. Do not edit. -->"""
 """The tables need the width of the table of contents."""
 ONE, TWO, FOUR, CPU = "1x-nvidia-h200", "2x-nvidia-h200", "4x-nvidia-h200", "2-cores"
+H100 = "1x-nvidia-h100-80gb-hbm3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Page:
     """Paragraphs in Markdown."""
     sections: Sequence[Section]
 
+
+FILES = "`save_file()` beside the rival of each format, whose file is fsynced, too. *x limit* is the ratio to it."
 
 METHOD = "[Method and commands](index.md) are the same for all pages. Each table comes from one run."
 
@@ -105,6 +108,7 @@ GPU_PAGE = Page(
         Section("One GPU: loads of the present code, 4 GB", "", (f"{ONE}/gpu-load-blocks-gb4",)),
         Section("One GPU: loads", "", (f"{ONE}/gpu-load-blocks-bracketed", f"{ONE}/gpu-load-fsdp2")),
         Section("One GPU: a resume in live objects", "GPT-2 small with AdamW.", (f"{ONE}/live",)),
+        Section("One GPU: files", FILES, (f"{H100}/files",)),
         Section("Two GPUs: saves", "", (f"{TWO}/gpu-save-blocks-bracketed", f"{TWO}/gpu-save-fsdp2-rivals")),
         Section("Two GPUs: loads", "", (f"{TWO}/gpu-load-fsdp2",)),
         Section("Four GPUs: saves", "", (f"{FOUR}/gpu-save-fsdp2", f"{FOUR}/gpu-save-fsdp2-every")),
