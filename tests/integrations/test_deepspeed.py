@@ -545,6 +545,45 @@ def test_the_save_after_a_failed_one_is_not_told_of_its_other_files(tmp_path: Pa
     run(two, next_after_two_failed, tmp_path)
 
 
+def places_of_ranks(rank: int, count: int, folder: Path) -> None:
+    ours = made(rank, count, folder)
+    ours.losses(1)
+    if rank == 0:
+        (folder / "link").symlink_to(folder)
+    node = folder / f"node {rank}"
+    node.mkdir()
+    dist.barrier()
+    home = os.getcwd()
+    os.chdir(node)
+    try:
+        for place, tag, wanted in (
+            (str(folder), f"tag {rank}", f"saves {folder}/tag 1, and rank 0 saves {folder}/tag 0: give all ranks"),
+            (str(node), "tag", f"saves {folder}/node 1/tag, and rank 0 saves {folder}/node 0/tag: give all ranks"),
+            ("/proc/self/cwd/runs", "tag", "is not on this rank: save to a directory that all ranks share"),
+        ):
+            ours.folder = place
+            ours.save(tag)
+            with pytest.raises(PeerFailedError, match=f"rank 1 failed: ConfigError: .*{re.escape(wanted)}"):
+                ours.wait()
+            dist.barrier()
+            assert not [*folder.rglob(".aio_ckpt-draft*"), *folder.rglob("*_states.pt"), *folder.rglob("latest")]
+            dist.barrier()
+        assert ours.engine.save_16bit_model("/proc/self/cwd/weights")  # rank 0 alone gives a file
+        assert [*folder.rglob("*.bin")] == [folder / "node 0/weights/pytorch_model.bin"]
+    finally:
+        os.chdir(home)
+    ours.folder = str(folder / "link" if rank else folder)
+    ours.save("whole")
+    wanted_losses = ours.losses(2)
+    assert ours.load() == "whole"
+    assert ours.losses(2) == wanted_losses
+    ours.engine.destroy()
+
+
+def test_ranks_that_do_not_save_one_checkpoint_are_told_so_and_none_waits(tmp_path: Path, two: Ranks) -> None:
+    run(two, places_of_ranks, tmp_path)
+
+
 def stepped_although_raised(rank: int, count: int, folder: Path) -> None:
     with disk() as storage:
         ours = made(rank, count, folder)
