@@ -109,6 +109,45 @@ def test_zero_to_fp32_reads_ours(tmp_path: Path, two: Ranks) -> None:
     run(two, written_for_others, tmp_path)
 
 
+def written_for_universal(rank: int, count: int, folder: Path) -> None:
+    ours = made(rank, count, folder, stage=3)
+    ours.losses(2)
+    ours.save("tag")
+    ours.engine.destroy()
+
+
+def test_universal_checkpoint_is_made_of_ours(tmp_path: Path, two: Ranks) -> None:
+    run(two, written_for_universal, tmp_path)
+    places = [f"--input_folder={tmp_path}/tag", f"--output_folder={tmp_path}/universal"]
+    workers = ["--num_extract_workers=1", "--num_merge_workers=1"]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *places, *workers]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=LONG_SECS)
+    assert done.returncode == 0, done.stderr
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    wanted = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "tag")
+    assert wanted
+    for name, tensor in wanted.items():
+        got = torch.load(tmp_path / "universal/zero" / name / "fp32.pt", weights_only=False)
+        torch.testing.assert_close(got.reshape(tensor.shape), tensor, rtol=0, atol=0)
+
+
+def of_experts(rank: int, count: int, folder: Path) -> None:
+    ours, stock = (made(rank, count, folder, is_ours=is_ours, has_experts=True) for is_ours in (True, False))
+    ours.losses(2)
+    ours.save()
+    wanted = ours.losses(2)
+    ours.wait()
+    assert stock.load() == "global_step2"
+    assert stock.losses(2) == wanted
+    assert len([*folder.glob("global_step2/layer_0_expert_*")]) == 4
+    ours.engine.destroy()
+
+
+def test_experts_are_files_of_one_checkpoint(tmp_path: Path, two: Ranks) -> None:
+    run(two, of_experts, tmp_path)
+
+
 def without_frozen(rank: int, count: int, folder: Path) -> None:
     ours = made(rank, count, folder, stage=2, is_frozen=True)
     ours.losses(1)
