@@ -297,7 +297,7 @@ def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
         config: settings of the engine. ``max_in_flight`` has no effect: one checkpoint is pending at most.
 
     Returns:
-        ``model_engine.checkpoint_engine``: an :class:`AioCheckpointEngine`, or DeepSpeed's own.
+        ``model_engine.checkpoint_engine``: an :class:`AioCheckpointEngine`, or DeepSpeed's own. Both have ``wait()``.
 
     Raises:
         ConfigError: an argument is wrong; or the settings of DeepSpeed name another checkpoint engine, or there is
@@ -312,6 +312,8 @@ def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
     reason = _why_not(model_engine)
     if reason:
         _log.warning("DeepSpeed saves by itself: %s", reason)
+        if stock is not None and not hasattr(stock, "wait"):
+            stock.wait = _wait_for_nothing
         return stock
     if type(stock).__name__ != _STOCK:
         raise ConfigError(
@@ -326,6 +328,10 @@ def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
         if hasattr(model_engine, name):
             setattr(model_engine, name, _polling(getattr(model_engine, name), ours))
     return ours
+
+
+def _wait_for_nothing() -> None:
+    """Return at once: DeepSpeed's own engine has written the checkpoint when its save returns."""
 
 
 def _why_not(model_engine: Any) -> str:

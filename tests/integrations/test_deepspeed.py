@@ -801,19 +801,20 @@ def test_deepspeed_saves_by_itself_if_a_release_moves_a_name(
     adapter: Any, moves: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     moves(adapter, monkeypatch)
-    engine = engine_with(stock := object())
+    engine = engine_with(stock := SimpleNamespace())
     with caplog.at_level(logging.WARNING, "aio_ckpt"):
         assert adapter.install(engine) is stock
     assert engine.checkpoint_engine is stock
     assert engine.save_checkpoint is print
     assert "deepspeed 0.19.8 is known to work" in caplog.text
+    engine.checkpoint_engine.wait()  # as scripts do after a save
 
 
 @pytest.mark.parametrize(("options", "why"), [({"nvme": True}, "NVMe"), ({"local": True}, "node_local")])
 def test_deepspeed_saves_by_itself_what_is_no_common_directory(
     adapter: Any, options: dict[str, bool], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = engine_with(stock := object(), **options)
+    engine = engine_with(stock := SimpleNamespace(), **options)
     with caplog.at_level(logging.WARNING, "aio_ckpt"):
         assert adapter.install(engine) is stock
     assert why in caplog.text
