@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from aio_ckpt.checks import check_kind, shown
 from aio_ckpt.config import EngineConfig
@@ -43,6 +43,7 @@ except ImportError as missing:
 __all__ = ["AioCheckpointEngine", "install", "moved_names"]
 
 _log = logging.getLogger("aio_ckpt")
+_Value = TypeVar("_Value")
 
 # -- private names of DeepSpeed ---------------------------------------------------------------------
 
@@ -169,13 +170,20 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
         self._drafts += 1
         name = f"{DRAFTS}{self._run}-{self._drafts}"
         stale, self._stale = self._stale, []
-        self._written = Draft(tag=info.tag, save_dir=save_dir, name=name, is_latest=info.save_latest, stale=stale)
+        draft = Draft(tag=info.tag, save_dir=save_dir, name=name, is_latest=info.save_latest, stale=stale)
+        error = draft.begin() if _comm.get_rank() == 0 else None
+        tag, draft.what = _of_first_rank((draft.tag, str(draft.final)))
+        draft.refusal = error or draft.why_not_of(tag)
+        self._written = draft
 
     def save(self, state_dict: Any, path: str) -> None:
         """Capture a file, which is written in the background. A failure is raised on all ranks, at the commit."""
         draft, engine = self._written, self._engine
         if draft is None or engine is None:
             self.stock.save(state_dict, path)
+            return
+        if draft.refusal is not None:
+            draft.works.append(failed(draft.refusal))
             return
         place = draft.place_of(path)
         try:
@@ -243,7 +251,7 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
         draft, self._written = self._written, None
         if draft is not None and self._engine is not None:
             settle = functools.partial(draft.settle, self._engine._ctx.executor)
-            draft.agreed = self._engine._agree(draft.works, on_leader=settle, what=str(draft.final))
+            draft.agreed = self._engine._agree(draft.works, on_leader=settle, what=draft.what)
             self._pending = draft
 
     def abandon(self) -> None:
@@ -289,7 +297,7 @@ def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
         config: settings of the engine. ``max_in_flight`` has no effect: one checkpoint is pending at most.
 
     Returns:
-        ``model_engine.checkpoint_engine``: an :class:`AioCheckpointEngine`, or DeepSpeed's own.
+        ``model_engine.checkpoint_engine``: an :class:`AioCheckpointEngine`, or DeepSpeed's own. Both have ``wait()``.
 
     Raises:
         ConfigError: an argument is wrong; or the settings of DeepSpeed name another checkpoint engine, or there is
@@ -304,6 +312,8 @@ def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
     reason = _why_not(model_engine)
     if reason:
         _log.warning("DeepSpeed saves by itself: %s", reason)
+        if stock is not None and not hasattr(stock, "wait"):
+            stock.wait = _wait_for_nothing
         return stock
     if type(stock).__name__ != _STOCK:
         raise ConfigError(
@@ -318,6 +328,10 @@ def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
         if hasattr(model_engine, name):
             setattr(model_engine, name, _polling(getattr(model_engine, name), ours))
     return ours
+
+
+def _wait_for_nothing() -> None:
+    """Return at once: DeepSpeed's own engine has written the checkpoint when its save returns."""
 
 
 def _why_not(model_engine: Any) -> str:
@@ -364,8 +378,8 @@ def _polling(stock: Callable[..., Any], ours: AioCheckpointEngine) -> Callable[.
     return step
 
 
-def _of_first_rank(text: str) -> str:
-    """Return the text of rank 0, on all ranks."""
-    texts = [text]
-    _comm.broadcast_object_list(texts, src=0)
-    return texts[0]
+def _of_first_rank(value: _Value) -> _Value:
+    """Return the value of rank 0, on all ranks."""
+    values = [value]
+    _comm.broadcast_object_list(values, src=0)
+    return values[0]

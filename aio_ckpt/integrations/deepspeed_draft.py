@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aio_ckpt.commit.owner import Owner, owner_by_name
-from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, PeerFailedError, RootError, WriteError
+from aio_ckpt.errors import AioCkptError, ConfigError, CorruptCheckpointError, PeerFailedError, RootError, WriteError
 from aio_ckpt.integrations import checkpoint_folder
 from aio_ckpt.ranks.agreed_work import WORK_STAGE, AgreedWork, Failure, Work, failure_by
 from aio_ckpt.reports import SaveReport
@@ -46,6 +46,10 @@ class Draft:
     """Whether ``latest`` is to name it."""
     stale: list[Path]
     """Directories of earlier checkpoints that failed. No rank writes there any more once this one is settled."""
+    what: str = ""
+    """What the ranks call it: the path at which rank 0 makes it visible."""
+    refusal: Exception | None = None
+    """Why no file of this rank can be a part of it."""
     works: list[Work] = field(default_factory=list)
     """Files of this rank."""
     agreed: AgreedWork | None = None
@@ -63,6 +67,27 @@ class Draft:
     @property
     def final(self) -> Path:
         return self.save_dir / self.tag
+
+    def begin(self) -> OSError | None:
+        """On rank 0: make its directory, by which the other ranks know that they write to the same place."""
+        try:
+            self.drafts_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return error
+        return None
+
+    def why_not_of(self, tag: str) -> ConfigError | None:
+        """Tell why files of this rank are lost in the checkpoint of rank 0, which saves as ``tag``, and has begun."""
+        if self.tag == tag and self.drafts_dir.is_dir():
+            return None
+        if str(self.final) != self.what:
+            return ConfigError(
+                f"this rank saves {self.final}, and rank 0 saves {self.what}: give all ranks the same directory and tag"
+            )
+        return ConfigError(
+            f"{self.drafts_dir}, which rank 0 has made, is not on this rank: save to a directory that all ranks share, "
+            "or set checkpoint.use_node_local_storage, with which DeepSpeed itself saves"
+        )
 
     def place_of(self, path: str) -> Path:
         """Return where the file ``path`` is written."""

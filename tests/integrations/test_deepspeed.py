@@ -109,6 +109,45 @@ def test_zero_to_fp32_reads_ours(tmp_path: Path, two: Ranks) -> None:
     run(two, written_for_others, tmp_path)
 
 
+def written_for_universal(rank: int, count: int, folder: Path) -> None:
+    ours = made(rank, count, folder, stage=3)
+    ours.losses(2)
+    ours.save("tag")
+    ours.engine.destroy()
+
+
+def test_universal_checkpoint_is_made_of_ours(tmp_path: Path, two: Ranks) -> None:
+    run(two, written_for_universal, tmp_path)
+    places = [f"--input_folder={tmp_path}/tag", f"--output_folder={tmp_path}/universal"]
+    workers = ["--num_extract_workers=1", "--num_merge_workers=1"]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *places, *workers]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=LONG_SECS)
+    assert done.returncode == 0, done.stderr
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    wanted = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "tag")
+    assert wanted
+    for name, tensor in wanted.items():
+        got = torch.load(tmp_path / "universal/zero" / name / "fp32.pt", weights_only=False)
+        torch.testing.assert_close(got.reshape(tensor.shape), tensor, rtol=0, atol=0)
+
+
+def of_experts(rank: int, count: int, folder: Path) -> None:
+    ours, stock = (made(rank, count, folder, is_ours=is_ours, has_experts=True) for is_ours in (True, False))
+    ours.losses(2)
+    ours.save()
+    wanted = ours.losses(2)
+    ours.wait()
+    assert stock.load() == "global_step2"
+    assert stock.losses(2) == wanted
+    assert len([*folder.glob("global_step2/layer_0_expert_*")]) == 4
+    ours.engine.destroy()
+
+
+def test_experts_are_files_of_one_checkpoint(tmp_path: Path, two: Ranks) -> None:
+    run(two, of_experts, tmp_path)
+
+
 def without_frozen(rank: int, count: int, folder: Path) -> None:
     ours = made(rank, count, folder, stage=2, is_frozen=True)
     ours.losses(1)
@@ -545,6 +584,45 @@ def test_the_save_after_a_failed_one_is_not_told_of_its_other_files(tmp_path: Pa
     run(two, next_after_two_failed, tmp_path)
 
 
+def places_of_ranks(rank: int, count: int, folder: Path) -> None:
+    ours = made(rank, count, folder)
+    ours.losses(1)
+    if rank == 0:
+        (folder / "link").symlink_to(folder)
+    node = folder / f"node {rank}"
+    node.mkdir()
+    dist.barrier()
+    home = os.getcwd()
+    os.chdir(node)
+    try:
+        for place, tag, wanted in (
+            (str(folder), f"tag {rank}", f"saves {folder}/tag 1, and rank 0 saves {folder}/tag 0: give all ranks"),
+            (str(node), "tag", f"saves {folder}/node 1/tag, and rank 0 saves {folder}/node 0/tag: give all ranks"),
+            ("/proc/self/cwd/runs", "tag", "is not on this rank: save to a directory that all ranks share"),
+        ):
+            ours.folder = place
+            ours.save(tag)
+            with pytest.raises(PeerFailedError, match=f"rank 1 failed: ConfigError: .*{re.escape(wanted)}"):
+                ours.wait()
+            dist.barrier()
+            assert not [*folder.rglob(".aio_ckpt-draft*"), *folder.rglob("*_states.pt"), *folder.rglob("latest")]
+            dist.barrier()
+        assert ours.engine.save_16bit_model("/proc/self/cwd/weights")  # rank 0 alone gives a file
+        assert [*folder.rglob("*.bin")] == [folder / "node 0/weights/pytorch_model.bin"]
+    finally:
+        os.chdir(home)
+    ours.folder = str(folder / "link" if rank else folder)
+    ours.save("whole")
+    wanted_losses = ours.losses(2)
+    assert ours.load() == "whole"
+    assert ours.losses(2) == wanted_losses
+    ours.engine.destroy()
+
+
+def test_ranks_that_do_not_save_one_checkpoint_are_told_so_and_none_waits(tmp_path: Path, two: Ranks) -> None:
+    run(two, places_of_ranks, tmp_path)
+
+
 def stepped_although_raised(rank: int, count: int, folder: Path) -> None:
     with disk() as storage:
         ours = made(rank, count, folder)
@@ -723,19 +801,20 @@ def test_deepspeed_saves_by_itself_if_a_release_moves_a_name(
     adapter: Any, moves: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     moves(adapter, monkeypatch)
-    engine = engine_with(stock := object())
+    engine = engine_with(stock := SimpleNamespace())
     with caplog.at_level(logging.WARNING, "aio_ckpt"):
         assert adapter.install(engine) is stock
     assert engine.checkpoint_engine is stock
     assert engine.save_checkpoint is print
     assert "deepspeed 0.19.8 is known to work" in caplog.text
+    engine.checkpoint_engine.wait()  # as scripts do after a save
 
 
 @pytest.mark.parametrize(("options", "why"), [({"nvme": True}, "NVMe"), ({"local": True}, "node_local")])
 def test_deepspeed_saves_by_itself_what_is_no_common_directory(
     adapter: Any, options: dict[str, bool], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = engine_with(stock := object(), **options)
+    engine = engine_with(stock := SimpleNamespace(), **options)
     with caplog.at_level(logging.WARNING, "aio_ckpt"):
         assert adapter.install(engine) is stock
     assert why in caplog.text

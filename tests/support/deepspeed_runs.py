@@ -39,6 +39,26 @@ def small(*, is_frozen: bool = False) -> torch.nn.Module:
     return model
 
 
+def with_experts() -> tuple[torch.nn.Module, list[dict[str, Any]]]:
+    """A model of four experts on two ranks, and its groups of parameters."""
+    moe: Any = importlib.import_module("deepspeed.moe.layer")
+    groups: Any = importlib.import_module("deepspeed.moe.utils")
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = moe.MoE(16, torch.nn.Linear(16, 16), num_experts=4, ep_size=2)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.experts(batch)[0]
+            return found
+
+    torch.manual_seed(3)
+    model = Model()
+    given = {"params": [*model.parameters()], "name": "all"}
+    return model, groups.split_params_into_different_moe_groups_for_optimizer(given)
+
+
 def settings(stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
@@ -61,6 +81,7 @@ class Run:
         stage: int = 1,
         is_ours: bool = True,
         is_frozen: bool = False,
+        has_experts: bool = False,
         config: EngineConfig | None = None,
     ) -> None:
         os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(count))
@@ -68,8 +89,12 @@ class Run:
         from aio_ckpt.integrations import deepspeed as adapter
 
         self.rank, self.folder, self.dtype = rank, str(folder), torch.bfloat16 if stage else torch.float32
-        model = small(is_frozen=is_frozen)
-        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.05)
+        if has_experts:
+            model, trained = with_experts()
+        else:
+            model = small(is_frozen=is_frozen)
+            trained = [{"params": [each for each in model.parameters() if each.requires_grad]}]
+        optimizer = torch.optim.AdamW(trained, lr=0.05)
         self.engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(stage))[0]
         if is_ours:
             adapter.install(self.engine, config)
