@@ -17,6 +17,7 @@ from pathlib import Path
 
 from isal import isal_zlib
 
+from aio_ckpt.checkpoint.torch_file import check_torch_file
 from aio_ckpt.engine.file_pipeline import TEMPORARY
 from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
@@ -172,13 +173,7 @@ def _check_by_itself(path: Path) -> None:
     elif path.suffix in _ZIPPED and path.name != "training_args.bin" and not zipfile.is_zipfile(path):
         raise CorruptCheckpointError(f"{path} is damaged: it has no end")
     elif path.suffix in _ZIPPED and zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as opened:
-            try:
-                damaged = opened.testzip()
-            except (zipfile.BadZipFile, EOFError) as error:
-                raise CorruptCheckpointError(f"{path} is damaged: {error}") from error
-        if damaged is not None:
-            raise CorruptCheckpointError(f"{path} is damaged: the CRC32 of {damaged} differs")
+        check_torch_file(path)
 
 
 def _files(folder: Path) -> Iterator[Path]:

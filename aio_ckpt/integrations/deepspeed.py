@@ -18,11 +18,13 @@ import importlib
 import inspect
 import logging
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
+from aio_ckpt.checkpoint.torch_file import check_torch_file
 from aio_ckpt.checks import check_kind, shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
@@ -202,7 +204,13 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
             checkpoint_folder.sync_path(path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Load a file as DeepSpeed does."""
+        """Load a file as DeepSpeed does, once its checksums were compared.
+
+        Raises:
+            CorruptCheckpointError: a byte of the file has changed; names the file.
+        """
+        if self.config.verify == "load" and zipfile.is_zipfile(path):
+            check_torch_file(Path(path))
         return self.stock.load(path, map_location)
 
     def commit(self, info: Any) -> bool:

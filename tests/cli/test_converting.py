@@ -127,7 +127,11 @@ def test_damaged_and_foreign_files_are_refused(tmp_path, capsys):
     save_file({"a": torch.ones(3)}, tmp_path / "b.safetensors")
     os.truncate(tmp_path / "b.safetensors", 70)
     (tmp_path / "c.pt").write_bytes(b"no zip")
-    for name, text in (("a.pt", "does not match"), ("b.safetensors", "b.safetensors"), ("c.pt", "no torch.save file")):
+    for name, text in (
+        ("a.pt", "a.pt is damaged: the CRC32 of a/data/0 differs"),
+        ("b.safetensors", "b.safetensors"),
+        ("c.pt", "no torch.save file"),
+    ):
         code, _, err = called(capsys, "import", tmp_path / name, tmp_path / "root")
         assert (code, text in err) == (1, True), err
         assert not (tmp_path / "root").exists()

@@ -24,7 +24,14 @@ from log_lines import kept_lines
 from rank_processes import Ranks, ranks
 
 from aio_ckpt import EngineConfig
-from aio_ckpt.errors import BudgetExceededError, ConfigError, PeerFailedError, RootError, WriteError
+from aio_ckpt.errors import (
+    BudgetExceededError,
+    ConfigError,
+    CorruptCheckpointError,
+    PeerFailedError,
+    RootError,
+    WriteError,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,6 +95,28 @@ def exchanged(rank: int, count: int, folder: Path, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stock_resumes_from_ours_and_ours_from_stock(tmp_path: Path, two: Ranks, stage: int) -> None:
     run(two, exchanged, tmp_path, stage)
+
+
+def loads_a_damaged_file(rank: int, count: int, folder: Path) -> str:
+    ours = made(rank, count, folder)
+    ours.losses(2)
+    ours.save()
+    ours.wait()
+    path = folder / "global_step2/mp_rank_00_model_states.pt"
+    if rank == 0:
+        data = bytearray(path.read_bytes())
+        tensor = next(iter(ours.engine.module.state_dict().values()))
+        data[data.index(tensor.contiguous().view(torch.uint8).numpy().tobytes()) + 3] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    with pytest.raises(CorruptCheckpointError, match=re.escape(f"{path} is damaged: the CRC32 of")) as caught:
+        ours.load(folder)
+    ours.engine.destroy()
+    return str(caught.value)
+
+
+def test_a_changed_byte_is_found_when_it_is_loaded(tmp_path: Path, two: Ranks) -> None:
+    run(two, loads_a_damaged_file, tmp_path)
 
 
 def written_for_others(rank: int, count: int, folder: Path) -> None:
