@@ -34,7 +34,7 @@ from aio_ckpt.ranks.store_coordinator import SoloCoordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 
-KNOWN_TO_WORK = "transformers 5.23.0 with accelerate 1.15.0"
+KNOWN_TO_WORK = "transformers 5.17.0 and 5.23.0 with accelerate 1.15.0"
 
 try:
     from accelerate.utils import broadcast_object_list

@@ -359,8 +359,9 @@ def test_a_run_that_is_killed_in_the_middle_of_a_save_resumes_with_equal_losses(
 RANK = """
     import json, sys
     from pathlib import Path
-    from huggingface_runs import losses, trainer
+    from huggingface_runs import load_to_numbered_cpus, losses, trainer
 
+    load_to_numbered_cpus()
     folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
     run = trainer(folder, max_steps=6, save_total_limit=2)
     run.train(resume_from_checkpoint=wanted)

@@ -50,3 +50,10 @@ def trainer(folder: Path, kind: type[Trainer] = AioTrainer, *, callbacks: Any = 
 def losses(trainer: Any) -> dict[int, float]:
     """Return the loss of each step."""
     return {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+
+
+def load_to_numbered_cpus() -> None:
+    """Let ``torch.load`` know ``cpu:0``, where transformers 5.17 loads the optimizer if there are several ranks."""
+    torch.serialization.register_package(
+        1, lambda stored: None, lambda stored, place: stored if place.startswith("cpu:") else None
+    )
