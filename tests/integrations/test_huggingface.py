@@ -150,6 +150,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_rotation_follows_the
     seen: dict[str, list[str]] = {}
 
     def hold() -> None:
+        run.wait_for_checkpoint()  # else the gate may hold that one
         seen["first"] = visible(tmp_path)
         held.append(disk.hold("replace", "optimizer.pt"))
 
@@ -160,7 +161,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_rotation_follows_the
         held[0].open()
 
     held: list[Any] = []
-    trainer(tmp_path, save_total_limit=1, callbacks=[At({5: hold, 8: look})]).train()
+    run = trainer(tmp_path, save_total_limit=1, callbacks=[At({5: hold, 8: look})])
+    run.train()
     assert seen == {"first": ["checkpoint-3"], "pending": [".aio_ckpt-draft", "checkpoint-3"]}
     assert visible(tmp_path) == ["checkpoint-12"]
 
@@ -260,6 +262,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced_whole(tmp_path: Path) -> None
 
 def test_a_failed_save_ends_training_and_leaves_the_older_checkpoint(tmp_path: Path, disk: GatedStorage) -> None:
     def fail() -> None:
+        run.wait_for_checkpoint()
         disk.fail("replace", "optimizer.pt", WriteError(28, "No space left on device"))
 
     run = trainer(tmp_path, save_total_limit=1, callbacks=[At({4: fail})])
@@ -334,12 +337,14 @@ KILLED = """
     class Kill(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             if state.global_step == 8:
+                run.wait_for_checkpoint()
                 self.gate = disk.hold("replace", "optimizer.pt")
             if state.global_step == 11:
                 self.gate.wait_reached()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    trainer(Path(sys.argv[1]), save_total_limit=1, callbacks=[Kill()]).train()
+    run = trainer(Path(sys.argv[1]), save_total_limit=1, callbacks=[Kill()])
+    run.train()
 """
 
 
