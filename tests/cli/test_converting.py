@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from warm_python import run_warm
 
 import aio_ckpt
+from aio_ckpt.cli.work import conversions
 from aio_ckpt.sync import SyncCheckpointEngine
 
 STEP = "step_000000010"
@@ -47,6 +49,61 @@ def test_export_to_safetensors_takes_a_branch(root, tmp_path, capsys):
     assert (code, "'modle'; aio-ckpt inspect lists its names" in err) == (1, True)
 
 
+@pytest.mark.parametrize("by", ["ours", "dcp", "file"])
+def test_a_branch_may_end_inside_of_a_key(tmp_path, capsys, by):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    source, values = tmp_path / "source", {"model": model.state_dict(), "ema.model": [torch.ones(2)]}
+    if by == "ours":
+        with SyncCheckpointEngine(source) as engine:
+            engine.save(values, step=1).result()
+    elif by == "dcp":
+        save_by_dcp(values, source)
+    else:
+        source = tmp_path / "source.pt"
+        torch.save(values, source)
+    wanted = {"model.1": {"0.weight", "0.bias"}, "model.1.0": {"weight", "bias"}, "ema": {"model.0"}}
+    for branch, names in wanted.items():
+        assert called(capsys, "convert", source, tmp_path / "o.safetensors", "--branch", branch)[0] == 0
+        assert load_file(tmp_path / "o.safetensors").keys() == names
+    assert called(capsys, "convert", source, tmp_path / "o.pt", "--branch", "model.1.0.weight")[0] == 0
+    assert torch.equal(torch.load(tmp_path / "o.pt"), model[1][0].weight)
+    code, _, err = called(capsys, "convert", source, tmp_path / "o.pt", "--branch", "model.1.0.w")
+    assert (code, "nothing named or below 'model.1.0.w'" in err) == (1, True), err
+
+
+def test_an_option_that_the_result_cannot_have_is_refused(root, tmp_path, capsys):
+    for option in (("--branch", "model"), ("--dtype", "bfloat16"), ("--max-shard-bytes", 5)):
+        code, _, err = called(capsys, "convert", root, tmp_path / "other", *option)
+        assert (code, f"{option[0]} is for files, and other is a root" in err) == (2, True), err
+    code, _, err = called(capsys, "convert", root, tmp_path / "o.pt", "--step", 3)
+    assert (code, "--step is for a root, and o.pt is a file" in err) == (2, True), err
+    assert not {"other", "o.pt"} & set(os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("out", "code", "text"),
+    [
+        ("dir.pt", 2, "dir.pt': is a directory"),
+        ("all.safetensors", 1, "'lr' is no tensor"),
+        ("{root}", 1, "step 10 does not exceed step 20, the newest in {root}: give --step 21"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_before_tensors_are_read(root, tmp_path, capsys, monkeypatch, out, code, text):
+    (tmp_path / "dir.pt").mkdir()
+    names: list[str] = []
+    real = conversions.read_leaves
+
+    async def read_leaves(ctx, checkpoint, wanted, **options):
+        names.extend(wanted)
+        return await real(ctx, checkpoint, wanted, **options)
+
+    monkeypatch.setattr(conversions, "read_leaves", read_leaves)
+    place = tmp_path / out.format(root=root)
+    got, _, err = called(capsys, "convert", root / STEP, place)
+    assert (got, text.format(root=root) in err) == (code, True), err
+    assert not [name for name in names if name.startswith("model")]
+
+
 def test_export_of_a_file_names_convert(tmp_path, capsys):
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     code, _, err = called(capsys, "export", tmp_path / "a.pt", tmp_path / "b.safetensors")
@@ -64,7 +121,8 @@ def test_export_casts_and_splits(root, tmp_path, capsys):
     ("arguments", "text"),
     [
         (("--to", "torch", "x.safetensors"), "should end in .pt"),
-        (("--dtype", "int33", "x.safetensors"), "no such dtype"),
+        (("--dtype", "int33", "x.safetensors"), "--dtype int33: no such floating-point dtype"),
+        (("--dtype", "int8", "x.safetensors"), "--dtype int8: no such floating-point dtype"),
         (("--dtype", "float16", "x.pt"), "are for .safetensors"),
     ],
 )
@@ -127,14 +185,32 @@ def test_damaged_and_foreign_files_are_refused(tmp_path, capsys):
     save_file({"a": torch.ones(3)}, tmp_path / "b.safetensors")
     os.truncate(tmp_path / "b.safetensors", 70)
     (tmp_path / "c.pt").write_bytes(b"no zip")
+    torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.nn.Linear(1, 1)}, tmp_path / "code.pt")
+    torch.save({"a": torch.ones(3)}, tmp_path / "cut.pt")
+    os.truncate(tmp_path / "cut.pt", 400)
+    with zipfile.ZipFile(tmp_path / "zip.pt", "w") as archive:
+        archive.writestr("a", "b")
     for name, text in (
         ("a.pt", "a.pt is damaged: the CRC32 of a/data/0 differs"),
         ("b.safetensors", "b.safetensors"),
         ("c.pt", "no torch.save file"),
+        ("old.pt", "old.pt: has the format of torch before 1.6: load it by torch.load and save it"),
+        ("code.pt", "code.pt: only running code can read an object in it (WeightsUnpickler error: Unsupported global"),
+        ("cut.pt", "cut.pt is damaged"),
+        ("zip.pt", "zip.pt: torch cannot read it"),
     ):
         code, _, err = called(capsys, "import", tmp_path / name, tmp_path / "root")
         assert (code, text in err) == (1, True), err
         assert not (tmp_path / "root").exists()
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path, capsys):
+    one, other = torch.ones(1), torch.zeros(1)
+    for number, value in enumerate(({1: one, "1": other}, {"a": {"b": one}, "a.b": other})):
+        torch.save(value, tmp_path / f"{number}.pt")
+        code, _, err = called(capsys, "convert", tmp_path / f"{number}.pt", tmp_path / "o.safetensors")
+        assert (code, "two tensors would have the name" in err) == (1, True), err
 
 
 def test_a_state_larger_than_the_memory_is_converted(tmp_path):
