@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 import zipfile
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint_maker import content_of, write_checkpoint
 from command_line import called, document, flip, save_by_dcp, state
 from safetensors.torch import load_file, save_file
 from warm_python import run_warm
 
 import aio_ckpt
 from aio_ckpt.cli.work import conversions
+from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.sync import SyncCheckpointEngine
 
 STEP = "step_000000010"
@@ -137,7 +140,7 @@ async def test_a_damaged_checkpoint_is_not_exported(root, tmp_path, capsys):
     (tmp_path / "out.pt").write_bytes(b"old")
     await flip(root / STEP, "model.embed")
     code, _, err = called(capsys, "export", root / STEP, tmp_path / "out.pt")
-    assert (code, "model.embed" in err) == (1, True)
+    assert (code, "model.embed" in err, f"{root / STEP}: " in err) == (1, True, True), err
     assert (tmp_path / "out.pt").read_bytes() == b"old"
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
@@ -203,6 +206,33 @@ def test_damaged_and_foreign_files_are_refused(tmp_path, capsys):
         code, _, err = called(capsys, "import", tmp_path / name, tmp_path / "root")
         assert (code, text in err) == (1, True), err
         assert not (tmp_path / "root").exists()
+
+
+def test_what_other_ranks_saved_is_not_left_out_in_silence(tmp_path, capsys):
+    stages = [{f"stage{rank}": {"w": torch.ones(2)}, "both": torch.ones(2), "rng": PerRank(rank)} for rank in range(2)]
+    path = write_checkpoint(tmp_path / "c", [content_of(stage, rank) for rank, stage in enumerate(stages)])
+    code, _, err = called(capsys, "export", path, tmp_path / "o.pt")
+    assert (code, "'stage1.w' is what another rank saved" in err) == (1, True), err
+    assert called(capsys, "export", path, tmp_path / "o.pt", "--branch", "both")[0] == 0
+    del stages[1]["stage1"], stages[0]["stage0"]
+    path = write_checkpoint(tmp_path / "d", [content_of(stage, rank) for rank, stage in enumerate(stages)])
+    assert called(capsys, "export", path, tmp_path / "o.pt")[0] == 0
+    assert torch.load(tmp_path / "o.pt")["rng"] == 0
+
+
+def test_damaged_manifests_are_named_with_their_checkpoint(root, tmp_path, capsys):
+    (root / STEP / ".metadata").unlink()
+    for command in (("export", root / STEP, tmp_path / "o.pt"), ("inspect", root / STEP)):
+        code, _, err = called(capsys, *command)
+        assert (code, f"{root / STEP}: .metadata: missing" in err) == (1, True), err
+
+
+def test_an_index_that_names_a_missing_tensor_is_refused(tmp_path, capsys):
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}))
+    code, _, err = called(capsys, "convert", index, tmp_path / "o.pt")
+    assert (code, "'b' is in none of its files" in err) == (1, True), err
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path, capsys):

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 import torch
 
-from aio_ckpt.checkpoint.open import open_checkpoint
+from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.checkpoint.torch_file import check_torch_file
-from aio_ckpt.cli.work.contents import LeafRow, describe_newest
+from aio_ckpt.cli.work.contents import Contents, LeafRow, describe_newest
 from aio_ckpt.cli.work.loop import call
 from aio_ckpt.cli.work.partial import PartialTensors
 from aio_ckpt.commit.discovery import discover
@@ -41,11 +41,14 @@ from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
 from aio_ckpt.leaves.objects import unsafe_reason
+from aio_ckpt.match.rank_names import unexpected_names
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator
 from aio_ckpt.restore.fetch_values import FetchedValues
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.restore.read import assemble, read_leaves, stored_names
+from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.state.names import is_selected
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -260,10 +263,24 @@ async def _read(
     """Read a checkpoint into the mapped file. Every byte is verified before it is written anywhere else."""
     contents = await describe_newest(storage, executor, path, names)
     ctx = ReadContext.of(EngineConfig(), storage, executor, rank=0, world_size=1)
-    checkpoint = await open_checkpoint(storage, Path(contents.path), executor=executor, step=contents.step)
+    with naming_checkpoint(Path(contents.path)):
+        return await _read_leaves(ctx, contents, only, partial, check, on_progress)
+
+
+async def _read_leaves(
+    ctx: ReadContext,
+    contents: Contents,
+    only: Sequence[str] | None,
+    partial: PartialTensors,
+    check: _Check,
+    on_progress: OnProgress,
+) -> _Source:
+    executor = ctx.executor
+    checkpoint = await open_checkpoint(ctx.storage, Path(contents.path), executor=executor, step=contents.step)
     wanted = await run_blocking(executor, stored_names, ctx, checkpoint, only)
+    await run_blocking(executor, _check_ranks, checkpoint, set(wanted), only)
     objects = await read_leaves(ctx, checkpoint, [name for name in wanted if name in checkpoint.catalog.objects])
-    await check(storage, contents.step, objects.values)
+    await check(ctx.storage, contents.step, objects.values)
     groups = _groups(contents.leaves, set(wanted))
     sizes = [group.nbytes for group in groups]
     await run_blocking(executor, partial.open, _identity(checkpoint.path, wanted), sizes)
@@ -279,6 +296,18 @@ async def _read(
     rest = await read_leaves(ctx, checkpoint, [name for name in wanted if name not in values])
     state = assemble(ctx, checkpoint, FetchedValues(values=values).joined_with(rest), only=only).state
     return _Source(state=state, step=contents.step, path=checkpoint.path)
+
+
+def _check_ranks(checkpoint: Checkpoint, wanted: set[str], only: Sequence[str] | None) -> None:
+    """Raise MissingNameError if ranks other than 0 alone saved a part of the result, such as a stage of a pipeline."""
+    beyond = unexpected_names(checkpoint, wanted, 0, 1)
+    lost = sorted(name for name in beyond if only is None or is_selected(name, set(only)))
+    if lost:
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        raise MissingNameError(
+            f"{checkpoint.path}: {lost[0]!r}{more} is what another rank saved, and a conversion takes what rank 0 did: "
+            "give --branch, or load() a template with all names, and save_file() that"
+        )
 
 
 @dataclass(slots=True)
@@ -367,7 +396,8 @@ def _with_tied(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) ->
 
 def _mapped_shards(index: Path) -> dict[str, torch.Tensor]:
     try:
-        files = set(json.loads(index.read_bytes())["weight_map"].values())
+        by_name = dict(json.loads(index.read_bytes())["weight_map"])
+        files = set(by_name.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{index}: no index of safetensors files: {error}") from error
     if any(not isinstance(name, str) or os.path.basename(name) != name for name in files):
@@ -378,4 +408,7 @@ def _mapped_shards(index: Path) -> dict[str, torch.Tensor]:
         found, texts = _mapped(index.parent / name)
         tensors |= found
         metadata |= texts
-    return _with_tied(tensors, metadata)
+    tensors = _with_tied(tensors, metadata)
+    if lost := sorted(by_name.keys() - tensors):
+        raise CorruptCheckpointError(f"{index}: {lost[0]!r} is in none of its files: they are of different saves")
+    return tensors
