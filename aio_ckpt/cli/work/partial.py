@@ -92,7 +92,8 @@ class PartialTensors:
             (self.path / _JOURNAL).unlink(missing_ok=True)
         if not total:
             return
-        with (self.path / _TENSORS).open("a+b") as file:
+        (self.path / _TENSORS).touch()
+        with (self.path / _TENSORS).open("r+b") as file:  # posix_fallocate may refuse one opened to append
             if not is_same:
                 os.ftruncate(file.fileno(), 0)
             self._reserve(file.fileno(), total)
