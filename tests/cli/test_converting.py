@@ -220,6 +220,18 @@ def test_what_other_ranks_saved_is_not_left_out_in_silence(tmp_path, capsys):
     assert torch.load(tmp_path / "o.pt")["rng"] == 0
 
 
+def test_an_object_that_needs_code_is_named_with_what_a_command_can_do(tmp_path, capsys):
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        engine.save({"m": {"w": torch.ones(2)}, "when": torch.Generator}, step=1).result()
+    code, _, err = called(capsys, "export", tmp_path / "root", tmp_path / "o.pt")
+    assert (code, "step_000000001: only running code can read 'when', and a conv" in err, "--branch" in err) == (
+        1,
+        1,
+        1,
+    )
+    assert called(capsys, "export", tmp_path / "root", tmp_path / "o.pt", "--branch", "m")[0] == 0
+
+
 def test_damaged_manifests_are_named_with_their_checkpoint(root, tmp_path, capsys):
     (root / STEP / ".metadata").unlink()
     for command in (("export", root / STEP, tmp_path / "o.pt"), ("inspect", root / STEP)):

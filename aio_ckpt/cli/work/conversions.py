@@ -279,7 +279,16 @@ async def _read_leaves(
     checkpoint = await open_checkpoint(ctx.storage, Path(contents.path), executor=executor, step=contents.step)
     wanted = await run_blocking(executor, stored_names, ctx, checkpoint, only)
     await run_blocking(executor, _check_ranks, checkpoint, set(wanted), only)
-    objects = await read_leaves(ctx, checkpoint, [name for name in wanted if name in checkpoint.catalog.objects])
+    names = [name for name in wanted if name in checkpoint.catalog.objects]
+    objects = await read_leaves(ctx, checkpoint, names, skip_untrusted=True)
+    if objects.untrusted:
+        first, *others = objects.untrusted
+        more = f" (and {len(others)} more)" if others else ""
+        raise UnsafeObjectError(
+            f"{checkpoint.path}: only running code can read {first!r}{more}, and a conversion runs none: give --branch, "
+            "such as --branch model; or, if you trust the checkpoint, load it with EngineConfig(trusted_objects=True), "
+            "and save_file() it"
+        )
     await check(ctx.storage, contents.step, objects.values)
     groups = _groups(contents.leaves, set(wanted))
     sizes = [group.nbytes for group in groups]
