@@ -74,6 +74,15 @@ def test_a_branch_may_end_inside_of_a_key(tmp_path, capsys, by):
     assert (code, "nothing named or below 'model.1.0.w'" in err) == (1, True), err
 
 
+def test_a_branch_of_several_values_is_whole_or_refused(tmp_path, capsys):
+    source, out = tmp_path / "s.pt", tmp_path / "o.safetensors"
+    torch.save({"a": {"x": torch.ones(1)}, "a.y": torch.ones(1), "b": torch.ones(1), "b.y": torch.ones(1)}, source)
+    assert called(capsys, "convert", source, out, "--branch", "a")[0] == 0
+    assert load_file(out).keys() == {"x", "y"}
+    code, _, err = called(capsys, "convert", source, out, "--branch", "b")
+    assert (code, "several values lie at 'b'" in err) == (1, True), err
+
+
 def test_an_option_that_the_result_cannot_have_is_refused(root, tmp_path, capsys):
     for option in (("--branch", "model"), ("--dtype", "bfloat16"), ("--max-shard-bytes", 5)):
         code, _, err = called(capsys, "convert", root, tmp_path / "other", *option)

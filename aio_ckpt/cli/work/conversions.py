@@ -169,9 +169,16 @@ def _branch(found: _Source, name: str) -> Any:
     parts = _below(found.state, name)
     if not parts:
         raise MissingNameError(f"{found.path}: holds nothing named or below {name!r}{_known(found.state)}")
-    if len(parts) > 1 and all(isinstance(part, Mapping) for part in parts):
-        return {key: inner for part in parts for key, inner in part.items()}
-    return parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    merged: dict[Any, Any] = {}
+    for part in parts:
+        if not isinstance(part, Mapping) or merged.keys() & part.keys():
+            raise UnsupportedLeafError(
+                f"{found.path}: several values lie at {name!r}: give a longer or shorter --branch"
+            )
+        merged |= part
+    return merged
 
 
 def _below(value: object, name: str) -> list[Any]:
@@ -285,9 +292,9 @@ async def _read_leaves(
         first, *others = objects.untrusted
         more = f" (and {len(others)} more)" if others else ""
         raise UnsafeObjectError(
-            f"{checkpoint.path}: only running code can read {first!r}{more}, and a conversion runs none: give --branch, "
-            "such as --branch model; or, if you trust the checkpoint, load it with EngineConfig(trusted_objects=True), "
-            "and save_file() it"
+            f"{checkpoint.path}: only running code can read {first!r}{more}, and a conversion runs none: "
+            "give --branch, such as --branch model; or, if you trust the checkpoint, load it with "
+            "EngineConfig(trusted_objects=True), and save_file() it"
         )
     await check(ctx.storage, contents.step, objects.values)
     groups = _groups(contents.leaves, set(wanted))
