@@ -116,7 +116,7 @@ def test_a_torn_group_is_read_again(source, state, tmp_path, capsys, read):
     assert same(torch.load(out), state)
 
 
-@pytest.mark.parametrize(("old", "new"), [(b'"t1"', b'"t0"'), (b'"at": 0', b'"at": 1'), (b'"shape"', b'"shapf"')])
+@pytest.mark.parametrize(("old", "new"), [(b'"t1"', b'"t0"'), (b'"shape"', b'"shapf"')])
 def test_a_changed_line_of_the_journal_does_not_count(source, state, tmp_path, capsys, read, old, new):
     out = tmp_path / "out.pt"
     kill_amid(source, out)
