@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import zipfile
+import zlib
 from pathlib import Path
 
 from isal import isal_zlib
@@ -12,6 +14,8 @@ from aio_ckpt.errors import CorruptCheckpointError, MismatchError
 __all__ = ["check_torch_file"]
 
 _BLOCK_BYTES = 1 << 20
+_FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, UnicodeDecodeError, RuntimeError)
+"""What zipfile raises for changed bytes in the headers of a zip."""
 
 
 def check_torch_file(path: Path) -> None:
@@ -26,8 +30,12 @@ def check_torch_file(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             for record in archive.infolist():
                 _check_record(archive, record, path)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
-        raise CorruptCheckpointError(f"{path} is damaged: {error}") from error
+    except _FAULTS as error:
+        raise CorruptCheckpointError(f"{path} is damaged: {str(error) or 'it ends too early'}") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise CorruptCheckpointError(f"{path} is damaged: a header tells a place before its begin") from error
 
 
 def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo, path: Path) -> None:

@@ -96,16 +96,22 @@ def import_command(file: Path, root: Path, step: int | None, names: StepNames, *
 @_dtype
 @step_dir_option
 @json_option
-def convert_command(source: Path, out: Path, step: int | None, names: StepNames, **options: Any) -> None:
+def convert_command(
+    source: Path, out: Path, step: int | None, names: StepNames, *, as_json: bool, **options: Any
+) -> None:
     """Convert SOURCE to OUT, each of them a file or a directory.
 
     SOURCE is a checkpoint of ours or of DCP, or a file of torch.save or safetensors. If OUT ends in .safetensors,
     .pt, .pth, .bin or .ckpt, it is a file. Otherwise it is a root: the result is a step in it, which DCP reads, too.
     """
     if out.name.endswith(tuple(suffix for found in _SUFFIXES.values() for suffix in found)):
-        _to_file(source, out, names, **options)
+        if step is not None:
+            raise ConfigError(f"--step is for a root, and {out.name} is a file: leave it away")
+        _to_file(source, out, names, as_json=as_json, **options)
+    elif given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
+        raise ConfigError(f"{given[0]} is for files, and {out.name} is a root: leave it away, or give a file as OUT")
     else:
-        _to_step(source, out, names, step=step, as_json=options["as_json"])
+        _to_step(source, out, names, step=step, as_json=as_json)
 
 
 def _to_file(
@@ -123,8 +129,8 @@ def _to_file(
     from aio_ckpt.cli.work.conversions import FileOptions, convert_to_file
 
     cast = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not isinstance(cast, torch.dtype):
-        raise ConfigError(f"--dtype {dtype}: torch has no such dtype")
+    if dtype is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
+        raise ConfigError(f"--dtype {dtype}: no such floating-point dtype in torch: give one such as bfloat16")
     is_safe = out.name.endswith(_SUFFIXES["safetensors"])
     if not is_safe and (dtype is not None or max_shard_bytes is not None):
         raise ConfigError(f"--dtype and --max-shard-bytes are for .safetensors files, and {out.name} is none")

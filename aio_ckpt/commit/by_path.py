@@ -67,7 +67,9 @@ def file_refusal(place: Path, root: Path, names: StepNames) -> str:
     """Return why no file can be saved at ``place``; '' if one can. Both paths are absolute, without links. Pure."""
     if is_of_checkpoint(place.name):
         return "that is a name of a checkpoint's own files: give another one"
-    first = place.relative_to(root).parts[0] if place.is_relative_to(root) and place != root else ""
+    if root.is_relative_to(place):  # the engine makes its root at the first save, and a file there would fail it
+        return f"the root {root} of the engine lies there: give the path of a file"
+    first = place.relative_to(root).parts[0] if place.is_relative_to(root) else ""
     if first == ENGINE_DIR or names.step(first) is not None:
         return f"{first} of the root {root} belongs to the engine: give a path outside of it"
     return ""

@@ -128,7 +128,7 @@ def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted, mmap=False)
         return _Decoding(trusted=trusted).of(value)
     except pickle.UnpicklingError as exc:
-        reason = _unsafe_reason(exc)
+        reason = unsafe_reason(exc)
         if not reason:
             raise CorruptCheckpointError(f"{name}: the stored object does not unpickle: {_first_line(exc)}") from exc
         raise UnsafeObjectError(f"{name}: only running code can read this object back ({reason}); {_REMEDY}") from exc
@@ -382,7 +382,7 @@ def _first_line(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {str(exc).partition(chr(10))[0][:200]}"
 
 
-def _unsafe_reason(exc: BaseException) -> str:
+def unsafe_reason(exc: BaseException) -> str:
     """Return the line of torch's message that names the refused global, call or opcode; empty if none was refused."""
     lines = (line.strip() for line in str(exc).splitlines())
     found = next((line for line in lines if any(word in line for word in _REFUSALS)), "")

@@ -16,7 +16,7 @@ from aio_ckpt.leaves.containers import Form, Opened, decode_metadata, open_conta
 from aio_ckpt.leaves.keys import HELD_KEYS, Key, key_text, thaw_key
 from aio_ckpt.leaves.objects import check_key, from_tensor
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.state.names import children_of, find_named, leaf_paths, sizes_of, unique_names
+from aio_ckpt.state.names import children_of, find_named, is_selected, leaf_paths, sizes_of, unique_names
 from aio_ckpt.state.skeleton import KEYED, MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
 
 __all__ = ["build", "build_below"]
@@ -154,7 +154,7 @@ class _Builder:
         """Return the value at ``node``; ``_MISSING`` if it is not selected. ``prefix``: its name and a dot."""
         if isinstance(node, int):
             return self.leaf(prefix[:-1], node, is_kept)
-        is_kept = is_kept or self.only is None or (prefix != "" and prefix[:-1] in self.only)
+        is_kept = is_kept or self.only is None or is_selected(prefix[:-1], self.only)
         if len(node) == 3 and node[0] in MAPPINGS:
             return self.plain_mapping(node, prefix, is_kept)
         if node[0] == Container.TENSOR:
@@ -270,7 +270,7 @@ class _Builder:
         """Return the value of the next leaf, ``_MISSING`` if it is not selected or not given."""
         name = self.marked.get(self.leaf_number, name)
         self.leaf_number += 1
-        if not (is_kept or self.only is None or name in self.only):
+        if not (is_kept or self.only is None or is_selected(name, self.only)):
             return _MISSING
         value = self.leaves.get(name, _MISSING)
         if value is _MISSING:

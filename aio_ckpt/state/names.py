@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,6 +23,7 @@ __all__ = [
     "copy_paths",
     "find_named",
     "is_below",
+    "is_selected",
     "leaf_keys",
     "leaf_paths",
     "marked_name",
@@ -46,6 +47,16 @@ _LEAF_TYPES = {int, LeafKind}
 def is_below(name: str, prefix: str) -> bool:
     """Return whether ``name`` is ``prefix`` or lies below it. Every name lies below ``""``, the state itself."""
     return not prefix or name == prefix or name.startswith(prefix + ".")
+
+
+def is_selected(name: str, only: Set[str]) -> bool:
+    """Return whether ``name`` is one of ``only`` or lies below one of them, in time that grows with its dots alone."""
+    end = len(name)
+    while end > 0:
+        if name[:end] in only:
+            return True
+        end = name.rfind(".", 0, end)
+    return "" in only
 
 
 def prefix_of(name: str | None) -> str:

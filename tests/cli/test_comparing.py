@@ -24,6 +24,12 @@ def test_equal_checkpoints_are_alike(root, capsys):
     assert out.splitlines()[-1] == "5 leaves alike, 0 not (names, shapes, dtypes and values)"
 
 
+def test_a_damaged_one_is_named(root, capsys):
+    (root / "step_000000020/.metadata").unlink()
+    code, _, err = called(capsys, "diff", root / "step_000000010", root)
+    assert (code, f"{root}/step_000000020: .metadata: missing" in err) == (1, True), err
+
+
 def test_diff_names_what_one_lacks_and_what_has_another_shape_or_dtype(tmp_path, capsys):
     a = saved(tmp_path / "a", w=torch.ones(2, 3), v=torch.ones(2), n=1, only_a=2, same=torch.ones(4))
     b = saved(tmp_path / "b", w=torch.ones(3, 2), v=torch.ones(2).half(), n=torch.ones(1), same=torch.ones(4), z=1)

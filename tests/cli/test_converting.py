@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint_maker import content_of, write_checkpoint
 from command_line import called, document, flip, save_by_dcp, state
 from safetensors.torch import load_file, save_file
 from warm_python import run_warm
 
 import aio_ckpt
+from aio_ckpt.cli.work import conversions
+from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.sync import SyncCheckpointEngine
 
 STEP = "step_000000010"
@@ -47,6 +52,70 @@ def test_export_to_safetensors_takes_a_branch(root, tmp_path, capsys):
     assert (code, "'modle'; aio-ckpt inspect lists its names" in err) == (1, True)
 
 
+@pytest.mark.parametrize("by", ["ours", "dcp", "file"])
+def test_a_branch_may_end_inside_of_a_key(tmp_path, capsys, by):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    source, values = tmp_path / "source", {"model": model.state_dict(), "ema.model": [torch.ones(2)]}
+    if by == "ours":
+        with SyncCheckpointEngine(source) as engine:
+            engine.save(values, step=1).result()
+    elif by == "dcp":
+        save_by_dcp(values, source)
+    else:
+        source = tmp_path / "source.pt"
+        torch.save(values, source)
+    wanted = {"model.1": {"0.weight", "0.bias"}, "model.1.0": {"weight", "bias"}, "ema": {"model.0"}}
+    for branch, names in wanted.items():
+        assert called(capsys, "convert", source, tmp_path / "o.safetensors", "--branch", branch)[0] == 0
+        assert load_file(tmp_path / "o.safetensors").keys() == names
+    assert called(capsys, "convert", source, tmp_path / "o.pt", "--branch", "model.1.0.weight")[0] == 0
+    assert torch.equal(torch.load(tmp_path / "o.pt"), model[1][0].weight)
+    code, _, err = called(capsys, "convert", source, tmp_path / "o.pt", "--branch", "model.1.0.w")
+    assert (code, "nothing named or below 'model.1.0.w'" in err) == (1, True), err
+
+
+def test_a_branch_of_several_values_is_whole_or_refused(tmp_path, capsys):
+    source, out = tmp_path / "s.pt", tmp_path / "o.safetensors"
+    torch.save({"a": {"x": torch.ones(1)}, "a.y": torch.ones(1), "b": torch.ones(1), "b.y": torch.ones(1)}, source)
+    assert called(capsys, "convert", source, out, "--branch", "a")[0] == 0
+    assert load_file(out).keys() == {"x", "y"}
+    code, _, err = called(capsys, "convert", source, out, "--branch", "b")
+    assert (code, "several values lie at 'b'" in err) == (1, True), err
+
+
+def test_an_option_that_the_result_cannot_have_is_refused(root, tmp_path, capsys):
+    for option in (("--branch", "model"), ("--dtype", "bfloat16"), ("--max-shard-bytes", 5)):
+        code, _, err = called(capsys, "convert", root, tmp_path / "other", *option)
+        assert (code, f"{option[0]} is for files, and other is a root" in err) == (2, True), err
+    code, _, err = called(capsys, "convert", root, tmp_path / "o.pt", "--step", 3)
+    assert (code, "--step is for a root, and o.pt is a file" in err) == (2, True), err
+    assert not {"other", "o.pt"} & set(os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("out", "code", "text"),
+    [
+        ("dir.pt", 2, "dir.pt': is a directory"),
+        ("all.safetensors", 1, "'lr' is no tensor"),
+        ("{root}", 1, "step 10 does not exceed step 20, the newest in {root}: give --step 21"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_before_tensors_are_read(root, tmp_path, capsys, monkeypatch, out, code, text):
+    (tmp_path / "dir.pt").mkdir()
+    names: list[str] = []
+    real = conversions.read_leaves
+
+    async def read_leaves(ctx, checkpoint, wanted, **options):
+        names.extend(wanted)
+        return await real(ctx, checkpoint, wanted, **options)
+
+    monkeypatch.setattr(conversions, "read_leaves", read_leaves)
+    place = tmp_path / out.format(root=root)
+    got, _, err = called(capsys, "convert", root / STEP, place)
+    assert (got, text.format(root=root) in err) == (code, True), err
+    assert not [name for name in names if name.startswith("model")]
+
+
 def test_export_of_a_file_names_convert(tmp_path, capsys):
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     code, _, err = called(capsys, "export", tmp_path / "a.pt", tmp_path / "b.safetensors")
@@ -64,7 +133,8 @@ def test_export_casts_and_splits(root, tmp_path, capsys):
     ("arguments", "text"),
     [
         (("--to", "torch", "x.safetensors"), "should end in .pt"),
-        (("--dtype", "int33", "x.safetensors"), "no such dtype"),
+        (("--dtype", "int33", "x.safetensors"), "--dtype int33: no such floating-point dtype"),
+        (("--dtype", "int8", "x.safetensors"), "--dtype int8: no such floating-point dtype"),
         (("--dtype", "float16", "x.pt"), "are for .safetensors"),
     ],
 )
@@ -79,7 +149,7 @@ async def test_a_damaged_checkpoint_is_not_exported(root, tmp_path, capsys):
     (tmp_path / "out.pt").write_bytes(b"old")
     await flip(root / STEP, "model.embed")
     code, _, err = called(capsys, "export", root / STEP, tmp_path / "out.pt")
-    assert (code, "model.embed" in err) == (1, True)
+    assert (code, "model.embed" in err, f"{root / STEP}: " in err) == (1, True, True), err
     assert (tmp_path / "out.pt").read_bytes() == b"old"
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
@@ -127,14 +197,71 @@ def test_damaged_and_foreign_files_are_refused(tmp_path, capsys):
     save_file({"a": torch.ones(3)}, tmp_path / "b.safetensors")
     os.truncate(tmp_path / "b.safetensors", 70)
     (tmp_path / "c.pt").write_bytes(b"no zip")
+    torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.nn.Linear(1, 1)}, tmp_path / "code.pt")
+    torch.save({"a": torch.ones(3)}, tmp_path / "cut.pt")
+    os.truncate(tmp_path / "cut.pt", 400)
+    with zipfile.ZipFile(tmp_path / "zip.pt", "w") as archive:
+        archive.writestr("a", "b")
     for name, text in (
         ("a.pt", "a.pt is damaged: the CRC32 of a/data/0 differs"),
         ("b.safetensors", "b.safetensors"),
         ("c.pt", "no torch.save file"),
+        ("old.pt", "old.pt: has the format of torch before 1.6: load it by torch.load and save it"),
+        ("code.pt", "code.pt: only running code can read an object in it (WeightsUnpickler error: Unsupported global"),
+        ("cut.pt", "cut.pt is damaged"),
+        ("zip.pt", "zip.pt: torch cannot read it"),
     ):
         code, _, err = called(capsys, "import", tmp_path / name, tmp_path / "root")
         assert (code, text in err) == (1, True), err
         assert not (tmp_path / "root").exists()
+
+
+def test_what_other_ranks_saved_is_not_left_out_in_silence(tmp_path, capsys):
+    stages = [{f"stage{rank}": {"w": torch.ones(2)}, "both": torch.ones(2), "rng": PerRank(rank)} for rank in range(2)]
+    path = write_checkpoint(tmp_path / "c", [content_of(stage, rank) for rank, stage in enumerate(stages)])
+    code, _, err = called(capsys, "export", path, tmp_path / "o.pt")
+    assert (code, "'stage1.w' is what another rank saved" in err) == (1, True), err
+    assert called(capsys, "export", path, tmp_path / "o.pt", "--branch", "both")[0] == 0
+    del stages[1]["stage1"], stages[0]["stage0"]
+    path = write_checkpoint(tmp_path / "d", [content_of(stage, rank) for rank, stage in enumerate(stages)])
+    assert called(capsys, "export", path, tmp_path / "o.pt")[0] == 0
+    assert torch.load(tmp_path / "o.pt")["rng"] == 0
+
+
+def test_an_object_that_needs_code_is_named_with_what_a_command_can_do(tmp_path, capsys):
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        engine.save({"m": {"w": torch.ones(2)}, "when": torch.Generator}, step=1).result()
+    code, _, err = called(capsys, "export", tmp_path / "root", tmp_path / "o.pt")
+    assert (code, "step_000000001: only running code can read 'when', and a conv" in err, "--branch" in err) == (
+        1,
+        1,
+        1,
+    )
+    assert called(capsys, "export", tmp_path / "root", tmp_path / "o.pt", "--branch", "m")[0] == 0
+
+
+def test_damaged_manifests_are_named_with_their_checkpoint(root, tmp_path, capsys):
+    (root / STEP / ".metadata").unlink()
+    for command in (("export", root / STEP, tmp_path / "o.pt"), ("inspect", root / STEP)):
+        code, _, err = called(capsys, *command)
+        assert (code, f"{root / STEP}: .metadata: missing" in err) == (1, True), err
+
+
+def test_an_index_that_names_a_missing_tensor_is_refused(tmp_path, capsys):
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}))
+    code, _, err = called(capsys, "convert", index, tmp_path / "o.pt")
+    assert (code, "'b' is in none of its files" in err) == (1, True), err
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path, capsys):
+    one, other = torch.ones(1), torch.zeros(1)
+    for number, value in enumerate(({1: one, "1": other}, {"a": {"b": one}, "a.b": other})):
+        torch.save(value, tmp_path / f"{number}.pt")
+        code, _, err = called(capsys, "convert", tmp_path / f"{number}.pt", tmp_path / "o.safetensors")
+        assert (code, "two tensors would have the name" in err) == (1, True), err
 
 
 def test_a_state_larger_than_the_memory_is_converted(tmp_path):

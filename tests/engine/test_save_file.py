@@ -457,6 +457,14 @@ def test_a_pipe_is_refused_and_stays(engine: SyncCheckpointEngine, tmp_path: Pat
     assert (tmp_path / "pipe.pt").is_fifo()
 
 
+@pytest.mark.parametrize("place", ["runs", "runs/ckpt"])
+def test_no_file_takes_the_place_of_a_root_that_the_first_save_makes(tmp_path: Path, place: str) -> None:
+    with SyncCheckpointEngine(tmp_path / "runs/ckpt") as engine:
+        with pytest.raises(ConfigError, match=r"the root .*/runs/ckpt of the engine lies there"):
+            engine.save_file({"n": 1}, tmp_path / place)
+        assert engine.save({"n": 1}).result().step == 1
+
+
 def test_a_file_in_the_place_of_a_directory_is_named(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="/file is a file: give a path in a directory"):

@@ -17,6 +17,7 @@ from aio_ckpt.commit.discovery import MAX_RETRIES
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingNameError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
+from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
 
@@ -125,8 +126,9 @@ async def describe(storage: Storage, executor: Executor, path: Path, names: Step
         CheckpointNotFoundError: ``path`` is no checkpoint.
         CorruptCheckpointError, FormatVersionError: the manifests are damaged, or of a newer version.
     """
-    checkpoint = await open_checkpoint(storage, path, executor=executor)
-    leaves = await run_blocking(executor, leaves_of, checkpoint)
+    with naming_checkpoint(path):
+        checkpoint = await open_checkpoint(storage, path, executor=executor)
+        leaves = await run_blocking(executor, leaves_of, checkpoint)
     root = checkpoint.root
     once = [leaf for leaf in leaves if leaf.tied_to is None]
     return Contents(

@@ -17,6 +17,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.restore.read import read_leaves
+from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
 
@@ -95,9 +96,7 @@ async def compare(
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError, FormatVersionError, ReadError: one of them cannot be read.
     """
-    opened = [
-        await open_checkpoint(storage, (await locate(storage, path, names))[-1], executor=executor) for path in (a, b)
-    ]
+    opened = [await _opened(storage, executor, (await locate(storage, path, names))[-1]) for path in (a, b)]
     leaves = [
         {leaf.name: leaf for leaf in await run_blocking(executor, leaves_of, checkpoint)} for checkpoint in opened
     ]
@@ -121,6 +120,16 @@ async def compare(
     )
 
 
+async def _opened(storage: Storage, executor: Executor, path: Path) -> Checkpoint:
+    with naming_checkpoint(path):
+        return await open_checkpoint(storage, path, executor=executor)
+
+
+async def _values(ctx: ReadContext, checkpoint: Checkpoint, names: list[str]) -> dict[str, object]:
+    with naming_checkpoint(checkpoint.path):
+        return (await read_leaves(ctx, checkpoint, names)).values
+
+
 def _kind(leaf: LeafRow) -> str:
     return leaf.kind if leaf.shape is None else f"{leaf.dtype} ({', '.join(map(str, leaf.shape))})"
 
@@ -137,7 +146,7 @@ async def _compare_values(
     changes: list[ValueChange] = []
     for batch in _batches(leaves):
         tensors = [leaf.name for leaf in batch if leaf.kind == "tensor"]
-        ours, theirs = [(await read_leaves(ctx, checkpoint, tensors)).values for checkpoint in opened]
+        ours, theirs = [await _values(ctx, checkpoint, tensors) for checkpoint in opened]
         for leaf in batch:
             if leaf.kind == "tensor":
                 change = await run_blocking(executor, _tensor_change, leaf.name, ours[leaf.name], theirs[leaf.name])

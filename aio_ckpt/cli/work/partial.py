@@ -26,6 +26,8 @@ from aio_ckpt.storage.lock import RootLock
 __all__ = ["PartialTensors", "partial_path"]
 
 _LOCK, _TENSORS, _JOURNAL = ".lock", "tensors", "journal"
+_SUM_CHARS = 9
+"""Length of the checksum that a line of the journal begins with."""
 
 
 def partial_path(out: Path) -> Path:
@@ -38,6 +40,7 @@ class PartialTensors:
 
     A group is a number of tensors that are read together, in a place of the file that the sizes of all groups tell.
     Its line holds the checksum of its bytes. If they do not match it, as after a power loss, the group is read again.
+    So it is if the line itself does not match the checksum that it begins with.
     Invariant: one process holds the directory, from construction to the end of the block.
     """
 
@@ -89,7 +92,8 @@ class PartialTensors:
             (self.path / _JOURNAL).unlink(missing_ok=True)
         if not total:
             return
-        with (self.path / _TENSORS).open("a+b") as file:
+        (self.path / _TENSORS).touch()
+        with (self.path / _TENSORS).open("r+b") as file:  # posix_fallocate may refuse one opened to append
             if not is_same:
                 os.ftruncate(file.fileno(), 0)
             self._reserve(file.fileno(), total)
@@ -154,14 +158,16 @@ class PartialTensors:
         """Return the lines of the journal, less those that a kill cut off; None stands for a missing first one."""
         lines: list[Any] = []
         with contextlib.suppress(FileNotFoundError):
-            for line in (self.path / _JOURNAL).read_bytes().splitlines():
-                with contextlib.suppress(ValueError):
-                    lines.append(json.loads(line))
+            for line in (self.path / _JOURNAL).read_bytes().split(b"\n"):
+                text = line[_SUM_CHARS:]
+                if line and line[:_SUM_CHARS] == _sum(text):
+                    lines.append(json.loads(text))
         return lines or [None]
 
     def _append(self, line: object) -> None:
+        text = json.dumps(line).encode()
         with (self.path / _JOURNAL).open("ab") as file:
-            file.write(b"\n" + json.dumps(line).encode())  # ahead of it may stand a line that was cut off
+            file.write(b"\n" + _sum(text) + text)  # ahead of it may stand a line that was cut off
 
     def _reserve(self, descriptor: int, nbytes: int) -> None:
         try:
@@ -174,6 +180,10 @@ class PartialTensors:
                 "result: free space, or give a place on another disk"
             )
             raise WriteError(error.errno, message, str(self.path)) from error
+
+
+def _sum(text: bytes) -> bytes:
+    return b"%08x " % isal_zlib.crc32(text)
 
 
 def _check_ours(path: Path) -> None:

@@ -40,3 +40,21 @@ def test_a_file_that_was_cut_off_is_no_zip(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(CorruptCheckpointError, match="is damaged"):
         check_torch_file(path)
+
+
+def test_any_changed_byte_of_a_header_is_damage(tmp_path: Path) -> None:
+    torch.save({"n": 5}, tmp_path / "a.pt")
+    data = (tmp_path / "a.pt").read_bytes()
+    found = 0
+    for at in range(data.index(b"PK\x01\x02"), len(data)):
+        for bit in (2, 7):
+            changed = bytearray(data)
+            changed[at] ^= 1 << bit
+            (tmp_path / "a.pt").write_bytes(changed)
+            try:
+                check_torch_file(tmp_path / "a.pt")
+            except CorruptCheckpointError as error:
+                assert str(error).startswith(f"{tmp_path}/a.pt is damaged: ")  # noqa: PT017 - not all bytes matter
+                assert not str(error).endswith(": ")  # noqa: PT017
+                found += 1
+    assert found > 400

@@ -25,6 +25,16 @@ def test_only_keeps_the_named_branches():
         round_trip(state, only=["nope", "a.x"])
 
 
+def test_only_takes_a_branch_whose_name_ends_inside_of_a_key():
+    t = torch.ones(2)
+    state = {"model": {"body.0.w": t, "body.0.b": 1, "body.10.w": t, "body": {}, "head.w": t}, "ema.body": {"w": 2}}
+    assert same(round_trip(state, only=["model.body.0"]), {"model": {"body.0.w": t, "body.0.b": 1}})
+    assert same(round_trip(state, only=["ema"]), {"ema.body": {"w": 2}})
+    assert set(round_trip(state, only=["model.body"])["model"]) == {"body.0.w", "body.0.b", "body.10.w", "body"}
+    with pytest.raises(MissingNameError, match="bod"):
+        round_trip(state, only=["model.bod"])
+
+
 def test_only_reads_no_leaf_that_it_leaves_out():
     flat = flatten({"a": torch.ones(1), "b": 2}, rank=0)
     assert build(flat.skeleton, {"b": 2}, rank=0, only=["b"]) == {"b": 2}
