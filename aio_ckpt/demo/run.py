@@ -95,8 +95,16 @@ def run_demo(spec: DemoSpec, screen: Screen) -> DemoReport:
     screen.line(_plot_line(plot))
     report = msgspec.structs.replace(report, secs=time.perf_counter() - begin, plot=str(plot) if plot else None)
     (spec.out / _MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    screen.line(f"{report.secs:.0f} s in all; look around with: aio-ckpt verify {spec.out / 'checkpoints'}")
+    screen.line(f"{report.secs:.0f} s in all; look around with: {_command()} verify {spec.out / 'checkpoints'}")
     return report
+
+
+def _command() -> str:
+    """Return how a shell starts the command line: by its name if that is on the path."""
+    started = sys.argv[0]
+    if Path(started).name != "aio-ckpt":
+        return f"{sys.executable} -m aio_ckpt"
+    return "aio-ckpt" if shutil.which("aio-ckpt") == os.path.abspath(started) else started
 
 
 def _prepare(out: Path) -> None:

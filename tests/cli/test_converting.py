@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from warm_python import run_warm
 
 import aio_ckpt
-from aio_ckpt.cli.work import conversions
+from aio_ckpt.cli.work import sources
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -103,13 +103,13 @@ def test_an_option_that_the_result_cannot_have_is_refused(root, tmp_path, capsys
 def test_what_cannot_be_made_is_refused_before_tensors_are_read(root, tmp_path, capsys, monkeypatch, out, code, text):
     (tmp_path / "dir.pt").mkdir()
     names: list[str] = []
-    real = conversions.read_leaves
+    real = sources.read_leaves
 
     async def read_leaves(ctx, checkpoint, wanted, **options):
         names.extend(wanted)
         return await real(ctx, checkpoint, wanted, **options)
 
-    monkeypatch.setattr(conversions, "read_leaves", read_leaves)
+    monkeypatch.setattr(sources, "read_leaves", read_leaves)
     place = tmp_path / out.format(root=root)
     got, _, err = called(capsys, "convert", root / STEP, place)
     assert (got, text.format(root=root) in err) == (code, True), err

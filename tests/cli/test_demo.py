@@ -102,6 +102,20 @@ def test_the_plot_is_a_png_and_the_report_is_kept(shown):
     assert kept["seed"] == 11
 
 
+@pytest.mark.parametrize(
+    ("started", "on_path", "command"),
+    [
+        (".venv/bin/aio-ckpt", None, ".venv/bin/aio-ckpt"),
+        ("/usr/bin/aio-ckpt", "/usr/bin/aio-ckpt", "aio-ckpt"),
+        ("/work/aio_ckpt/__main__.py", "/usr/bin/aio-ckpt", f"{sys.executable} -m aio_ckpt"),
+    ],
+)
+def test_the_last_line_is_a_command_that_runs_where_the_demo_did(started, on_path, command, monkeypatch):
+    monkeypatch.setattr(run, "sys", SimpleNamespace(argv=[started], executable=sys.executable))
+    monkeypatch.setattr(run, "shutil", SimpleNamespace(which=lambda _: on_path))
+    assert run._command() == command
+
+
 def test_the_checkpoints_stay_for_a_look(shown):
     assert (shown.out / "checkpoints" / "step_000000030" / ".metadata").exists()
 

@@ -12,7 +12,7 @@ from command_line import called, save_by_dcp
 from warm_python import run_warm
 
 import aio_ckpt
-from aio_ckpt.cli.work import conversions
+from aio_ckpt.cli.work import sources
 from aio_ckpt.cli.work.partial import PartialTensors, partial_path
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -43,20 +43,20 @@ def source(request, state, tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
-    monkeypatch.setattr(conversions, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(sources, "_GROUP_BYTES", 1)
 
 
 @pytest.fixture
 def read(monkeypatch):
     """Names that conversions of this process read."""
     names: list[str] = []
-    real = conversions.read_leaves
+    real = sources.read_leaves
 
     async def read_leaves(ctx, checkpoint, wanted, **options):
         names.extend(wanted)
         return await real(ctx, checkpoint, wanted, **options)
 
-    monkeypatch.setattr(conversions, "read_leaves", read_leaves)
+    monkeypatch.setattr(sources, "read_leaves", read_leaves)
     return names
 
 
@@ -65,10 +65,10 @@ def kill_amid(source, out, *, by: str = "os.kill(os.getpid(), signal.SIGKILL)") 
     program = f"""
         import os, signal, sys
         from aio_ckpt.cli import commands
-        from aio_ckpt.cli.work import conversions
+        from aio_ckpt.cli.work import sources
 
-        conversions._GROUP_BYTES = 1
-        real, calls = conversions.read_leaves, []
+        sources._GROUP_BYTES = 1
+        real, calls = sources.read_leaves, []
 
         async def read_leaves(*args, **options):
             calls.append(args)
@@ -76,7 +76,7 @@ def kill_amid(source, out, *, by: str = "os.kill(os.getpid(), signal.SIGKILL)") 
                 {by}
             return await real(*args, **options)
 
-        conversions.read_leaves = read_leaves
+        sources.read_leaves = read_leaves
         sys.exit(commands.run(["convert", *sys.argv[1:]]))
     """
     done = run_warm(program, str(source), str(out))
