@@ -2,7 +2,8 @@
 
 In: write results. Out: manifests, a published directory, the list of committed steps; also ``owner``: ownership of
 pending directories and what dead writers left; ``cleanup`` of failed saves; ``retention`` and deletion; ``quarantine``.
-``step_numbers`` checks a given step. Imports everything up to ``write``.
+``step_numbers`` checks a given step. ``publish`` renames a directory into place, ``publish_files`` single files.
+Imports everything up to ``write``.
 """
 
 from aio_ckpt.commit.discovery import discover

@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 
 from aio_ckpt.commit.discovery import checkpoint_at
-from aio_ckpt.commit.files import is_of_checkpoint
 from aio_ckpt.commit.publish import holds_checkpoint
+from aio_ckpt.commit.user_files import is_of_checkpoint
 from aio_ckpt.errors import AioCkptError, ConfigError, WriteError
 from aio_ckpt.format.names import ENGINE_DIR, TRASH_DIR, StepNames
 from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root

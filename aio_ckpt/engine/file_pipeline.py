@@ -17,10 +17,10 @@ import anyio.lowlevel
 
 from aio_ckpt.commit import cleanup
 from aio_ckpt.commit.owner import owner_by_name
+from aio_ckpt.commit.publish_files import publish_files
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.stages import SaveTimer
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
-from aio_ckpt.format.safetensors_file import SUFFIX, index_name, parse_index
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.file_plan import FileContent, FilePart
@@ -32,7 +32,7 @@ from aio_ckpt.runtime.portal import watch_submissions
 from aio_ckpt.runtime.waiting import WaitLines
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
-from aio_ckpt.storage.local import names_in, read_small_file
+from aio_ckpt.storage.local import names_in
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.full_disk import explain_full_disk
 from aio_ckpt.write.result import WriteResult
@@ -283,57 +283,21 @@ class FilePipeline:
         limit_secs = self.ctx.config.stall_timeout_secs
         # Shielded, because renames that have begun are completed.
         with anyio.move_on_after(limit_secs, shield=True) as scope:
-            await self._rename(save)
+            await publish_files(
+                self.ctx.storage,
+                save.temporary,
+                save.path,
+                [captured.part.name for captured in save.captured],
+                replaces=save.content.replaces,
+                mode=save.mode,
+            )
+            await self._remove_temporary(save)
         if scope.cancelled_caught:
             save.round.advance(SaveState.IN_DOUBT)
             stalled = StallError(f"the rename of {save.path} did not end within {limit_secs} s: its disk is stalled")
             stalled.in_doubt = True
             raise stalled
         save.round.advance(SaveState.VISIBLE)
-
-    async def _rename(self, save: PendingFile) -> None:
-        """Rename all files into place, then remove those of the save before that no reader may take any more.
-
-        No reader takes files of two saves for one: if a name is used again, the old index is removed first.
-        """
-        storage, folder, content = self.ctx.storage, save.path.parent, save.content
-        names = [captured.part.name for captured in save.captured]
-        old = await self._shards_before(save)
-        if content.index is not None and not old.isdisjoint(names):
-            await storage.remove_file(folder / content.index[0])
-            await storage.sync_dir(folder)
-        for name in names:
-            if save.mode is not None:
-                await storage.set_mode(save.temporary / name, save.mode)
-            await storage.replace(save.temporary / name, folder / name)
-        await self._sync(save)
-        stale = sorted(old.difference(names))
-        if content.index is not None and content.replaces is not None:
-            await storage.replace(save.temporary / content.index[0], folder / content.index[0])
-            await self._sync(save)
-            stale.insert(0, content.replaces)  # from_pretrained would take it before the index
-        elif old:
-            stale.insert(0, index_name(save.path.name))  # other readers would take it before the file
-        for name in stale:
-            await storage.remove_file(folder / name)
-        if stale:
-            await self._sync(save)
-        await self._remove_temporary(save)
-
-    async def _shards_before(self, save: PendingFile) -> set[str]:
-        """Return the files that the index in the place of this save names."""
-        name = save.content.replaces or save.path.name
-        if not name.endswith(SUFFIX):
-            return set()
-        index = await read_small_file(self.ctx.storage, save.path.parent / index_name(name))
-        return set() if index is None else parse_index(index, name)
-
-    async def _sync(self, save: PendingFile) -> None:
-        try:
-            await self.ctx.storage.sync_dir(save.path.parent)
-        except AioCkptError as error:
-            error.in_doubt = True  # the new file is visible, and a power loss may bring the old one back
-            raise
 
     # -- clean up -------------------------------------------------------------------------------------
 

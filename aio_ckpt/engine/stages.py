@@ -16,9 +16,9 @@ import anyio
 from aio_ckpt.checks import check_flag, check_path, shown
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.extra import check_extra
-from aio_ckpt.commit.files import check_files
 from aio_ckpt.commit.manifests import MetadataFile
 from aio_ckpt.commit.retention import check_metrics
+from aio_ckpt.commit.user_files import check_files
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
