@@ -65,6 +65,7 @@ CPU_PAGE = Page(
         Section("Save, a GPT-like state too", "Seven rounds, one day earlier.", (f"{CPU}/save-all-shapes",)),
         Section("Load", "", (f"{CPU}/load",)),
         Section("A resume in live objects", "GPT-2 small with AdamW.", (f"{CPU}/live",)),
+        Section("Files", f"{FILES} A file is planned anew in each call.", (f"{CPU}/files",)),
         Section("Plan", "What an unchanged state costs the caller at each save.", (f"{CPU}/plan",)),
         Section("Memory", "Memory, files and threads over 100 saves.", (f"{CPU}/memory",)),
         Section(
