@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,10 +105,15 @@ def convert_command(
     SOURCE is a checkpoint of ours or of DCP, or a file of torch.save or safetensors. If OUT ends in .safetensors,
     .pt, .pth, .bin or .ckpt, it is a file. Otherwise it is a root: the result is a step in it, which DCP reads, too.
     """
-    if out.name.endswith(tuple(suffix for found in _SUFFIXES.values() for suffix in found)):
+    suffixes = tuple(suffix for found in _SUFFIXES.values() for suffix in found)
+    if out.name.endswith(suffixes):
         if step is not None:
             raise ConfigError(f"--step is for a root, and {out.name} is a file: leave it away")
         _to_file(source, out, names, as_json=as_json, **options)
+    elif close := difflib.get_close_matches(out.suffix.lower(), suffixes, n=1, cutoff=0.85):
+        raise ConfigError(
+            f"{out.name}: is that a file or a root? Give a file the suffix {close[0]}, and a root another"
+        )
     elif given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
         raise ConfigError(f"{given[0]} is for files, and {out.name} is a root: leave it away, or give a file as OUT")
     else:

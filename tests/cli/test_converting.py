@@ -183,6 +183,29 @@ def test_safetensors_are_imported_with_their_tied_names(tmp_path, capsys):
     assert got["head"].data_ptr() == got["w"].data_ptr()
 
 
+def test_the_index_of_several_torch_files_is_converted(tmp_path, capsys):
+    places = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
+    for name, file in places.items():
+        torch.save({name: torch.full((3,), float(ord(name)))}, tmp_path / file)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert called(capsys, "convert", index, tmp_path / "m.safetensors")[0] == 0
+    got = load_file(tmp_path / "m.safetensors")
+    assert {name: tensor.tolist() for name, tensor in got.items()} == {"a": [97.0] * 3, "b": [98.0] * 3}
+    torch.save([1], tmp_path / places["b"])
+    code, _, err = called(capsys, "convert", index, tmp_path / "n.safetensors")
+    assert (code, "holds a list, where its index tells a dict" in err) == (1, True), err
+
+
+@pytest.mark.parametrize("name", ["m.safetensor", "m.PT"])
+def test_a_mistyped_suffix_makes_no_root(tmp_path, capsys, name):
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    code, _, err = called(capsys, "convert", tmp_path / "a.pt", tmp_path / name)
+    assert (code, "is that a file or a root?" in err) == (2, True), err
+    assert os.listdir(tmp_path) == ["a.pt"]
+    assert called(capsys, "convert", tmp_path / "a.pt", tmp_path / "run.v2")[0] == 0
+
+
 def test_a_torch_file_becomes_a_safetensors_file(tmp_path, capsys):
     torch.save({"a": torch.arange(5), "b": {"c": torch.ones(2)}}, tmp_path / "pytorch_model.bin")
     assert called(capsys, "convert", tmp_path / "pytorch_model.bin", tmp_path / "m.safetensors")[0] == 0

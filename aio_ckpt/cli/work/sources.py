@@ -47,7 +47,7 @@ _GROUP_BYTES = 256 << 20
 _ZIP = b"PK\x03\x04"
 _OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """What torch.save files begin with, and those of torch before 1.6: a pickled number."""
-_INDEX = SUFFIX + ".index.json"
+_INDEX = ".index.json"
 OnProgress = Callable[[int, int], None]
 Check = Callable[[Storage, int | None, Mapping[str, object]], Awaitable[None]]
 """Gets the step and the objects of a checkpoint before its tensors are read. Raises if no result can be made."""
@@ -242,18 +242,28 @@ def _with_tied(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) ->
     return tensors | tied
 
 
+def _mapped_shard(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return tensors and metadata of one of several files."""
+    if path.name.endswith(SUFFIX):
+        return _mapped(path)
+    state = _mapped_torch(path)
+    if not isinstance(state, dict):
+        raise CorruptCheckpointError(f"{path}: holds a {type(state).__name__}, where its index tells a dict of tensors")
+    return dict(state), {}
+
+
 def _mapped_shards(index: Path) -> dict[str, torch.Tensor]:
     try:
         by_name = dict(json.loads(index.read_bytes())["weight_map"])
         files = set(by_name.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{index}: no index of safetensors files: {error}") from error
+        raise CorruptCheckpointError(f"{index}: no index of files: {error}") from error
     if any(not isinstance(name, str) or os.path.basename(name) != name for name in files):
         raise CorruptCheckpointError(f"{index}: names a file elsewhere")
     tensors: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
     for name in sorted(files):
-        found, texts = _mapped(index.parent / name)
+        found, texts = _mapped_shard(index.parent / name)
         tensors |= found
         metadata |= texts
     tensors = _with_tied(tensors, metadata)
