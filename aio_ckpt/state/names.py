@@ -56,7 +56,7 @@ def is_selected(name: str, only: Set[str]) -> bool:
         if name[:end] in only:
             return True
         end = name.rfind(".", 0, end)
-    return "" in only
+    return False
 
 
 def prefix_of(name: str | None) -> str:
