@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import anyio
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aio_ckpt.checks import check_kind
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.errors import AioCkptError, PeerFailedError
+from aio_ckpt.errors import AioCkptError, PeerFailedError, SaveCancelledError
 from aio_ckpt.integrations.async_saves import Committed, Shared
 from aio_ckpt.ranks.agreed_work import WORK_STAGE, AgreedWork, Failure, Work
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.store_coordinator import default_coordinator
+from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
+from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
 
 __all__ = ["AsyncCallsQueue"]
@@ -55,6 +58,7 @@ class AsyncCallsQueue:
         self._shared = shared or Shared(config or EngineConfig())
         self._calls: deque[_Call] = deque()
         self._members: Membership | None = None
+        self._meeting: _Meeting | None = None
 
     @classmethod
     def warmup_persistent_caller(cls, rank: int, *args: Any, **options: Any) -> None:
@@ -115,11 +119,11 @@ class AsyncCallsQueue:
         finally:
             self._calls.clear()
             members, self._members = self._members, None
+            meeting, self._meeting = self._meeting, None
             if members is not None:
-                coordinator = members.coordinator
                 with contextlib.suppress(AioCkptError):
-                    self._shared.portal().call(coordinator.leave, timeout=_LEAVE_SECS)
-                coordinator.close()
+                    self._shared.portal().call(_leave, meeting, members.coordinator, timeout=_LEAVE_SECS)
+                members.coordinator.close()
 
     def _met(self) -> Membership:
         """Return the ranks of this queue. The first call begins to wait for the others, in the background."""
@@ -130,9 +134,44 @@ class AsyncCallsQueue:
             if members.are_several:
                 coordinator, name = members.coordinator, "the queue of async calls"
                 coordinator.register(name, stall_secs=stall_secs)
-                open_ = functools.partial(coordinator.open, name, stall_secs=stall_secs)
-                members.opened = self._shared.portal().submit(open_)
+                self._meeting = _Meeting(functools.partial(coordinator.open, name, stall_secs=stall_secs))
+                members.opened = self._shared.portal().submit(self._meeting.run)
         return self._members
+
+
+class _Meeting:
+    """Meeting of the ranks of a queue. All is called on the loop."""
+
+    def __init__(self, open_: Callable[[], Awaitable[None]]) -> None:
+        self._open = open_
+        self._scope: anyio.CancelScope | None = None
+        self._is_given_up = False
+        self._has_ended: Future[None] = Future()
+
+    async def run(self) -> None:
+        """Wait for the other ranks; SaveCancelledError if it is given up."""
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._is_given_up:
+                    self._scope.cancel()
+                await self._open()
+            if self._scope.cancelled_caught:
+                raise SaveCancelledError("the queue of async calls was closed before all ranks had met")
+        finally:
+            self._has_ended.set_result(None)
+
+    async def give_up(self) -> None:
+        """End the meeting, unless the ranks have met. Otherwise the next one of another rank would be with this one."""
+        self._is_given_up = True
+        if self._scope is not None:
+            self._scope.cancel()
+        await asyncio.wrap_future(follow(self._has_ended))
+
+
+async def _leave(meeting: _Meeting | None, coordinator: Coordinator) -> None:
+    if meeting is not None:
+        await meeting.give_up()
+    await coordinator.leave()
 
 
 class _Call:

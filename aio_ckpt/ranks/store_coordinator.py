@@ -121,7 +121,8 @@ class StoreCoordinator(Liveness):
         assert self._client is not None
         assert self._registered is not None
         entered = asyncio.wrap_future(self._registered)
-        store = await self._client.limited(entered, limit_secs=self.stall_secs)
+        with anyio.CancelScope(shield=True):  # one that is cancelled has to leave the rendezvous that it enters
+            store = await self._client.limited(entered, limit_secs=self.stall_secs)
         try:
             session = await self._meet()
         except BaseException as error:

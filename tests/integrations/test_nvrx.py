@@ -416,6 +416,7 @@ def restarts(rank: int, count: int, folder: Path) -> None:
             run.save("one", state_of(1, rank))
             of_nvrx("core", "abort_nvrx_checkpoint")()
             assert run.queue.get_num_unfinalized_calls() == 0
+            dist.barrier()  # a restart begins when all ranks have aborted
             path = run.save("two", state_of(2, rank))
             assert run.queue.maybe_finalize_async_calls(blocking=True) == [1]
             assert_holds(path, 2)
