@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import state
 
+from aio_ckpt.cli.work import sources
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -24,3 +25,17 @@ def saved(tmp_path_factory) -> Path:
 @pytest.fixture
 def root(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "root"))
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[str]:
+    """Names that conversions of this process read."""
+    names: list[str] = []
+    real = sources.read_leaves
+
+    async def read_leaves(ctx, checkpoint, wanted, **options):
+        names.extend(wanted)
+        return await real(ctx, checkpoint, wanted, **options)
+
+    monkeypatch.setattr(sources, "read_leaves", read_leaves)
+    return names

@@ -46,20 +46,6 @@ def small_groups(monkeypatch):
     monkeypatch.setattr(sources, "_GROUP_BYTES", 1)
 
 
-@pytest.fixture
-def read(monkeypatch):
-    """Names that conversions of this process read."""
-    names: list[str] = []
-    real = sources.read_leaves
-
-    async def read_leaves(ctx, checkpoint, wanted, **options):
-        names.extend(wanted)
-        return await real(ctx, checkpoint, wanted, **options)
-
-    monkeypatch.setattr(sources, "read_leaves", read_leaves)
-    return names
-
-
 def kill_amid(source, out, *, by: str = "os.kill(os.getpid(), signal.SIGKILL)") -> str:
     """Convert in a process that is killed when it begins to read group ``KILLED_AT``. Returns its stderr."""
     program = f"""

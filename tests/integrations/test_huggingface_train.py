@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 import warnings
@@ -16,6 +15,7 @@ import pytest
 import torch
 from child_python import child_environment
 from torch.utils._pytree import keystr, tree_flatten_with_path
+from torchrun import run_logged, torchrun
 
 import aio_ckpt
 
@@ -39,27 +39,19 @@ WRITTEN_AT_A_TIME = SAVE_STEPS, 2 * SAVE_STEPS
 def launch(name: str, device: str, *runs: str) -> None:
     """Train one run after the other, on all ranks of a mode."""
     ranks = MODES[name].ranks
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    if ranks == 1:
-        command = [sys.executable]
+    command = [sys.executable] if ranks == 1 else torchrun(ranks)
     command += [huggingface_train.__file__, name, device, *runs]
     env = child_environment(DEADLINE=str(DEADLINE), CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1")
     if ranks == 1:  # of more, a single process would make a torch.nn.DataParallel
         env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     began = time.monotonic()
     log = Path(f"{runs[0].partition(':')[2]}.log")
-    with log.open("wb") as file:
-        running = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            running.wait(DEADLINE + 10.0)
-        except subprocess.TimeoutExpired:
-            running.terminate()  # torchrun ends its ranks, in the end by force
-            running.wait(60.0)
+    code = run_logged(command, log, env=env, secs=DEADLINE + 10.0)
     kinds = " and ".join(run.partition(":")[0] for run in runs)
-    print(f"{name} on {device}, {kinds}: {time.monotonic() - began:.1f} s, ended with {running.returncode}")
+    print(f"{name} on {device}, {kinds}: {time.monotonic() - began:.1f} s, ended with {code}")
     is_killed = any(Path(run.partition(":")[2], DRAFTS).is_dir() for run in runs if run.startswith("killed:"))
-    if (running.returncode != 0) != is_killed:
-        pytest.fail(f"{name} ended with {running.returncode}:\n{log.read_text(errors='replace')[-20_000:]}")
+    if (code != 0) != is_killed:
+        pytest.fail(f"{name} ended with {code}:\n{log.read_text(errors='replace')[-20_000:]}")
 
 
 def losses(folder: Path, kind: str, ranks: int) -> list[list[tuple[int, str]]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from child_python import child_environment
 from megatron_stubs import has_training
+from torchrun import run_logged, torchrun
 
 import aio_ckpt
 from tests.integrations import megatron_pretrain
@@ -34,25 +33,17 @@ def train(
 ) -> Losses:
     """Train under torchrun, with the checkpoints in ``folder``. Returns the losses of this run."""
     place = folder.parent / name
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
-    command += [megatron_pretrain.__file__, *megatron_pretrain.arguments(folder, device), *extra]
+    command = [*torchrun(WORLD), megatron_pretrain.__file__, *megatron_pretrain.arguments(folder, device), *extra]
+    log = place.with_suffix(".log")
     kill = {} if killed_behind is None else {"KILLED_BEHIND": str(killed_behind)}
     env = child_environment(LOSSES=str(place), SAVES=saves, DEVICE=device, DEADLINE=str(DEADLINE), **kill)
     env |= {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # as --deterministic-mode asks
     env |= {"TORCH_COMPILE_DISABLE": "1"}  # which takes longer than all iterations
     began = time.monotonic()
-    with place.with_suffix(".log").open("w+") as log:
-        running = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            running.wait(DEADLINE + 30.0)
-        except subprocess.TimeoutExpired:
-            running.terminate()  # which ends its ranks, in the end by force
-            running.wait(60.0)
-        log.seek(0)
-        output = log.read()
-    print(f"{name}: {time.monotonic() - began:.1f} s, ended with {running.returncode}")
-    if (running.returncode != 0) != (killed_behind is not None):
-        pytest.fail(f"{name} ended with {running.returncode}:\n{output[-20_000:]}")
+    code = run_logged(command, log, env=env, secs=DEADLINE + 30.0)
+    print(f"{name}: {time.monotonic() - began:.1f} s, ended with {code}")
+    if (code != 0) != (killed_behind is not None):
+        pytest.fail(f"{name} ended with {code}:\n{log.read_text(errors='replace')[-20_000:]}")
     return [losses_in(Path(f"{place}.{rank}")) for rank in range(WORLD)]
 
 

@@ -19,11 +19,7 @@ from aio_ckpt.cli.work.sources import OnProgress, Source, opened
 from aio_ckpt.commit.discovery import discover
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.file_save import file_target
-from aio_ckpt.errors import (
-    MissingNameError,
-    StepOrderError,
-    UnsupportedLeafError,
-)
+from aio_ckpt.errors import MissingNameError, StepOrderError, UnsupportedLeafError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.safetensors_file import SUFFIX
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator
@@ -84,7 +80,7 @@ def convert_to_file(
             flat_tensors(objects)
 
     only = [options.branch] if options.branch else None
-    with opened(source, out, names, on_progress, only=only, check=check) as found, _writer(out.parent) as engine:
+    with opened(source, out, names, on_progress, only=only, check=check) as found, _writer(out.parent, names) as engine:
         state = _branch(found, options.branch) if options.branch else found.state
         obj = flat_tensors(state) if is_safe else state
         report = engine.save_file(obj, out, max_shard_bytes=options.max_shard_bytes, dtype=options.dtype).result()
@@ -113,15 +109,15 @@ def convert_to_step(
 
     with opened(source, root, names, on_progress, check=check) as found:
         state = found.state if isinstance(found.state, dict) else {"state": found.state}
-        config = EngineConfig(budget_bytes=_BUDGET_BYTES, step_dir=names.step_dir)
-        with SyncCheckpointEngine(root, config, coordinator=SoloCoordinator()) as engine:
+        with _writer(root, names) as engine:
             report = engine.save(state, step if step is not None else found.step).result()
     assert report is not None
     return Converted(source=str(found.path), path=str(report.path), nbytes=report.raw_bytes, step=report.step)
 
 
-def _writer(folder: Path) -> SyncCheckpointEngine:
-    return SyncCheckpointEngine(folder, EngineConfig(budget_bytes=_BUDGET_BYTES), coordinator=SoloCoordinator())
+def _writer(root: Path, names: StepNames) -> SyncCheckpointEngine:
+    config = EngineConfig(budget_bytes=_BUDGET_BYTES, step_dir=names.step_dir)
+    return SyncCheckpointEngine(root, config, coordinator=SoloCoordinator())
 
 
 def _branch(found: Source, name: str) -> Any:

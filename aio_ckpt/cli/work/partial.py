@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -81,10 +82,8 @@ class PartialTensors:
         Raises:
             WriteError: the disk has no room.
         """
-        ends = [0]
-        for size in sizes:
-            ends.append(ends[-1] + size)
-        self._starts, total = ends, ends[-1]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+        total = self._starts[-1]
         header, *lines = self._journal()
         is_same = header == {"source": source, "sizes": sizes}
         self._kept = {line["group"]: line for line in lines} if is_same else {}
@@ -107,7 +106,8 @@ class PartialTensors:
         line = self._kept.get(group)
         if line is None or line["crc32"] != self._crc32(group):
             return None
-        return {name: tensor for names, tensor in self._tensors(line) for name in names}
+        tensors = [(names, self._tensor(**stored)) for stored, names in line["tensors"]]  # tied names share one
+        return {name: tensor for names, tensor in tensors for name in names}
 
     def memory(self, group: int) -> Callable[[int], torch.Tensor]:
         """Return the function that gives the memory of the tensors of a group, one behind the other."""
@@ -123,23 +123,14 @@ class PartialTensors:
 
     def keep(self, group: int, values: Mapping[str, object]) -> None:
         """Note that a group was read and verified. Tensors elsewhere, as empty ones, are not kept."""
-        base, names = self._bytes.data_ptr(), dict[int, list[str]]()
-        tensors: dict[int, dict[str, Any]] = {}
+        base = self._bytes.data_ptr()
+        stored: dict[int, tuple[dict[str, Any], list[str]]] = {}
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and 0 <= (at := value.data_ptr() - base) < len(self._bytes):
-                names.setdefault(at, []).append(name)
-                tensors[at] = {
-                    "at": at,
-                    "dtype": str(value.dtype).removeprefix("torch."),
-                    "shape": list(value.shape),
-                    "stride": list(value.stride()),
-                }
-        stored = [(tensors[at], names[at]) for at in tensors]
-        self._append({"group": group, "crc32": self._crc32(group), "tensors": stored})
-
-    def _tensors(self, line: dict[str, Any]) -> Iterator[tuple[list[str], torch.Tensor]]:
-        for stored, names in line["tensors"]:
-            yield names, self._tensor(**stored)  # tied names share it
+                dtype = str(value.dtype).removeprefix("torch.")
+                tensor = {"at": at, "dtype": dtype, "shape": list(value.shape), "stride": list(value.stride())}
+                stored.setdefault(at, (tensor, []))[1].append(name)
+        self._append({"group": group, "crc32": self._crc32(group), "tensors": list(stored.values())})
 
     def _tensor(self, *, at: int, dtype: str, shape: list[int], stride: list[int]) -> torch.Tensor:
         kind = getattr(torch, dtype)

@@ -21,12 +21,7 @@ from aio_ckpt.cli.work.contents import Contents, LeafRow, describe_newest
 from aio_ckpt.cli.work.loop import call
 from aio_ckpt.cli.work.partial import PartialTensors
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    MissingNameError,
-    UnsafeObjectError,
-)
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingNameError, UnsafeObjectError
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
@@ -132,15 +127,16 @@ async def _read_leaves(
     groups = _groups(contents.leaves, set(wanted))
     sizes = [group.nbytes for group in groups]
     await run_blocking(executor, partial.open, _identity(checkpoint.path, wanted), sizes)
-    values = dict(objects.values)
+    values, done, total = dict(objects.values), 0, sum(sizes)
     for number, group in enumerate(groups):
-        on_progress(sum(sizes[:number]), sum(sizes))
+        on_progress(done, total)
         kept = await run_blocking(executor, partial.kept, number)
         if kept is None:
             fetched = await read_leaves(ctx, checkpoint, group.names, memory=partial.memory(number))
             await run_blocking(executor, partial.keep, number, fetched.values)
         values |= fetched.values if kept is None else kept
-    on_progress(sum(sizes), sum(sizes))
+        done += group.nbytes
+    on_progress(done, total)
     rest = await read_leaves(ctx, checkpoint, [name for name in wanted if name not in values])
     state = assemble(ctx, checkpoint, FetchedValues(values=values).joined_with(rest), only=only).state
     return Source(state=state, step=contents.step, path=checkpoint.path)
