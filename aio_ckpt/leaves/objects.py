@@ -26,6 +26,7 @@ import torch
 
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.format.pickle_scan import check_calls
+from aio_ckpt.format.scalar_zip import SCALAR_TYPES, NotScalarError, read_scalar, render_scalar
 from aio_ckpt.format.tensor_pickle import STORAGE_ELEMENT_BYTES
 from aio_ckpt.format.tensor_zip import records_of
 from aio_ckpt.leaves.harmless import (
@@ -100,6 +101,8 @@ def encode_object(name: str, value: object) -> bytes:
 
 def _encoded(name: str, value: object) -> tuple[bytes, list[str]]:
     """Return the bytes as :func:`encode_object`, and the unknown types, whose values pickle stores in its own way."""
+    if type(value) in SCALAR_TYPES and (type(value) is not int or is_short(value)):
+        return render_scalar(value), []
     buffer = io.BytesIO()
     encoding = _Encoding(name)
     plain = value.value if isinstance(value, StockCopy) else encoding.of(value)
@@ -122,6 +125,10 @@ def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
         UnsafeObjectError: reading it needs code to run (and ``trusted`` is False), or a class not found here.
         CorruptCheckpointError: the bytes are no object of ours or of ``torch.save``.
     """
+    try:
+        return read_scalar(data)
+    except NotScalarError:
+        pass
     if not trusted:
         _check_stored(data, name)
     try:
