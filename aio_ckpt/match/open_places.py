@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.errors import MissingNameError
 from aio_ckpt.match.rank_names import skeleton_of
-from aio_ckpt.state.build import build_below
+from aio_ckpt.state.build import build_parts
 from aio_ckpt.state.dcp_paths import unflatten_dcp
-from aio_ckpt.state.names import skeleton_names, subtree
+from aio_ckpt.state.names import branches_of, find_named, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton
 
 __all__ = ["OpenPlace", "build_at", "dcp_paths_of", "names_at", "nested_at", "with_int_keys"]
@@ -43,7 +42,7 @@ def names_at(checkpoint: Checkpoint, places: Iterable[str], *, rank: int) -> dic
     found: dict[str, list[str]] = {}
     for skeleton in _skeletons(checkpoint, rank):
         found |= _below(left, checkpoint.as_named(skeleton_names(skeleton, rank=rank)))
-        found |= {place: [] for place in left - found.keys() if _holds(skeleton, place, rank)}
+        found |= {place: [] for place in find_named(skeleton, left - found.keys(), rank=rank)}
         left -= found.keys()
         if not left:
             break
@@ -54,9 +53,9 @@ def _below(places: Collection[str], names: Iterable[str]) -> dict[str, list[str]
     """Return ``names`` grouped by the place that they are at or below."""
     found: dict[str, list[str]] = {}
     for name in names:
-        ends = [0, *(end for end, letter in enumerate(name) if letter == "."), len(name)]
-        for place in {name[:end] for end in ends}.intersection(places):
-            found.setdefault(place, []).append(name)
+        for place in branches_of(name):
+            if place in places:
+                found.setdefault(place, []).append(name)
     return found
 
 
@@ -75,10 +74,11 @@ def build_at(
     left = dict(places)
     built: dict[str, object] = {}
     for skeleton in _skeletons(checkpoint, rank) if left and checkpoint.has_skeleton else ():
-        for name, place in places.items():
-            if name in left and _holds(skeleton, place.branch, rank):
-                built[name] = build_below(skeleton, place.branch, values, rank=rank, trusted=trusted)
-                del left[name]
+        branches = {place.branch for place in left.values()}
+        parts = build_parts(skeleton, branches, values, rank=rank, trusted=trusted)
+        found = {name: parts[place.branch] for name, place in left.items() if place.branch in parts}
+        built |= found
+        left = {name: place for name, place in left.items() if name not in found}
         if not left:
             break
     for name, place in left.items():
@@ -99,14 +99,6 @@ def _skeletons(checkpoint: Checkpoint, rank: int) -> Iterator[Skeleton]:
         if checkpoint.ranks[number].skeleton not in seen:
             seen.add(checkpoint.ranks[number].skeleton)
             yield skeleton_of(checkpoint, number)
-
-
-def _holds(skeleton: Skeleton, place: str, rank: int) -> bool:
-    try:
-        subtree(skeleton, place, rank=rank)
-    except MissingNameError:
-        return False
-    return True
 
 
 # -- as DCP flattened it ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.format.root_manifest import rank_manifest_name
-from aio_ckpt.state.names import copy_names, is_below, skeleton_names, subtree
+from aio_ckpt.state.names import branches_of, copy_names, find_named, is_below, is_selected, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton
 
 __all__ = ["is_empty_container", "skeleton_of", "unexpected_names", "wanted_names"]
@@ -31,21 +31,18 @@ def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | Non
         names = _names_of(checkpoint, rank)
     if only is None:
         return names
-    for prefix in only:
-        if not any(is_below(name, prefix) for name in names) and not is_empty_container(checkpoint, prefix, rank):
-            raise MissingNameError(f"{checkpoint.path}: {_why_nothing(checkpoint, prefix, rank)}")
-    return [name for name in names if any(is_below(name, prefix) for prefix in only)]
+    selected = frozenset(only)
+    left = selected.difference(branch for name in names for branch in branches_of(name))
+    if left and checkpoint.has_skeleton:  # an empty container has no leaf
+        left = left.difference(find_named(skeleton_of(checkpoint, rank), left, rank=rank))
+    if left:
+        raise MissingNameError(f"{checkpoint.path}: {_why_nothing(checkpoint, min(left), rank)}")
+    return [name for name in names if is_selected(name, selected)]
 
 
 def is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:
     """Return whether ``rank`` saved a container of this name. If no leaf lies at or below it, it is an empty one."""
-    if not checkpoint.has_skeleton:
-        return False
-    try:
-        subtree(skeleton_of(checkpoint, rank), name, rank=rank)
-    except MissingNameError:
-        return False
-    return True
+    return checkpoint.has_skeleton and bool(find_named(skeleton_of(checkpoint, rank), {name}, rank=rank))
 
 
 def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:

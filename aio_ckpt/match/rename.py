@@ -9,6 +9,7 @@ from typing import TypeAlias
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, MissingNameError
+from aio_ckpt.state.names import branches_of
 
 __all__ = ["Rename", "check_rename", "prefix_remedy", "renamed"]
 
@@ -55,22 +56,19 @@ def renamed(checkpoint: Checkpoint, rename: Rename, further: Iterable[str]) -> C
 
 def _by_branches(checkpoint: Checkpoint, rename: Mapping[str, str], stored: Iterable[str]) -> Callable[[str], str]:
     """Return a function that renames by the longest branch that contains the name."""
-    branches = sorted(rename, key=len, reverse=True)
 
     def convert(name: str) -> str:
-        for branch in branches:
-            if name == branch:
-                return rename[branch]
-            if not branch or name.startswith(f"{branch}."):
-                rest = name.removeprefix(f"{branch}.") if branch else name
-                return f"{rename[branch]}.{rest}" if rename[branch] else rest
+        for branch in branches_of(name):
+            if branch in rename:
+                rest = name[len(branch) :] if branch else f".{name}"
+                return (rename[branch] + rest).removeprefix("" if rename[branch] else ".")
         return name
 
-    names = list(stored)
-    for branch in branches:
-        if not any(name == branch or not branch or name.startswith(f"{branch}.") for name in names):
-            hint, new = "aio-ckpt inspect lists all", rename[branch]
-            if new and any(name == new or name.startswith(f"{new}.") for name in names):
+    there = {branch for name in stored for branch in branches_of(name)}
+    for branch, new in rename.items():
+        if branch not in there:
+            hint = "aio-ckpt inspect lists all"
+            if new and new in there:
                 hint = (
                     f"{new!r} is stored, and rename= maps stored names to the template's: give {{{new!r}: {branch!r}}}"
                 )

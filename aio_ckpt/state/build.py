@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.names import children_of, find_named, is_selected, leaf_paths, sizes_of, unique_names
 from aio_ckpt.state.skeleton import KEYED, MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
 
-__all__ = ["build", "build_below"]
+__all__ = ["build", "build_below", "build_parts"]
 
 _FORMS: dict[int, Form] = {
     **dict.fromkeys(map(int, MAPPINGS), "mapping"),
@@ -89,25 +88,50 @@ def build_below(
     Raises:
         MissingNameError: no value has this name, or ``leaves`` lacks one of its leaves.
     """
-    node, number, leaf_number = find_named(skeleton, name, rank)
-    builder = _Builder(
-        leaves=leaves,
-        rank=rank,
-        only=None,
-        trusted=trusted,
-        marked=_marked(skeleton, rank),
-        own=own or {},
-        untrusted=untrusted,
-        number=number,
-        leaf_number=leaf_number,
-    )
-    value: object = builder.value(node, f"{name}." if name else "", True)
-    if builder.absent:
-        raise MissingNameError(f"the checkpoint lacks {len(builder.absent)} leaves of {name!r}: {builder.absent[:5]}")
-    return value
+    built = build_parts(skeleton, [name], leaves, rank=rank, trusted=trusted, own=own, untrusted=untrusted)
+    if not built:
+        raise MissingNameError(f"the checkpoint holds nothing named {name!r}")
+    return built[name]
 
 
-@functools.lru_cache(maxsize=2)
+def build_parts(
+    skeleton: Skeleton,
+    names: Iterable[str],
+    leaves: Mapping[str, object],
+    *,
+    rank: int,
+    trusted: bool = False,
+    own: Mapping[str, CompoundTensor] | None = None,
+    untrusted: dict[str, str] | None = None,
+) -> dict[str, object]:
+    """Return the values with these names, each as :func:`build_below` does. A name that no value has is left out.
+
+    The skeleton is walked once for all of them.
+
+    Raises:
+        MissingNameError: ``leaves`` lacks one of their leaves.
+    """
+    built: dict[str, object] = {}
+    marked = _marked(skeleton, rank)
+    for name, (node, number, leaf_number) in find_named(skeleton, list(names), rank=rank).items():
+        builder = _Builder(
+            leaves=leaves,
+            rank=rank,
+            only=None,
+            trusted=trusted,
+            marked=marked,
+            own=own or {},
+            untrusted=untrusted,
+            number=number,
+            leaf_number=leaf_number,
+        )
+        built[name] = builder.value(node, f"{name}." if name else "", True)
+        if builder.absent:
+            lost = builder.absent
+            raise MissingNameError(f"the checkpoint lacks {len(lost)} leaves of {name!r}: {lost[:5]}")
+    return built
+
+
 def _marked(skeleton: Skeleton, rank: int) -> dict[int, str]:
     """Return the marked names, by the number of their leaf."""
     names = [name for name, _ in leaf_paths(skeleton, "", (), (rank,))]

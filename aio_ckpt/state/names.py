@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.leaves.containers import Notes
@@ -15,7 +15,9 @@ from aio_ckpt.state.skeleton import INDEXED, KEYED, Container, Skeleton
 __all__ = [
     "MARK",
     "NamedKeys",
+    "NamedNode",
     "Path",
+    "branches_of",
     "children_of",
     "compound_keys",
     "compound_notes",
@@ -51,12 +53,16 @@ def is_below(name: str, prefix: str) -> bool:
 
 def is_selected(name: str, only: Set[str]) -> bool:
     """Return whether ``name`` is one of ``only`` or lies below one of them, in time that grows with its dots alone."""
+    return any(branch in only for branch in branches_of(name))
+
+
+def branches_of(name: str) -> Iterator[str]:
+    """Yield every name that ``name`` lies below: itself first, the longest next, the state itself (``""``) last."""
     end = len(name)
     while end > 0:
-        if name[:end] in only:
-            return True
+        yield name[:end]
         end = name.rfind(".", 0, end)
-    return False
+    yield ""
 
 
 def prefix_of(name: str | None) -> str:
@@ -222,44 +228,59 @@ def _without_copies(node: Any, prefix: str, names: frozenset[str], rank: int) ->
 # -- by name ----------------------------------------------------------------------------------------
 
 
+class NamedNode(NamedTuple):
+    """Part of a skeleton that was found by its name."""
+
+    node: Skeleton
+    number: int
+    """Number of its container, counted over the whole skeleton."""
+    leaf_number: int
+    """Number of its first leaf."""
+
+
 def subtree(skeleton: Skeleton, name: str, *, rank: int) -> Skeleton:
     """Return the skeleton of the value called ``name``; ``""`` is the state itself.
 
     Raises:
         MissingNameError: no value has this name.
     """
-    return find_named(skeleton, name, rank)[0]
-
-
-def find_named(skeleton: Skeleton, name: str, rank: int) -> tuple[Skeleton, int, int]:
-    """Return the skeleton of the value called ``name``, its number and the number of its first leaf.
-
-    Raises:
-        MissingNameError: no value has this name.
-    """
-    found = (skeleton, 0, 0) if not name else _find(skeleton, "", name, rank, (0, 0))
-    if found is None:
+    found = find_named(skeleton, {name}, rank=rank)
+    if not found:
         raise MissingNameError(f"the checkpoint holds nothing named {name!r}")
+    return found[name].node
+
+
+def find_named(skeleton: Skeleton, names: Collection[str], *, rank: int) -> dict[str, NamedNode]:
+    """Return the parts of the skeleton with these names, in one walk. A name that no value has is left out."""
+    found: dict[str, NamedNode] = {"": NamedNode(skeleton, 0, 0)} if "" in names else {}
+    wanted, above = set(names), {branch for name in names for branch in branches_of(name) if branch != name}
+    _find(skeleton, "", rank, (0, 0), wanted, above, found)
     return found
 
 
 def _find(
-    node: Skeleton, prefix: str, wanted: str, rank: int, numbers: tuple[int, int]
-) -> tuple[Skeleton, int, int] | None:
+    node: Skeleton,
+    prefix: str,
+    rank: int,
+    numbers: tuple[int, int],
+    wanted: Set[str],
+    above: Set[str],
+    found: dict[str, NamedNode],
+) -> tuple[int, int]:
+    """Add the ``wanted`` names below ``node`` to ``found``, the first of each. Returns the numbers behind the node."""
     if isinstance(node, int):
-        return None
+        return numbers[0], numbers[1] + 1
     containers, leaves = numbers[0] + _count(node), numbers[1]
     for _, text, child in children_of(node, rank):
         name = prefix + text
-        if name == wanted:
-            return child, containers, leaves
-        below = wanted.startswith(f"{name}.")
-        found = _find(child, f"{name}.", wanted, rank, (containers, leaves)) if below else None
-        if found is not None:
-            return found
-        sizes = sizes_of(child)
-        containers, leaves = containers + sizes[0], leaves + sizes[1]
-    return None
+        if name in wanted and name not in found:
+            found[name] = NamedNode(child, containers, leaves)
+        if name in above:
+            containers, leaves = _find(child, f"{name}.", rank, (containers, leaves), wanted, above, found)
+        else:
+            sizes = sizes_of(child)
+            containers, leaves = containers + sizes[0], leaves + sizes[1]
+    return containers, leaves
 
 
 def sizes_of(node: Skeleton) -> tuple[int, int]:
