@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from aio_ckpt.storage.local import Storage, read_small_file
 __all__ = ["Fault", "verify_checkpoint"]
 
 _CHUNK_BYTES = 16 << 20
+_ITEMS_AT_ONCE = 1024
+"""Most items of plain DCP whose ends are in memory at once: 40 KiB each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,19 +170,19 @@ class _Verification:
         """Check a checkpoint of stock DCP."""
         with _collecting(self.faults, METADATA_FILE):
             catalog = checkpoint.catalog
-            unparsed_items = [
-                shard for found in catalog.shards.values() for shard in found if isinstance(shard, UnparsedItem)
-            ]
+            items: dict[str, list[UnparsedItem]] = {file: [] for file in catalog.files}
+            objects: dict[str, list[StoredObject]] = {file: [] for file in catalog.files}
+            for shard in itertools.chain.from_iterable(catalog.shards.values()):
+                if isinstance(shard, UnparsedItem):
+                    items[shard.file].append(shard)
+            for stored in catalog.objects.values():
+                objects[stored.file].append(stored)
             for file in sorted(catalog.files):
                 with _collecting(self.faults, file):
                     await self.files.measure([file], catalog.files)
-                    ranges, others = await self._record_ranges(
-                        [unparsed for unparsed in unparsed_items if unparsed.file == file]
-                    )
+                    ranges, others = await self._record_ranges(items[file])
                     await self._check_ranges(file, ranges)
-                    await self._check_zips(
-                        [*others, *(stored for stored in catalog.objects.values() if stored.file == file)]
-                    )
+                    await self._check_zips(file, [*others, *objects[file]])
 
     # -- checkpoints of aio_ckpt ---------------------------------------------------------------------------------------
 
@@ -245,27 +248,41 @@ class _Verification:
         The zip of such an object has checksums, too.
         """
         ranges, others = list[_CheckedRange](), list[StoredObject]()
+        inside: list[UnparsedItem] = []
         for unparsed in (unparsed for unparsed in unparsed_items if not unparsed.is_transformed):
             with _collecting(self.faults, unparsed.file, unparsed.name):
-                ends = await read_ends(self.files, [unparsed], executor=self.executor, readers=1)
-                try:
-                    item = parse_item(unparsed, *ends[id(unparsed)])
-                except UnsupportedLeafError:
-                    others.append(StoredObject.of_item(unparsed))
-                    continue
-                if item.record_crc32 is not None:
-                    ranges.append(_CheckedRange(item.raw_offset, item.raw_bytes, item.record_crc32, unparsed.name))
+                check_inside(unparsed.name, unparsed.file, unparsed.item_offset, unparsed.item_bytes, self.files.sizes)
+                inside.append(unparsed)
+        for start in range(0, len(inside), _ITEMS_AT_ONCE):
+            few = inside[start : start + _ITEMS_AT_ONCE]
+            ends: Ends = {}
+            with _collecting(self.faults, few[0].file):
+                ends = await read_ends(self.files, few, executor=self.executor, readers=self.readers)
+            for unparsed in few if ends else ():
+                with _collecting(self.faults, unparsed.file, unparsed.name):
+                    try:
+                        item = parse_item(unparsed, *ends[id(unparsed)])
+                    except UnsupportedLeafError:
+                        others.append(StoredObject.of_item(unparsed))
+                        continue
+                    if item.record_crc32 is not None:
+                        ranges.append(_CheckedRange(item.raw_offset, item.raw_bytes, item.record_crc32, unparsed.name))
         return ranges, others
 
-    async def _check_zips(self, objects: Iterable[StoredObject]) -> None:
+    async def _check_zips(self, file: str, objects: Iterable[StoredObject]) -> None:
+        plan = ReadPlan()
         for stored in objects:
             if stored.is_transformed:
                 continue
-            with _collecting(self.faults, stored.file, stored.name):
-                check_inside(stored.name, stored.file, stored.offset, stored.nbytes, self.files.sizes)
-                plan = ReadPlan()
-                plan.add_object(stored, functools.partial(check_zip, stored.name))
-                await fetch(self.files, plan.requests(1), executor=self.executor, readers=1, verify=True)
+            with _collecting(self.faults, file, stored.name):
+                check_inside(stored.name, file, stored.offset, stored.nbytes, self.files.sizes)
+                plan.add_object(stored, functools.partial(self._check_zip, stored))
+        requests = plan.requests(self.readers)
+        await fetch(self.files, requests, executor=self.executor, readers=self.readers, verify=True)
+
+    def _check_zip(self, stored: StoredObject, data: bytes) -> None:
+        with _collecting(self.faults, stored.file, stored.name):
+            check_zip(stored.name, data)
 
     # -- sums ---------------------------------------------------------------------------------------
 
