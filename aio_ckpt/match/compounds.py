@@ -13,7 +13,7 @@ from aio_ckpt.leaves.compound import CompoundTensor
 from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.state.flatten import Template, compounds_of
-from aio_ckpt.state.names import compound_notes, is_below
+from aio_ckpt.state.names import below_each, compound_notes, is_below
 from aio_ckpt.state.skeleton import may_hold_compounds
 
 __all__ = ["CompoundTarget", "check_targets", "match_compounds", "own_below", "stored_compounds"]
@@ -65,7 +65,7 @@ def match_compounds(
 
 
 def own_below(
-    checkpoint: Checkpoint, stateful: Iterable[tuple[str, Any]], *, rank: int, trusted: bool
+    checkpoint: Checkpoint, stateful: Sequence[tuple[str, Any]], *, rank: int, trusted: bool
 ) -> tuple[dict[str, CompoundTensor], list[str]]:
     """Return the compound tensors of Stateful values by full name, and the faults.
 
@@ -75,12 +75,13 @@ def own_below(
     stored = _stored(checkpoint, rank) if stateful else {}
     found: dict[str, CompoundTensor] = {}
     faults: list[str] = []
+    typed = below_each({prefix for prefix, _ in stateful}, [name for name in stored if "type" in dict(stored[name])])
     for prefix, value in stateful:
-        typed = {name: notes for name, notes in stored.items() if "type" in dict(notes) and is_below(name, prefix)}
-        if not typed:
+        if prefix not in typed:
             continue
         found |= compounds_of(value.state_dict(), prefix, rank=rank)
-        for name, notes in typed.items():
+        for name in typed[prefix]:
+            notes = stored[name]
             if name in found:
                 fault = compound.difference(found[name].notes, notes)
                 faults += [] if fault is None else [f"{name!r} {fault}"]

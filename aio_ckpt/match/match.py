@@ -35,10 +35,10 @@ from aio_ckpt.match.live import fillable, layouts_below, tensors_below
 from aio_ckpt.match.narrowing import narrowed
 from aio_ckpt.match.open_places import OpenPlace, names_at
 from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
-from aio_ckpt.match.rank_names import is_empty_container, unexpected_names, wanted_names
+from aio_ckpt.match.rank_names import empty_containers, skeleton_of, unexpected_names, wanted_names
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.state.flatten import Template, read_template
-from aio_ckpt.state.names import MARK, is_below, marked_name
+from aio_ckpt.state.names import MARK, below_each, branches_of, is_below, marked_name, node_names
 
 __all__ = [
     "Match",
@@ -320,10 +320,10 @@ def _match_open(
     if not places:
         return missing, []
     found, stored = names_at(checkpoint, places, rank=rank), checkpoint.catalog.names()
-    everything = wanted_names(checkpoint, rank=rank, only=None) if checkpoint.names else ()
+    branches = _branches_of(checkpoint, rank)
     faults: list[str] = []
     for place, names in found.items():
-        branch = _stored_branch(checkpoint, place, names, everything, rank) if names else place
+        branch = _stored_branch(checkpoint, place, names, branches) if names else place
         if branch is None:
             faults.append(
                 f"{place!r} is empty, and rename= changes names inside of what is stored for it: rename the whole "
@@ -468,12 +468,14 @@ def _match_stateful(
         for prefix, count in counts.items()
         if count > 1
     ]
+    grouped, branches = below_each(counts, names), _branches_of(checkpoint, rank)
+    empty = empty_containers(checkpoint, counts.keys() - grouped.keys(), rank)
     for prefix, value in template.stateful:
-        below = [name for name in names if is_below(name, prefix)]
+        below = grouped.get(prefix, [])
         if prefix in below and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
             faults.append(f"{prefix!r} is a {type(value).__name__} in the template and a single leaf in the checkpoint")
-        elif below or is_empty_container(checkpoint, prefix, rank):
-            branch = _stored_branch(checkpoint, prefix, below, names, rank)
+        elif below or prefix in empty:
+            branch = _stored_branch(checkpoint, prefix, below, branches)
             into.stateful.append(StatefulTarget(prefix, value, below, branch))
             if branch is None and (fault := _branch_fault(prefix, value, stored_compounds(checkpoint, rank))):
                 faults.append(fault)
@@ -503,25 +505,39 @@ def _match_stateful(
     return missing, faults
 
 
-def _stored_branch(
-    checkpoint: Checkpoint, prefix: str, below: Sequence[str], names: Sequence[str], rank: int
-) -> str | None:
+class _Branches(NamedTuple):
+    """Branches of a checkpoint of which ``rename=`` changes names."""
+
+    counts: Mapping[str, int]
+    """Stored leaves at or below each name."""
+    held: frozenset[str] | None
+    """Names of all containers and leaves that the rank saved; None if the checkpoint notes no containers."""
+
+
+def _branches_of(checkpoint: Checkpoint, rank: int) -> _Branches | None:
+    """Return the branches of a checkpoint; None if ``rename=`` changes no name of it."""
+    if not checkpoint.names:
+        return None
+    names = wanted_names(checkpoint, rank=rank, only=None)
+    everything = {*map(checkpoint.stored_name, names), *checkpoint.names}
+    counts = Counter(branch for name in everything for branch in branches_of(name))
+    held = frozenset(node_names(skeleton_of(checkpoint, rank), rank=rank)) if checkpoint.has_skeleton else None
+    return _Branches(counts, held)
+
+
+def _stored_branch(checkpoint: Checkpoint, prefix: str, below: Sequence[str], branches: _Branches | None) -> str | None:
     """Return the stored name of the branch that is called ``prefix`` in the template.
 
-    None if the stored leaves are not one whole branch. ``names``: all names of this rank; ``below``: those of them
-    below ``prefix``.
+    None if the stored leaves are not one whole branch. ``below``: names of the leaves of this rank below ``prefix``.
     """
-    stored = [checkpoint.stored_name(name) for name in below] if checkpoint.names else below
-    if stored == below:
+    if branches is None or (stored := [checkpoint.stored_name(name) for name in below]) == below:
         return prefix
     rests = ["" if name == prefix else name.removeprefix(f"{prefix}.") for name in below]
     branch = stored[0].removesuffix(rests[0]).removesuffix(".") if rests[0] else stored[0]
-    everything = {*map(checkpoint.stored_name, names), *checkpoint.names}
-    whole = {name for name in everything if is_below(name, branch)}
     moved = {".".join(filter(None, (branch, rest))) for rest in rests}
     # Keys of a module hold dots, so the common beginning of its names need not be the name of a container.
-    is_one = not checkpoint.has_skeleton or is_empty_container(checkpoint, branch, rank)
-    return branch if is_one and moved == {*stored} == whole else None
+    is_one = branches.held is None or branch in branches.held
+    return branch if is_one and moved == {*stored} and len(moved) == branches.counts[branch] else None
 
 
 def _branch_fault(prefix: str, value: Any, compounds: Iterable[str]) -> str | None:

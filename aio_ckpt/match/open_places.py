@@ -7,7 +7,7 @@ that was not stepped yet takes the moments. Their values are built as ``read`` b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.state.build import build_parts
 from aio_ckpt.state.dcp_paths import unflatten_dcp
-from aio_ckpt.state.names import branches_of, find_named, skeleton_names
+from aio_ckpt.state.names import below_each, find_named, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton
 
 __all__ = ["OpenPlace", "build_at", "dcp_paths_of", "names_at", "nested_at", "with_int_keys"]
@@ -38,24 +38,14 @@ def names_at(checkpoint: Checkpoint, places: Iterable[str], *, rank: int) -> dic
     """
     left = set(places)
     if not checkpoint.has_skeleton:
-        return _below(left, checkpoint.as_named(checkpoint.metadata.state_dict_metadata))
+        return below_each(left, checkpoint.as_named(checkpoint.metadata.state_dict_metadata))
     found: dict[str, list[str]] = {}
     for skeleton in _skeletons(checkpoint, rank):
-        found |= _below(left, checkpoint.as_named(skeleton_names(skeleton, rank=rank)))
+        found |= below_each(left, checkpoint.as_named(skeleton_names(skeleton, rank=rank)))
         found |= {place: [] for place in find_named(skeleton, left - found.keys(), rank=rank)}
         left -= found.keys()
         if not left:
             break
-    return found
-
-
-def _below(places: Collection[str], names: Iterable[str]) -> dict[str, list[str]]:
-    """Return ``names`` grouped by the place that they are at or below."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        for place in branches_of(name):
-            if place in places:
-                found.setdefault(place, []).append(name)
     return found
 
 

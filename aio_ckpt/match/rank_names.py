@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
@@ -10,7 +10,7 @@ from aio_ckpt.format.root_manifest import rank_manifest_name
 from aio_ckpt.state.names import branches_of, copy_names, find_named, is_below, is_selected, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton
 
-__all__ = ["is_empty_container", "skeleton_of", "unexpected_names", "wanted_names"]
+__all__ = ["empty_containers", "skeleton_of", "unexpected_names", "wanted_names"]
 
 
 def skeleton_of(checkpoint: Checkpoint, rank: int) -> Skeleton:
@@ -33,16 +33,17 @@ def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | Non
         return names
     selected = frozenset(only)
     left = selected.difference(branch for name in names for branch in branches_of(name))
-    if left and checkpoint.has_skeleton:  # an empty container has no leaf
-        left = left.difference(find_named(skeleton_of(checkpoint, rank), left, rank=rank))
+    left -= empty_containers(checkpoint, left, rank)
     if left:
         raise MissingNameError(f"{checkpoint.path}: {_why_nothing(checkpoint, min(left), rank)}")
     return [name for name in names if is_selected(name, selected)]
 
 
-def is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:
-    """Return whether ``rank`` saved a container of this name. If no leaf lies at or below it, it is an empty one."""
-    return checkpoint.has_skeleton and bool(find_named(skeleton_of(checkpoint, rank), {name}, rank=rank))
+def empty_containers(checkpoint: Checkpoint, names: Set[str], rank: int) -> Set[str]:
+    """Return which of ``names``, at or below which no leaf lies, are containers that ``rank`` saved."""
+    if not names or not checkpoint.has_skeleton:
+        return frozenset()
+    return find_named(skeleton_of(checkpoint, rank), names, rank=rank).keys()
 
 
 def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:

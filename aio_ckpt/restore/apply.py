@@ -25,7 +25,7 @@ from aio_ckpt.match.rename import prefix_remedy
 from aio_ckpt.restore.fetch_values import FetchedValues, by_stored_name
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.runtime.error_notes import mark_modified
-from aio_ckpt.state.build import build_below
+from aio_ckpt.state.build import build_parts
 from aio_ckpt.state.flatten import leaves_of
 from aio_ckpt.state.put_back import put_back
 
@@ -60,20 +60,28 @@ def prepare_apply(
     refused = {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
     known = by_stored_name(checkpoint, values | refused)
     leaves |= build_at(checkpoint, found.open, known, rank=rank, trusted=trusted)
-    skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.has_skeleton else None
-    state_dicts: list[tuple[StatefulTarget, Any]] = []
-    for target in found.stateful:
-        prefix, value, names, branch = target
+    for prefix, value, names, _ in found.stateful:
         if not fetched.untrusted.keys().isdisjoint(names):  # untrusted leaves keep the template's values
             own = leaves_of(value.state_dict(), prefix, rank=rank)
             values |= {name: own[name] for name in names if name in fetched.untrusted and name in own}
+    built: dict[str, object] = {}
+    if found.stateful and checkpoint.has_skeleton:
+        built = build_parts(
+            skeleton_of(checkpoint, rank),
+            [target.branch for target in found.stateful if target.branch is not None],
+            by_stored_name(checkpoint, values),
+            rank=rank,
+            trusted=trusted,
+            own=by_stored_name(checkpoint, found.own),
+            untrusted=fetched.skipped,
+        )
+    state_dicts: list[tuple[StatefulTarget, Any]] = []
+    for target in found.stateful:
+        prefix, value, names, branch = target
         if branch is None:
             inner: object = {name.removeprefix(f"{prefix}."): values[name] for name in names}
-        elif skeleton is not None:
-            stored, parts = by_stored_name(checkpoint, values), by_stored_name(checkpoint, found.own)
-            inner = build_below(
-                skeleton, branch, stored, rank=rank, trusted=trusted, own=parts, untrusted=fetched.skipped
-            )
+        elif branch in built:
+            inner = built[branch]
         else:
             leaves_below = {checkpoint.stored_name(name): values[name] for name in names if name in values}
             inner = _dcp_state_dict(checkpoint, branch, leaves_below, value)

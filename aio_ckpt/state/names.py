@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ __all__ = [
     "NamedKeys",
     "NamedNode",
     "Path",
+    "below_each",
     "branches_of",
     "children_of",
     "compound_keys",
@@ -29,6 +30,7 @@ __all__ = [
     "leaf_keys",
     "leaf_paths",
     "marked_name",
+    "node_names",
     "prefix_of",
     "sizes_of",
     "skeleton_names",
@@ -54,6 +56,16 @@ def is_below(name: str, prefix: str) -> bool:
 def is_selected(name: str, only: Set[str]) -> bool:
     """Return whether ``name`` is one of ``only`` or lies below one of them, in time that grows with its dots alone."""
     return any(branch in only for branch in branches_of(name))
+
+
+def below_each(places: Collection[str], names: Iterable[str]) -> dict[str, list[str]]:
+    """Return ``names`` grouped by the place that they are at or below. A place without names is left out."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for branch in branches_of(name):
+            if branch in places:
+                found.setdefault(branch, []).append(name)
+    return found
 
 
 def branches_of(name: str) -> Iterator[str]:
@@ -226,6 +238,20 @@ def _without_copies(node: Any, prefix: str, names: frozenset[str], rank: int) ->
 
 
 # -- by name ----------------------------------------------------------------------------------------
+
+
+def node_names(skeleton: Skeleton, *, rank: int) -> Iterator[str]:
+    """Yield the names of all containers and leaves, the state's own (``""``) first."""
+    yield ""
+    yield from _node_names(skeleton, "", rank)
+
+
+def _node_names(node: Skeleton, prefix: str, rank: int) -> Iterator[str]:
+    if isinstance(node, int):
+        return
+    for _, text, child in children_of(node, rank):
+        yield prefix + text
+        yield from _node_names(child, f"{prefix}{text}.", rank)
 
 
 class NamedNode(NamedTuple):
