@@ -65,7 +65,7 @@ class StageTimings:
     waited_secs: float = 0.0
     """Part of ``blocked_secs`` spent waiting for room (busy or out of budget)."""
     plan_secs: float = 0.0
-    """Duration of walk, digest, fingerprint and, on a miss, planning; on the caller's thread."""
+    """Duration of walk, comparison, fingerprint and, on a miss, planning; on the caller's thread."""
     staged_secs: float = 0.0
     """Until everything was copied to the image."""
     written_secs: float = 0.0

@@ -66,7 +66,7 @@ def planning(title: str, state: Mapping[str, object], folder: Path, options: Opt
     figures = [
         _row(f"{title}: first save(), plan included", [first.timings.blocked_secs]),
         _row(f"{title}: save() until it returns", blocked),
-        _row(f"{title}: of it walk, digest, fingerprint", planned),
+        _row(f"{title}: of it walk, comparison, fingerprint", planned),
         _row(f"{title}: its copies alone", copied),
     ]
     return figures, (Spread.of(blocked).median - Spread.of(copied).median) * 1e3

@@ -1,4 +1,4 @@
-"""Plan: structure digest, pointer fingerprint, image layout and the cache.
+"""Plan: structure, pointer fingerprint, image layout and the cache.
 
 A cached :class:`Plan` holds names, offsets and rendered bytes; no tensor, storage, handle or memoryview
 (DESIGN §2.5). Every save resolves its tensors anew. The structure decides whether the layout may be reused,
@@ -80,8 +80,6 @@ class Plan(ImagePlan):
 
     aliases: list[int]
     """Per tensor leaf, the first leaf that shares its bytes (itself if none)."""
-    digest: bytes
-    """Digest of structure and aliases."""
     object_names: tuple[str, ...]
     """Names of the leaves stored as objects, in order."""
     metadata: MetadataTemplate | None
@@ -277,7 +275,6 @@ def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]
     return Plan(
         **{field.name: getattr(image, field.name) for field in fields(ImagePlan)},
         aliases=aliases,
-        digest=structure.digest(aliases),
         object_names=object_names,
         metadata=None,
         tensors_static=encode_static([tensor_entry(item) for item in layout.items]),

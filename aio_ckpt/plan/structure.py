@@ -180,26 +180,6 @@ class Structure:
         offsets: Any = self.shards[leaf][1]
         return tuple(offsets)
 
-    def digest(self, aliases: Sequence[int]) -> bytes:
-        """Return a hash of 16 bytes over the structure and the alias partition, which ranks compare."""
-        text = repr(
-            (
-                self.skeleton,
-                self.names,
-                [f"{kind.__module__}.{kind.__qualname__}" for kind in self.object_types],
-                [f"{kind.__module__}.{kind.__qualname__}" for kind in self.types],
-                self.dtypes,
-                self.shapes,
-                self.strides,
-                [device.type for device in self.devices],
-                self.conj,
-                self.neg,
-                self.shards,
-                list(aliases),
-            )
-        )
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
 
 def _shards(leaves: Sequence[DTensor]) -> Iterator[tuple[object, ...]]:
     """Yield global shape, key of the mesh and placements of each leaf."""
