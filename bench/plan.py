@@ -1,4 +1,4 @@
-"""``python -m bench.plan``: what planning an unchanged state costs the caller, beside DCP's planner."""
+"""``python -m bench.plan``: what planning an unchanged state costs the caller, beside DCP's planner; many names."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from bench.common.measure import Spread
 from bench.common.options import Options, log, parse, work_folder
 from bench.common.results import FigureRow, Goal, Report, publish
 from bench.common.states import flattened_optimizer, tiny_tensors
+from bench.names import loads_of_names, plain_values
 
 __all__ = ["main", "planning"]
 
@@ -38,11 +39,15 @@ def main() -> None:
         scalars = sum(not isinstance(value, torch.Tensor) for value in optimizer.values())
         title = f"flattened AdamW of {parameters} parameters ({scalars:,} scalars)"
         more, optimizer_cost = planning(title, optimizer, folder / "optimizer", options)
+        named, name_goals = loads_of_names(5_000 if options.quick else 50_000, folder / "names", options)
+        valued, value_goals = plain_values(5_000 if options.quick else 50_000, folder / "values", options)
     goals = [
+        *name_goals,
+        *value_goals,
         Goal(text=f"{count:,} tensors, unchanged: caller's time less the copies", figure=cost, bound=40.0, unit="ms"),
         Goal(text=f"{title}: caller's time less the copies", figure=optimizer_cost, bound=15.0, unit="ms"),
     ]
-    report = Report(bench="plan", settings=options.settings(), figures=[*figures, *more], goals=goals)
+    report = Report(bench="plan", settings=options.settings(), figures=[*figures, *more, *named, *valued], goals=goals)
     log(f"wrote {publish(report, options.folder, out=options.out)}")
 
 
