@@ -20,6 +20,7 @@ __all__ = [
     "MAX_WORKERS",
     "MIN_BYTES_PER_SEC",
     "BusyPolicy",
+    "DifferingReplicas",
     "DirectIO",
     "EngineConfig",
     "FailurePolicy",
@@ -35,6 +36,7 @@ BusyPolicy = Literal["wait", "skip", "raise"]
 VerifyPolicy = Literal["load", "never"]
 FailurePolicy = Literal["raise", "log"]
 MetricMode = Literal["min", "max"]
+DifferingReplicas = Literal["refuse", "rank0"]
 
 MAX_WORKERS = 256
 MAX_BYTES_PER_SEC = 1e15
@@ -163,6 +165,11 @@ class EngineConfig:
     """Function that is called with the error of each save that failed after its capture began, on every rank. A
     cancelled save counts as no failure. It runs like ``on_commit``."""
 
+    differing_replicas: DifferingReplicas = "refuse"
+    """What ``save()`` does if ranks hold different parameters, or different states of optimizers, under one name:
+    ``refuse`` it on all ranks, or save the values of ``rank0`` for all. That is the lowest rank that holds them; it
+    writes all replicas then. The setting of rank 0 counts. Buffers, arrays and objects may differ in any case."""
+
     step_dir: str = "step_{step:09d}"
     """Name of a committed directory; must contain ``{step}`` once."""
 
@@ -277,6 +284,7 @@ _CHECKS: dict[str, _Check] = {
     "when_busy": _one_of(get_args(BusyPolicy)),
     "verify": _one_of(get_args(VerifyPolicy)),
     "on_failure": _one_of(get_args(FailurePolicy)),
+    "differing_replicas": _one_of(get_args(DifferingReplicas)),
     "on_commit": check_callback,
     "on_error": check_callback,
     "shm_path": _check_shm_path,

@@ -25,6 +25,7 @@ from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, TensorSignature
 from aio_ckpt.ranks.messages import Frame, pack, unpack
 from aio_ckpt.ranks.save_ledger import (
     AssignReply,
+    ContentSums,
     Extent,
     Ledger,
     PlanMsg,
@@ -168,7 +169,7 @@ def _figure(text: str, value: float, unit: str) -> FigureRow:
 
 
 def _measure(ranks: int, items: int) -> Leader:
-    ledger = Ledger(ranks)
+    ledger = Ledger(ranks, differing="refuse")
     data = _sent(_planned(ranks, items))
     reports, planned_secs = _timed(lambda: _received(ledger, data))
     plan_bytes, data = len(data) / ranks, b""
@@ -242,7 +243,8 @@ def _planned(ranks: int, items: int) -> Iterator[PlanMsg]:
     for rank in range(ranks):
         offsets = np.tile(np.array([4 * rank, 0], "<i8"), items).tobytes()
         objects = msgspec.msgpack.encode([f"rng.rank{rank}.{number}" for number in range(_OBJECTS)])
-        yield PlanMsg(1, LocalPlan(plan.names, plan.signatures, offsets, objects, plan.skeleton))
+        own = msgspec.structs.replace(plan, offsets=offsets, objects=objects)
+        yield PlanMsg(1, own, ContentSums(bytes(4 * _OBJECTS), bytes(8 * items)))
 
 
 def _written(share_id: bytes, items: int, *, is_first: bool) -> Vote:
@@ -250,7 +252,8 @@ def _written(share_id: bytes, items: int, *, is_first: bool) -> Vote:
     moved = tuple((number, *span) for number, span in enumerate(spans)) if is_first else ()
     places = np.array([(1500 * number, 1500) for number in range(items)], "<i8").tobytes() if is_first else None
     secs = (0.001234, 0.123456, 1.234567)
-    return Vote(123_456, share_id, 40 * items, 0xFFFFFFFF, secs, moved, extents_crc32(spans), places)
+    content = ContentSums(bytes(4 * _OBJECTS))
+    return Vote(123_456, share_id, 40 * items, 0xFFFFFFFF, secs, moved, extents_crc32(spans), content, places)
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

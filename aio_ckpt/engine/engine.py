@@ -100,7 +100,13 @@ class BaseEngine:
             names=StepNames(config.step_dir),
             owner=owner,
             storage=storage or LocalStorage(executor, config.direct_io),
-            members=Membership(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules),
+            members=Membership(
+                coordinator,
+                owner,
+                stall_secs=config.stall_timeout_secs,
+                rules=rules,
+                differing=config.differing_replicas,
+            ),
             executor=executor,
             config=config,
         )

@@ -35,6 +35,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.planner import Plan, PlannedSave
 from aio_ckpt.ranks.group_call import CALL_STAGE
+from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport, Target, title
 from aio_ckpt.runtime.deadline import Deadline
@@ -211,6 +212,7 @@ class InFlight:
         objects: ObjectBytes,
         image: Image,
         *,
+        content: ContentSums,
         target: Target,
         number: int,
         agreement: SaveRound,
@@ -235,6 +237,7 @@ class InFlight:
             plan_hit=planned.plan_hit,
             fingerprint_hit=planned.fingerprint_hit,
             objects=objects,
+            content=content,
             image=image,
             progress=CaptureProgress(len(image.chunks)),
         )

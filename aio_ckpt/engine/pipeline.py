@@ -242,6 +242,7 @@ class SavePipeline:
             (timer.secs("blocked"), timer.secs("staged"), timer.secs("written")),
             sent.moved(plan.share_id, spans, is_alone=is_alone),
             extents_crc32(spans),
+            save.captured.content,
             places(plan.layout) if is_first else None,
         )
 

@@ -11,7 +11,7 @@ import logging
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ from aio_ckpt.runtime.trace import CALLER
 from aio_ckpt.runtime.waiting import disk_lines
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.replica_sums import content_sums
-from aio_ckpt.state.flatten import FlatState, flatten
+from aio_ckpt.state.flatten import FlatState, check_not_empty, flatten
 from aio_ckpt.state.leaf_faults import naming_all_faults
 from aio_ckpt.ticket import Milestone, SaveTicket
 
@@ -120,6 +120,8 @@ class SaveFrontend:
         """Future of the deletion of dead trainers' snapshots."""
         self._refused: Future[None] | None = None
         """Done once it is known whether the last refused call has taken its step; None if no call was refused."""
+        self._saves = 0
+        """Calls of ``save()``, the same number on every rank in the same call."""
         self._lock = Lock()
 
     def meet(self) -> None:
@@ -160,6 +162,7 @@ class SaveFrontend:
         self._check_not_inside("save()")
         with call.trace.span("save()", CALLER), self._lock:
             number, failed = self.in_flight.next_number("save", step), None
+            self._saves += 1
             # A refused call takes its step all the same, so that all ranks count alike. A save by path takes none.
             claim = functools.partial(self.in_flight.claim_step, number, step) if call.takes_step else _take_none
             joint = GroupCall(
@@ -235,7 +238,9 @@ class SaveFrontend:
                 planned = self.cache.resolve(flat)
         plan_secs = time.perf_counter() - call.started - waited_secs
         with trace.span("encode objects", CALLER), naming_all_faults(flat):
-            objects = self._encoder.encode(planned.objects, flat.versions)
+            encoded = self._encoder.encode(planned.objects, flat.versions)
+        with trace.span("sum what other ranks may hold, too", CALLER):
+            content = self._content(planned, encoded)
         with trace.span("open the root", CALLER):
             if self._ctx.members.is_leader:
                 self._root_session.become_writer(in_flight.steps.learn, deadline)
@@ -246,7 +251,9 @@ class SaveFrontend:
                 in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
         if planned.plan.local is not None and not planned.plan.share_id:  # other ranks hold shards, too
             with trace.span("agree before the capture", CALLER):
-                planned, objects = self._assign(planned, objects, target, number, joint.agreement, deadline)
+                planned = self._assign(planned, content, target, number, joint.agreement, deadline)
+            content = ContentSums(content.objects)
+        objects = _own_objects(encoded, [name for name, _ in planned.objects], planned.plan.object_names)
         with trace.span("lease memory", CALLER):
             image = self._lease(planned, objects, target, deadline)
         try:
@@ -256,6 +263,7 @@ class SaveFrontend:
                 planned,
                 objects,
                 image,
+                content=content,
                 target=target,
                 number=number,
                 agreement=joint.agreement,
@@ -453,24 +461,44 @@ class SaveFrontend:
         return arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes)
 
     def _flatten(self, state: object) -> FlatState:
-        return flatten(state, rank=self._ctx.members.coordinator.rank)
+        members = self._ctx.members
+        flat = flatten(state, rank=members.coordinator.rank)
+        if not members.are_several:  # rank 0 alone may hold the whole state, and the others nothing
+            check_not_empty(flat)
+        return flat
+
+    def _content(self, planned: PlannedSave, objects: ObjectBytes) -> ContentSums:
+        """Return the checksums of all that this rank holds, by which the leader compares replicas.
+
+        Tensors are summed if this rank plans anew, and in saves 1, 2, 4, 8, ... of the engine: contents that are equal
+        at first (moments of zero, layers of one seed) differ soon after. The number of saves is equal on all ranks.
+        """
+        plan = planned.plan
+        if plan.local is None:  # there is one rank
+            return ContentSums(b"")
+        crc32s = [isal_zlib.crc32(objects.region[start : start + nbytes]) for start, nbytes in objects.spans]
+        is_compared = not plan.share_id or self._saves & (self._saves - 1) == 0
+        tensors = content_sums([planned.tensors[leaf] for leaf in plan.held]) if is_compared else b""
+        return ContentSums(struct.pack(f"<{len(crc32s)}I", *crc32s), tensors)
 
     def _assign(
         self,
         planned: PlannedSave,
-        objects: ObjectBytes,
+        content: ContentSums,
         target: Target,
         number: int,
         agreement: SaveRound,
         deadline: Deadline,
-    ) -> tuple[PlannedSave, ObjectBytes]:
+    ) -> PlannedSave:
         """Agree which rank writes which shard, after a plan miss, and narrow the plan to this rank's share.
 
         Blocks until all ranks call save(). The first save always agrees, so that it shows whether all ranks have the
         same root.
         """
         whole = planned.plan
-        limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), _plan_message(planned, objects, target)
+        assert whole.local is not None  # there are several ranks
+        limit_secs = deadline.left_secs(2 * self._ctx.members.stall_secs)
+        told = PlanMsg(sent_target(target), whole.local, content)
         assign = functools.partial(_assign_under_one_root, self._ctx, number, agreement, told)
         try:
             reply = self._portal.call(assign, timeout=limit_secs, what="save()")
@@ -480,9 +508,7 @@ class SaveFrontend:
         assert reply.share is not None  # a rank that planned anew has no older share
         plan = narrow(whole, reply.share, reply.share_id)
         self.cache.adopt(plan)
-        kept = frozenset(plan.object_names)
-        mine = [leaf for leaf in planned.objects if leaf[0] in kept]
-        return replace(planned, plan=plan, objects=mine), _own_objects(objects, whole.object_names, kept)
+        return replace(planned, plan=plan)
 
     def _lease(self, planned: PlannedSave, objects: ObjectBytes, target: Target, deadline: Deadline) -> Image:
         lease = functools.partial(
@@ -608,17 +634,11 @@ def _busy_ranks(asked: Sequence[tuple[str, bool]], call: str) -> str:
     return ", ".join(str(rank) for rank, (_, is_busy) in enumerate(asked) if is_busy)
 
 
-def _plan_message(planned: PlannedSave, objects: ObjectBytes, target: Target) -> PlanMsg:
-    """Return all that this rank holds, with the checksums by which the leader compares replicas."""
-    plan = planned.plan
-    assert plan.local is not None  # there are several ranks
-    tensors = content_sums([planned.tensors[item.leaf] for item in plan.layout.items])
-    crc32s = [isal_zlib.crc32(objects.region[start : start + nbytes]) for start, nbytes in objects.spans]
-    return PlanMsg(sent_target(target), plan.local, ContentSums(tensors, struct.pack(f"<{len(crc32s)}I", *crc32s)))
-
-
-def _own_objects(objects: ObjectBytes, names: Sequence[str], kept: Collection[str]) -> ObjectBytes:
-    """Return the encoded objects whose names are in ``kept``; ``names`` are those of all ``objects``."""
+def _own_objects(objects: ObjectBytes, names: Sequence[str], own: Sequence[str]) -> ObjectBytes:
+    """Return the encoded objects whose names are in ``own``; ``names`` are those of all ``objects``."""
+    if len(own) == len(names):
+        return objects
+    kept = frozenset(own)
     parts: dict[tuple[int, int], int] = {}
     spans: list[tuple[int, int]] = []
     end = 0

@@ -24,6 +24,7 @@ from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.ranks.group_call import CALL_STAGE
+from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import Progress, Stage, StageTimings, Target, title
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
@@ -134,6 +135,8 @@ class CapturedSave:
     fingerprint_hit: bool
     """Whether the copy descriptors were reused."""
     objects: ObjectBytes
+    content: ContentSums
+    """Checksums by which the leader compares replicas. Those of tensors are left out if the plan message had them."""
     image: Image
     """Bytes of the data file."""
     progress: CaptureProgress

@@ -14,9 +14,12 @@ __all__ = ["empty_containers", "skeleton_of", "unexpected_names", "wanted_names"
 
 
 def skeleton_of(checkpoint: Checkpoint, rank: int) -> Skeleton:
-    """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank."""
-    number = rank if rank < len(checkpoint.ranks) else 0
-    return decode_skeleton(checkpoint.ranks[number].skeleton, name=rank_manifest_name(number))
+    """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank, or if it saved ``{}``."""
+    for number in (rank, 0) if 0 < rank < len(checkpoint.ranks) else (0,):
+        skeleton = decode_skeleton(checkpoint.ranks[number].skeleton, name=rank_manifest_name(number))
+        if isinstance(skeleton, tuple) and skeleton[2]:
+            break
+    return skeleton
 
 
 def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | None) -> list[str]:

@@ -1,7 +1,7 @@
 """Assignment: which rank writes which shard. Pure. In: the shards of every rank. Out: one ``Assignment`` per rank.
 
 Replicas are written once, by a rank that captures them for this save. The largest one is assigned first, each to the
-rank that has least to write. Objects, and replicas that differ, are written by the lowest rank.
+rank that has least to write. Objects, and replicas that differ or may differ, are written by the lowest rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.tensor_table import IntArray
-from aio_ckpt.plan.shard_table import Flags, ShardTable, SmallInts, malformed
+from aio_ckpt.plan.shard_table import Flags, ShardTable, SmallInts
 
 __all__ = [
     "Assignment",
@@ -25,8 +25,6 @@ __all__ = [
     "Writers",
     "assign",
     "assign_replicas",
-    "unequal_objects",
-    "unequal_replicas",
 ]
 
 
@@ -271,57 +269,14 @@ def _keys(held: ShardTable) -> IntArray:
     return key
 
 
-def unequal_replicas(held: ShardTable, boxes: Boxes, sums: Mapping[int, bytes]) -> Flags:
-    """Return, per box, whether its content differs between ranks. ``sums``: by rank, an int64 for each of its items.
-
-    Raises:
-        PeerFailedError: the sums of a rank do not fit its plan.
-    """
-    unequal = np.zeros(boxes.count, np.bool_)
-    content, is_summed = np.zeros(len(held.name), np.int64), np.zeros(len(held.name), np.bool_)
-    for rank, found in sums.items():
-        mine = slice(held.starts[rank], held.starts[rank + 1])
-        item = held.item[mine]
-        if len(found) != 8 * (int(item[-1]) + 1 if len(item) else 0):
-            raise malformed(rank, f"{len(found)} bytes of sums")
-        content[mine], is_summed[mine] = np.frombuffer(found, "<i8")[item], True
-    rows = boxes.order[is_summed[boxes.order]]
-    box = boxes.of[rows]
-    differs = (box[1:] == box[:-1]) & (content[rows[1:]] != content[rows[:-1]])
-    unequal[box[1:][differs]] = True
-    return unequal
-
-
-def unequal_objects(held: ShardTable, sums: Mapping[int, bytes]) -> set[str]:
-    """Return the names of objects whose bytes differ between ranks. ``sums``: by rank, a uint32 for each object.
-
-    Raises:
-        PeerFailedError: the sums of a rank do not fit its plan.
-    """
-    first: dict[str, int] = {}
-    seen: set[tuple[int, bytes]] = set()  # ranks with equal names share one tuple
-    unequal: set[str] = set()
-    for rank, found in sums.items():
-        names = held.objects[rank]
-        if len(found) != 4 * len(names):
-            raise malformed(rank, f"{len(found)} bytes of sums of objects")
-        if (id(names), found) in seen:
-            continue
-        seen.add((id(names), found))
-        for name, crc32 in zip(names, np.frombuffer(found, "<u4").tolist(), strict=True):
-            if first.setdefault(name, crc32) != crc32:
-                unequal.add(name)
-    return unequal
-
-
 def assign(
-    held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment], unequal: Flags
+    held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment], of_lowest: Flags
 ) -> tuple[list[Assignment], list[int]]:
     """Return the share of every rank, and its number of items.
 
     Args:
         kept: shares of the ranks that keep the share that they have, because they captured only that.
-        unequal: per box, whether its replicas differ.
+        of_lowest: per box, whether the lowest rank writes it, whatever the others have to write.
 
     Raises:
         PlanChangedError: no rank captured a shard that a rank holds. Every rank has to plan anew.
@@ -338,7 +293,7 @@ def assign(
     is_lost = is_open & (candidates.counts == 0)
     if is_lost.any():
         raise _not_captured(held.names[name] for name in held.name[is_lost[boxes.of]].tolist())
-    is_single = is_open & ((candidates.counts == 1) | unequal)
+    is_single = is_open & ((candidates.counts == 1) | of_lowest)
     writers.take(free[candidates.begins[is_single]])
     several = np.flatnonzero(is_open & ~is_single)
     if len(several):

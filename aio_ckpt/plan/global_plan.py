@@ -197,6 +197,7 @@ def local_plan(
     shards: Mapping[int, tuple[Any, ...]],
     object_names: tuple[str, ...],
     skeleton: bytes,
+    tolerances: Sequence[int],
 ) -> LocalPlan:
     """Return the plan of all that a rank holds, laid out as ``items``. ``shards``: see ``Structure.shards``."""
     holdings = [
@@ -208,8 +209,9 @@ def local_plan(
                 tuple(shards[item.leaf][0]) if item.leaf in shards else item.spec.shape,
                 str(item.spec.dtype).removeprefix("torch."),
             ),
+            tolerance=tolerance,
         )
-        for item in items
+        for item, tolerance in zip(items, tolerances, strict=True)
     ]
     return LocalPlan.of(holdings, object_names, skeleton)
 

@@ -27,6 +27,7 @@ from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_plan import ChunkCopyMethods, CopyDescriptors, Places, choose_copy_methods, image_order
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
 from aio_ckpt.plan.layout import Placement, lay_out
+from aio_ckpt.plan.replicas import Tolerance, tolerances
 from aio_ckpt.plan.shard_table import LocalPlan
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, check_whole, partition, storage_bytes
 from aio_ckpt.plan.values import ImageLayout, TensorItem
@@ -86,6 +87,8 @@ class Plan(ImagePlan):
     """Rendered ``.metadata`` with holes for the objects. None with several ranks, whose leader renders it."""
     local: LocalPlan | None = None
     """With several ranks: all that this rank holds, for the leader."""
+    held: tuple[int, ...] = ()
+    """With several ranks: the tensor leaf of each item of ``local``."""
     share_id: bytes = b""
     """With several ranks: identity of the share that the leader assigned to this rank; empty before."""
     elsewhere: frozenset[str] = frozenset()
@@ -184,12 +187,8 @@ class PlanCache:
 
     def _hit(self, plan: Plan, leaves: Leaves, *, fingerprint_hit: bool) -> PlannedSave:
         self.hits += 1
-        objects = leaves.objects
-        if len(objects) != len(plan.object_names):
-            mine = frozenset(plan.object_names)
-            objects = [leaf for leaf in objects if leaf[0] in mine]
         return PlannedSave(
-            plan=plan, tensors=leaves.tensors, objects=objects, plan_hit=True, fingerprint_hit=fingerprint_hit
+            plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=True, fingerprint_hit=fingerprint_hit
         )
 
     def _miss(self, flat: FlatState, leaves: Leaves, structure: Structure) -> PlannedSave:
@@ -264,9 +263,11 @@ def make_plan(
     ]
     image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
     plan = _plan_of(image, aliases, object_names, source_bytes)
-    local = local_plan(plan.layout.items, structure.shards, object_names, plan.skeleton)
+    items = plan.layout.items
+    allowed = tolerances(flat, structure, items, fingerprint) if world_size > 1 else [Tolerance.NONE] * len(items)
+    local = local_plan(items, structure.shards, object_names, plan.skeleton, allowed)
     if world_size > 1:
-        return replace(plan, local=local)
+        return replace(plan, local=local, held=tuple(item.leaf for item in items))
     return replace(plan, metadata=render_global([Stored.whole(local, plan.layout, len(object_names))]))
 
 
@@ -310,7 +311,7 @@ def narrow(plan: Plan, share: Assignment, share_id: bytes) -> Plan:
     objects = share.object_names(plan.object_names)
     narrowed = _plan_of(image, plan.aliases, objects, plan.source_bytes)
     others = frozenset(plan.structure.names) - narrowed.stored_names - frozenset(objects)
-    return replace(narrowed, local=plan.local, share_id=share_id, elsewhere=others)
+    return replace(narrowed, local=plan.local, held=plan.held, share_id=share_id, elsewhere=others)
 
 
 def _is_held(structure: Structure, leaf: int, write_item: WriteItem | None) -> bool:

@@ -30,10 +30,12 @@ __all__ = [
     "TensorSignature",
     "intern",
     "malformed",
+    "object_names",
     "padded",
 ]
 
 SmallInts: TypeAlias = "npt.NDArray[np.int32]"
+Tolerances: TypeAlias = "npt.NDArray[np.uint32]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 
@@ -59,6 +61,8 @@ class ShardInfo(msgspec.Struct, frozen=True, gc=False):
     offsets: tuple[int, ...]
     """Start of the shard in the global tensor, in elements per dimension."""
     signature: TensorSignature
+    tolerance: int = 0
+    """Whether replicas may differ; see :class:`aio_ckpt.plan.replicas.Tolerance`."""
 
 
 class LocalPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -74,6 +78,8 @@ class LocalPlan(msgspec.Struct, frozen=True, array_like=True):
     """msgpack: names of the leaves stored as objects, in order."""
     skeleton: bytes
     """Skeleton of its state, encoded."""
+    tolerances: bytes
+    """Tolerance of each item, uint32, little-endian."""
 
     @classmethod
     def of(cls, items: Sequence[ShardInfo], objects: Sequence[str], skeleton: bytes) -> LocalPlan:
@@ -87,6 +93,7 @@ class LocalPlan(msgspec.Struct, frozen=True, array_like=True):
             np.array([offset for item in items for offset in item.offsets], "<i8").tobytes(),
             encode(objects),
             skeleton,
+            np.array([item.tolerance for item in items], "<u4").tobytes(),
         )
 
 
@@ -95,6 +102,16 @@ _SIGNATURES: msgspec.msgpack.Decoder[tuple[tuple[TensorSignature, ...], tuple[in
     tuple[tuple[TensorSignature, ...], tuple[int, ...]]
 )
 _OBJECTS: msgspec.msgpack.Decoder[tuple[str, ...]] = msgspec.msgpack.Decoder(tuple[str, ...])
+
+
+def object_names(plans: Sequence[LocalPlan]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the objects of each plan. Plans of equal bytes share one tuple.
+
+    Raises:
+        PeerFailedError: a plan is malformed; names the rank.
+    """
+    reader = _Reader()
+    return tuple(reader.object_names(rank, plan) for rank, plan in enumerate(plans))
 
 
 def intern(plans: Sequence[LocalPlan], known: Iterable[LocalPlan] = ()) -> list[LocalPlan]:
@@ -108,7 +125,7 @@ def intern(plans: Sequence[LocalPlan], known: Iterable[LocalPlan] = ()) -> list[
         return seen.setdefault(data, data)
 
     def of_kept(plan: LocalPlan) -> LocalPlan:
-        return LocalPlan(*map(kept, (plan.names, plan.signatures, plan.offsets, plan.objects, plan.skeleton)))
+        return LocalPlan(*map(kept, msgspec.structs.astuple(plan)))
 
     for plan in known:
         of_kept(plan)
@@ -151,6 +168,8 @@ class ShardTable:
     """Per row, the index into ``signatures``."""
     is_tied: Flags
     """Per row, whether its item has other names, too."""
+    tolerance: Tolerances
+    """Per row, the tolerance of its item."""
     offsets: IntArray
     """Per row, the start of the shard in the tensor; padded with zeros to the most dimensions of any tensor."""
     shapes: IntArray
@@ -187,6 +206,7 @@ class ShardTable:
             item=_joined([outline.item for outline in outlines]),
             signature=_joined([outline.signature for outline in outlines]),
             is_tied=np.concatenate([np.empty(0, np.bool_), *(outline.is_tied for outline in outlines)]),
+            tolerance=_tolerances(plans, outlines),
             offsets=_offsets(plans, outlines, dims),
             shapes=padded([signature.shape for signature in signatures], dims),
             sizes=padded([signature.size for signature in signatures], dims),
@@ -332,6 +352,19 @@ def _offsets(plans: Sequence[LocalPlan], outlines: Sequence[_Outline], dims: int
         numbers.take(places[id(outline)], out=found[at : at + rows])
         at += rows
     return found
+
+
+def _tolerances(plans: Sequence[LocalPlan], outlines: Sequence[_Outline]) -> Tolerances:
+    """Return, per row, the tolerance of its item."""
+    columns: dict[tuple[int, int], Tolerances] = {}  # ranks of one model share the bytes
+    for rank, (plan, outline) in enumerate(zip(plans, outlines, strict=True)):
+        key = id(plan.tolerances), id(outline)
+        if key not in columns:
+            if len(plan.tolerances) != 4 * len(outline.dims):
+                raise malformed(rank, f"{len(plan.tolerances)} bytes of tolerances")
+            columns[key] = np.frombuffer(plan.tolerances, "<u4")[outline.item]
+    keys = [(id(plan.tolerances), id(outline)) for plan, outline in zip(plans, outlines, strict=True)]
+    return np.concatenate([np.empty(0, np.uint32), *map(columns.__getitem__, keys)])
 
 
 def _check_names(outlines: Sequence[_Outline], objects: Sequence[tuple[str, ...]], reader: _Reader) -> SmallInts:

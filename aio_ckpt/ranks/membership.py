@@ -15,6 +15,7 @@ import anyio
 import msgspec
 
 from aio_ckpt.commit.owner import Owner
+from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import AioCkptError, ConfigError, RootError
 from aio_ckpt.memory.lifetime import ranks_on_host
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange
@@ -55,9 +56,15 @@ class Membership:
     """
 
     def __init__(
-        self, coordinator: Coordinator, owner: Owner, *, stall_secs: float, rules: Mapping[str, str] | None = None
+        self,
+        coordinator: Coordinator,
+        owner: Owner,
+        *,
+        stall_secs: float,
+        rules: Mapping[str, str] | None = None,
+        differing: DifferingReplicas = "refuse",
     ) -> None:
-        """``rules``: settings that must be the same on all ranks."""
+        """``rules``: settings that must be the same on all ranks. ``differing``: see :class:`Ledger`."""
         self._rules = rules or {}
         self.stall_secs = stall_secs
         """Time without a heartbeat after which a rank is lost."""
@@ -66,7 +73,7 @@ class Membership:
         """Owner record by which pending directories are named: the leader's, once all ranks have met."""
         self.newest: int | None = None
         """Newest committed step when all ranks had met, for the ranks that do not lead; None if there was none."""
-        self.ledger = Ledger(coordinator.world_size)
+        self.ledger = Ledger(coordinator.world_size, differing=differing)
         """The leader's ledger; unused on other ranks."""
         self.sent = SentExtents()
         """Places of objects that this rank has told the leader."""

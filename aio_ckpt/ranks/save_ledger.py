@@ -12,12 +12,14 @@ import msgspec
 import numpy as np
 from isal import isal_zlib
 
-from aio_ckpt.errors import PeerFailedError, PlanChangedError
+from aio_ckpt.config import DifferingReplicas
+from aio_ckpt.errors import DuplicateNameError, EmptyStateError, PeerFailedError, PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.tensor_table import are_sizes
-from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_objects, unequal_replicas
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.global_plan import Stored, render_global
-from aio_ckpt.plan.shard_table import LocalPlan, ShardTable, intern
+from aio_ckpt.plan.replicas import ObjectColumns, have_to_be_equal, may_differ, unequal_replicas
+from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardTable, intern, object_names
 
 __all__ = [
     "AssignReply",
@@ -45,12 +47,13 @@ _SHARES_KEPT = 4
 
 
 class ContentSums(msgspec.Struct, frozen=True, array_like=True):
-    """Checksums of all values that a rank holds. Two ranks hold equal replicas if the checksums are equal."""
+    """Checksums of the values that a rank holds. Two ranks hold equal replicas if the checksums are equal."""
 
-    tensors: bytes
-    """int64, little-endian: one for each tensor item, see :func:`aio_ckpt.snapshot.replica_sums.content_sums`."""
     objects: bytes
     """CRC32 of the encoded bytes of each object, uint32, little-endian."""
+    tensors: bytes = b""
+    """int64, little-endian: one for each tensor item, see :func:`aio_ckpt.snapshot.replica_sums.content_sums`. Empty if
+    this save does not compare tensors."""
 
 
 class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
@@ -59,8 +62,8 @@ class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     target: int | str
     """Step that the rank saves, or the path as text."""
     local: LocalPlan
-    content: ContentSums | None = None
-    """Checksums by which replicas are compared; None if they are not compared."""
+    content: ContentSums
+    """Checksums of all that this rank holds."""
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True, tag="W"):
@@ -80,6 +83,8 @@ class Vote(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """(number, offset, length) of the objects whose place differs from that in the save before."""
     extents_crc32: int
     """CRC32 over the places of all objects, after ``moved``."""
+    content: ContentSums
+    """Checksums of all that this rank holds, in the order of its plan. A plan that was sent had those of tensors."""
     places: bytes | None = None
     """Offset and length of every tensor item, int64, little-endian; None if the leader knows them."""
 
@@ -162,10 +167,14 @@ class Ledger:
     Invariant: a rank captures exactly its share, until it plans anew.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, differing: DifferingReplicas) -> None:
+        """``differing``: what becomes of a save whose replicas differ and have to be equal."""
         self._ranks: list[dict[bytes, _KnownShare]] = [{} for _ in range(world_size)]
+        self._differing = differing
         self._shares = 0
         self._rendered: tuple[tuple[bytes, ...], MetadataTemplate] | None = None
+        self._objects: tuple[tuple[bytes, ...], ObjectColumns] | None = None
+        self._warned: set[str] = set()
 
     def check(self, reports: Sequence[PlanMsg | Vote]) -> None:
         """Raise PeerFailedError unless all ranks save one step or path, PlanChangedError if a share is unknown."""
@@ -187,27 +196,28 @@ class Ledger:
         """Assign new shares to the ranks that planned anew; the others keep theirs. Returns a reply for each rank.
 
         Raises:
-            DuplicateNameError, PlanChangedError: see :func:`aio_ckpt.plan.assignment.assign`.
+            EmptyStateError: no rank holds a leaf.
+            DuplicateNameError: two ranks give one name to different things.
+            PlanChangedError: see :func:`aio_ckpt.plan.assignment.assign`.
         """
-        plans, kept, contents = [], {}, {}
+        plans, kept = [], {}
         for rank, report in enumerate(reports):
             if isinstance(report, PlanMsg):
                 plans.append(report.local)
-                if report.content is not None:
-                    contents[rank] = report.content
             else:
                 known = self._ranks[rank][report.share_id]
                 plans.append(known.local)
                 kept[rank] = known.share
         plans = intern(plans, (known.local for shares in self._ranks for known in shares.values()))
         held = ShardTable.of(plans)
+        if not held.names and not any(held.objects):
+            raise EmptyStateError("the states of all ranks hold no leaf: give at least one tensor or object")
         boxes = Boxes.of_rows(held)
-        unequal = unequal_replicas(held, boxes, {rank: found.tensors for rank, found in contents.items()})
-        _warn_of(
-            {held.names[name] for name in held.name[unequal[boxes.of]].tolist()}
-            | unequal_objects(held, {rank: found.objects for rank, found in contents.items()})
-        )
-        shares, items = assign(held, boxes, kept, unequal)
+        unequal = self._compare(held, boxes, ObjectColumns.of(held.objects), reports)
+        of_lowest = unequal | may_differ(held, boxes)
+        if self._differing == "rank0":  # they may differ later, and the values of one rank belong together
+            of_lowest |= have_to_be_equal(held, boxes)
+        shares, items = assign(held, boxes, kept, of_lowest)
         replies = []
         for rank, (share, count) in enumerate(zip(shares, items, strict=True)):
             report = reports[rank]
@@ -224,6 +234,52 @@ class Ledger:
         shares[share_id] = known
         while len(shares) > _SHARES_KEPT:
             del shares[next(iter(shares))]
+
+    def compare(self, votes: Sequence[Vote]) -> None:
+        """Compare what several ranks hold in one save, by the checksums in their votes.
+
+        Raises:
+            DuplicateNameError: replicas differ that have to be equal.
+        """
+        ids = tuple(vote.share_id for vote in votes)
+        plans = [self._ranks[rank][share_id].local for rank, share_id in enumerate(ids)]
+        if self._objects is None or self._objects[0] != ids:
+            self._objects = ids, ObjectColumns.of(object_names(plans))
+        if any(vote.content.tensors for vote in votes):
+            held = ShardTable.of(plans)
+            self._compare(held, Boxes.of_rows(held), self._objects[1], votes)
+        else:
+            self._warn(self._objects[1].unequal({rank: vote.content.objects for rank, vote in enumerate(votes)}))
+
+    def _compare(
+        self, held: ShardTable, boxes: Boxes, objects: ObjectColumns, reports: Sequence[PlanMsg | Vote]
+    ) -> Flags:
+        """Return, per box, whether its replicas differ. Warn of differences that are allowed.
+
+        Raises:
+            DuplicateNameError: replicas differ that have to be equal.
+        """
+        sums = {rank: report.content.tensors for rank, report in enumerate(reports) if report.content.tensors}
+        unequal = unequal_replicas(held, boxes, sums)
+        if self._differing == "refuse" and (refused := unequal & have_to_be_equal(held, boxes)).any():
+            raise _differ(_names_of(held, boxes, refused))
+        self._warn(
+            set(_names_of(held, boxes, unequal))
+            | objects.unequal({rank: report.content.objects for rank, report in enumerate(reports)})
+        )
+        return unequal
+
+    def _warn(self, names: Set[str]) -> None:
+        """Warn, once for each name, that values differ between ranks."""
+        new = sorted(names - self._warned)
+        self._warned.update(new)
+        if new:
+            _log.warning(
+                "%d values differ between ranks that hold the same part of them, %s for example: the value of one rank "
+                "is saved; PerRank(value) saves one for each rank. Told once for each name",
+                len(new),
+                new[:_SHOWN],
+            )
 
     def learn(self, written: Sequence[Vote]) -> list[Extent]:
         """Learn the places that the ranks have written. Returns those of all objects, in the order of the metadata.
@@ -271,14 +327,19 @@ def _title(target: int | str) -> str:
     return target if isinstance(target, str) else f"step {target}"
 
 
-def _warn_of(names: Set[str]) -> None:
-    if names:
-        _log.warning(
-            "%d values differ between ranks that hold the same part of them, %s for example: the lowest rank's are "
-            "saved; PerRank(value) saves one for each rank",
-            len(names),
-            sorted(names)[:_SHOWN],
-        )
+def _names_of(held: ShardTable, boxes: Boxes, chosen: Flags) -> list[str]:
+    """Return the names of the chosen boxes, sorted."""
+    return sorted({held.names[name] for name in held.name[chosen[boxes.of]].tolist()})
+
+
+def _differ(names: Sequence[str]) -> DuplicateNameError:
+    return DuplicateNameError(
+        f"{len(names)} tensors differ between ranks that give them one name, {list(names[:_SHOWN])} for example: a "
+        "load would give the values of one rank to all. Wrap what is of each rank's own in PerRank, as "
+        "PerRank(optimizer); give parts of one tensor as DTensor or Shard; or give names that differ, as torch's "
+        "get_optimizer_state_dict() does. Buffers may differ if the state holds the module itself. If rank 0's values "
+        'are meant for all ranks, set EngineConfig(differing_replicas="rank0")'
+    )
 
 
 def slowest_ranks(written: Sequence[Vote]) -> Mapping[str, int]:

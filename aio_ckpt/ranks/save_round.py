@@ -174,6 +174,8 @@ class SaveRound:
                 raise PeerFailedError(f"rank {rank} has not written its share", rank=rank, stage="agree")
             votes.append(report)
         self._members.ledger.check(votes)
+        if self._members.are_several:
+            await run_blocking(self._executor, self._members.ledger.compare, votes)
         return tuple(votes)
 
     async def finish(self, votes: Sequence[Vote], extra: Mapping[str, Any]) -> CommitReply:

@@ -37,7 +37,7 @@ from aio_ckpt.state.classify import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES
 from aio_ckpt.state.names import compound_notes, is_below, prefix_of, unique_names, without_copies
 from aio_ckpt.state.skeleton import MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
 
-__all__ = ["FlatState", "Template", "compounds_of", "flatten", "leaves_of", "read_template"]
+__all__ = ["FlatState", "Template", "check_not_empty", "compounds_of", "flatten", "leaves_of", "read_template"]
 
 
 # Python 3.11 calls a method of an imported name by a slower path, so the hot loop uses names of this module.
@@ -75,6 +75,8 @@ class FlatState:
     """Containers and keys around the leaves."""
     versions: list[tuple[str, bytes]] = field(default_factory=list)
     """(name, bytes) of each ``_metadata`` of a ``state_dict()`` that the skeleton holds as an object."""
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    """Modules whose ``state_dict()`` was walked."""
 
 
 @dataclass(slots=True)
@@ -107,12 +109,9 @@ def flatten(state: object, *, rank: int) -> FlatState:
 
     Raises:
         UnsupportedLeafError: no checkpoint can store a container or key.
-        EmptyStateError: the state has no leaf.
     """
     walk = _Traversal(rank=rank, copies={})
     skeleton = walk.root(state)
-    if not walk.names:
-        raise EmptyStateError("the state holds no leaf: give at least one tensor or object")
     skeleton, _ = walk.apart(skeleton)
     skeleton = _with_grads(skeleton, walk.tensors(), walk.kinds)
     names = unique_names(walk.names)
@@ -123,7 +122,13 @@ def flatten(state: object, *, rank: int) -> FlatState:
         names = [*names, *walk.copies]
         walk.values += map(StockCopy, walk.copies.values())
         walk.kinds += [LeafKind.OBJECT] * len(walk.copies)
-    return FlatState(names, walk.values, walk.kinds, skeleton, walk.versions)
+    return FlatState(names, walk.values, walk.kinds, skeleton, walk.versions, walk.modules)
+
+
+def check_not_empty(flat: FlatState) -> None:
+    """Raise EmptyStateError if a state has no leaf."""
+    if not flat.names:
+        raise EmptyStateError("the state holds no leaf: give at least one tensor or object")
 
 
 def read_template(state: object, *, rank: int) -> Template:
@@ -164,10 +169,7 @@ def _unambiguous(empty: Sequence[str], names: Sequence[str]) -> list[str]:
 
 def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:
     """Return the leaves of a ``state_dict()`` by their names below ``prefix``, without parts of compound tensors."""
-    try:
-        flat = flatten({prefix: state} if prefix else state, rank=rank)
-    except EmptyStateError:
-        return {}
+    flat = flatten({prefix: state} if prefix else state, rank=rank)
     leaves = dict(zip(flat.names, flat.values, strict=True))
     compounds = compound_notes(flat.skeleton, rank=rank)
     if not compounds:
@@ -217,6 +219,8 @@ class _Traversal:
     """Values so far that no copy for stock DCP can hold."""
     versions: list[tuple[str, bytes]] = field(default_factory=list)
     """Versions so far, as in :attr:`FlatState.versions`."""
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    """Modules so far, as in :attr:`FlatState.modules`."""
     has_shards: bool = False
     """True if a leaf is a :class:`Shard`."""
 
@@ -393,6 +397,8 @@ class _Traversal:
             raise UnsupportedLeafError(f"a {type_name(value)} under the key '': give it a name")
         self.uncopyable += 1
         if self.stateful is None:
+            if isinstance(value, torch.nn.Module):
+                self.modules.append(value)
             inner = value.state_dict()
             return self.root(inner, depth + 1) if name is None else self.node(inner, name, depth + 1)
         self.stateful.append((name or "", value))

@@ -43,6 +43,7 @@ from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 from aio_ckpt.plan import layout
 from aio_ckpt.plan.planner import PlanCache
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator
 from aio_ckpt.runtime.deadline import Deadline
@@ -263,6 +264,7 @@ class World:
             planned,
             objects,
             image,
+            content=ContentSums(b""),
             target=step,
             number=call,
             agreement=SaveRound(self.ctx.members, self.ctx.executor, topic="save"),

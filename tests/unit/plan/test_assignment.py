@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_objects, unequal_replicas
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign
+from aio_ckpt.plan.replicas import ObjectColumns, unequal_replicas
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature, intern
-from aio_ckpt.ranks.save_ledger import Ledger, PlanMsg, Vote, extents_crc32
+from aio_ckpt.ranks.save_ledger import ContentSums, Ledger, PlanMsg, Vote, extents_crc32
 
 Key = tuple[str, tuple[int, ...]]
 Plan = tuple[list[ShardInfo], tuple[str, ...]]
@@ -193,6 +194,7 @@ def test_a_share_says_which_names_of_which_items_and_refuses_another_plan() -> N
 
 
 GOOD = LocalPlan.of([ShardInfo(("a", "b"), (4, 0), TensorSignature((4, 2), (8, 2), "float32"))], ("o",), b"")
+SUMS = ContentSums(b"1234", b"12345678")
 pack = msgspec.msgpack.encode
 LOOKS = ([((4, 2), (8, 2), "float32")], [0])
 MALFORMED = {
@@ -214,6 +216,7 @@ MALFORMED = {
     "half an offset": {"offsets": GOOD.offsets + b"1234"},
     "objects that are none": {"objects": b"\x01"},
     "one object twice": {"objects": pack(["o", "o"])},
+    "too few tolerances": {"tolerances": b""},
 }
 
 
@@ -274,7 +277,7 @@ def test_replicas_that_differ_are_found_and_written_by_the_lowest_rank() -> None
     shares, _ = assign(held, boxes, {}, unequal)
     assert [1 in dict(share.items([item.fqns for item in items])) for share in shares] == [True, False, False]
     sums = {0: struct.pack("<2I", 5, 6), 1: struct.pack("<2I", 5, 6), 2: struct.pack("<2I", 5, 7)}
-    assert unequal_objects(held, sums) == {"y"}
+    assert ObjectColumns.of(held.objects).unequal(sums) == {"y"}
 
 
 @pytest.mark.parametrize("sums", [b"", b"1" * 7, b"1" * 16])
@@ -286,7 +289,7 @@ def test_sums_of_another_plan_are_an_error(sums: bytes) -> None:
             with pytest.raises(PeerFailedError, match=f"rank {rank} sent a plan that is none"):
                 unequal_replicas(held, Boxes.of_rows(held), {rank: sums})
             with pytest.raises(PeerFailedError, match=f"rank {rank} sent a plan that is none"):
-                unequal_objects(held, {rank: sums})
+                ObjectColumns.of(held.objects).unequal({rank: sums})
 
 
 def test_what_equal_ranks_tell_is_kept_once() -> None:
@@ -303,10 +306,11 @@ def test_what_equal_ranks_tell_is_kept_once() -> None:
 @pytest.mark.parametrize("moved", [(1, 5, 6), (-1, 5, 6), (0, -5, 6), (0, 5, -6)])
 def test_objects_that_are_none_of_a_share_are_an_error(moved: tuple[int, int, int]) -> None:
     """A rank that tells of an object that it does not write, or of a place before its file, makes the save fail."""
-    ledger, places = Ledger(1), struct.pack("<2q", 0, 900)
-    (word,) = ledger.assign([PlanMsg(1, GOOD)])
+    ledger, places = Ledger(1, differing="refuse"), struct.pack("<2q", 0, 900)
+    (word,) = ledger.assign([PlanMsg(1, GOOD, SUMS)])
     with pytest.raises(PlanChangedError, match="rank 0 lost count"):
-        ledger.learn([Vote(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), (moved,), extents_crc32([moved[1:]]), places)])
+        vote = Vote(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), (moved,), extents_crc32([moved[1:]]), SUMS, places)
+        ledger.learn([vote])
 
 
 @pytest.mark.parametrize(
@@ -314,12 +318,12 @@ def test_objects_that_are_none_of_a_share_are_an_error(moved: tuple[int, int, in
 )
 def test_places_that_no_data_file_has_are_an_error(places: bytes) -> None:
     """A rank that tells more, fewer or other places than its share has makes the save fail, and no metadata."""
-    ledger = Ledger(1)
-    (word,) = ledger.assign([PlanMsg(1, GOOD)])
+    ledger = Ledger(1, differing="refuse")
+    (word,) = ledger.assign([PlanMsg(1, GOOD, SUMS)])
 
     def written(told: bytes) -> Vote:
         spans = [(5, 6)]
-        return Vote(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), ((0, 5, 6),), extents_crc32(spans), told)
+        return Vote(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), ((0, 5, 6),), extents_crc32(spans), SUMS, told)
 
     with pytest.raises(PlanChangedError, match="rank 0 lost count"):
         ledger.learn([written(places)])

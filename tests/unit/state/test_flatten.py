@@ -27,7 +27,7 @@ from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
 from aio_ckpt.state.build import build, build_below
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.classify import CODES
-from aio_ckpt.state.flatten import flatten, read_template
+from aio_ckpt.state.flatten import check_not_empty, flatten, read_template
 from aio_ckpt.state.put_back import put_back
 from aio_ckpt.state.skeleton import Container
 
@@ -208,7 +208,7 @@ def test_a_shard_is_a_tensor_leaf_in_every_container():
 @pytest.mark.parametrize("state", [{}, {"a": {}, "b": [{}], "c": PerRank({})}])
 def test_a_state_without_a_leaf_is_refused(state):
     with pytest.raises(EmptyStateError):
-        flatten(state, rank=0)
+        check_not_empty(flatten(state, rank=0))
     assert read_template(state, rank=0).empty, "a template takes what is stored below it"
 
 
