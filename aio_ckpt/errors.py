@@ -74,7 +74,7 @@ class EmptyStateError(AioCkptError, ValueError):
 
 
 class DuplicateNameError(AioCkptError, ValueError):
-    """Two ranks give one name to values of different kind, dtype or shape."""
+    """Two ranks give one name to values of different kind, dtype or shape, or to different parameters."""
 
 
 class UnsupportedLeafError(AioCkptError, TypeError):

@@ -221,6 +221,8 @@ class BaseEngine:
             RootError: the root is not writable, or another writer holds it.
             StallError: ``deadline_secs`` passed before everything was captured, or the disk stalled meanwhile.
             WriteError: the disk failed before everything was captured.
+            DuplicateNameError: ranks hold different parameters, or states of optimizers, under one name. The ticket
+                raises it if this shows in a later save.
             PeerFailedError: another rank failed, and all ranks had to agree before the capture.
             Exception: an earlier save failed and nobody awaited it; raised once. The save of this call was made all
                 the same: ``error.ticket`` is its ticket.
@@ -310,7 +312,8 @@ class BaseEngine:
     def prepare(self, state: State, step: int | None = None) -> Milestone[None]:
         """Do the slow parts of a first save ahead: take the root's lock, plan, map and register staging memory.
 
-        So mistakes show before training begins. A warning names the leaves that only running code can read back.
+        So mistakes show before training begins. A warning names the leaves that only running code can read back. What
+        differs between ranks shows at the first save, as this compares no ranks.
 
         This thread walks the state now; no value of it is captured or kept. Memory is mapped in the background. A later
         save of the same names, types and shapes is a plan hit, and waits until the memory is mapped. ``await`` the

@@ -239,7 +239,7 @@ class SaveFrontend:
         plan_secs = time.perf_counter() - call.started - waited_secs
         with trace.span("encode objects", CALLER), naming_all_faults(flat):
             encoded = self._encoder.encode(planned.objects, flat.versions)
-        with trace.span("sum what other ranks may hold, too", CALLER):
+        with trace.span("sum replicas", CALLER):
             content = self._content(planned, encoded)
         with trace.span("open the root", CALLER):
             if self._ctx.members.is_leader:

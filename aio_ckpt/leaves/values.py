@@ -42,10 +42,10 @@ class LeafKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Mark of a value that each rank stores and gets back for itself (RNG state, data position)."""
+    """Mark of a value that each rank stores and gets back for itself: RNG state, data position, a local optimizer."""
 
     value: object
-    """Any state that ``save`` takes."""
+    """Any state that ``save`` takes. A module or an optimizer is loaded in place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from log_lines import kept_lines
 from rank_processes import Ranks, engine_on, error_of, needs_gloo_average
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -265,6 +267,66 @@ def test_a_module_an_optimizer_and_a_stateful_value_in_per_rank_come_back_in_pla
     two: Ranks, tmp_path: Path
 ) -> None:
     two.run(keep_apart, tmp_path)
+
+
+class Named:
+    """Model and optimizer by the names of their parameters, as ``docs/parallelism.md`` gives it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=self.options,
+        )
+
+
+def named_fsdp1(rank: int, *, use_orig_params: bool) -> Named:
+    model = with_seed(0, lambda: nn.Linear(4, 8, bias=False))
+    sharded = FullyShardedDataParallel(model, device_id=CPU, use_orig_params=use_orig_params)
+    return Named(sharded, trained(sharded, rank))
+
+
+def named_stage(rank: int) -> Named:
+    stage = with_seed(0, lambda: nn.Sequential(OrderedDict({f"layer{rank}": nn.Linear(4, 4)})))
+    return Named(stage, trained(stage, rank, lr=0.1 * (rank + 1)))
+
+
+def save_by_name(rank: int, count: int, root: Path) -> list[str]:
+    layouts: list[Callable[[int], Named]] = [
+        named_stage,
+        lambda rank: named_fsdp1(rank, use_orig_params=False),
+        lambda rank: named_fsdp1(rank, use_orig_params=True),
+    ]
+    told = []
+    for number, make in enumerate(layouts):
+        named = make(rank)
+        with kept_lines() as lines, engine_on(root / str(number), SECS) as engine:
+            engine.save({"train": named}, step=1).result(SECS)
+            tensors = tensors_of({"optimizer": named.optimizer})
+            before = [tensor.clone() for tensor in tensors]
+            for tensor in tensors:
+                tensor.zero_()
+            named.optimizer.param_groups[0]["lr"] = 9.0
+            engine.load({"train": named})
+        assert all(map(torch.equal, before, tensors_of({"optimizer": named.optimizer})))
+        assert named.optimizer.param_groups[0]["lr"] == (0.1 * (rank + 1) if number == 0 else 0.001)
+        told += [line for line in lines.messages if "differ" in line]
+    return told
+
+
+def test_optimizers_by_the_names_of_parameters_are_kept_apart_without_per_rank(two: Ranks, tmp_path: Path) -> None:
+    """FSDP1 and pipeline stages, as ``docs/parallelism.md`` says."""
+    assert two.run(save_by_name, tmp_path) == [[], []]
 
 
 def save_on_rank_0(rank: int, count: int, root: Path) -> None:
