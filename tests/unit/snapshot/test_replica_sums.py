@@ -45,6 +45,22 @@ def test_an_order_is_seen() -> None:
     assert len(set(sums(one, two, one.sort().values))) == 3
 
 
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aio_ckpt.snapshot.replica_sums._COLUMNS", 16)
+    monkeypatch.setattr("aio_ckpt.snapshot.replica_sums._PIECE_BYTES", 1024)
+
+
+@pytest.mark.parametrize("count", [3, 512, 5003])
+def test_a_replica_in_a_buffer_of_another_layout_has_the_same_sum(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """A weight that stages share stands in another flat buffer on each, where its words may be split."""
+    small_pieces(monkeypatch)
+    wanted = values(count, torch.bfloat16)
+    inside = torch.cat([values(7, torch.bfloat16), wanted])[7:]
+    assert len(set(sums(wanted, inside))) == 1
+    inside[-1] = 0
+    assert len(set(sums(wanted, inside))) == 2
+
+
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda matrix: matrix.t(),
     "strided": lambda matrix: matrix[:, ::2],
@@ -59,7 +75,7 @@ def test_a_view_is_summed_as_what_it_shows(
     monkeypatch: pytest.MonkeyPatch, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Equal views have equal sums; every value that a view shows counts."""
-    monkeypatch.setattr("aio_ckpt.snapshot.replica_sums._PIECE_BYTES", 1000)
+    small_pieces(monkeypatch)
     matrix = torch.randn(40, 30, dtype=torch.complex64)
     (found, same) = sums(view(matrix), view(matrix.clone()).requires_grad_())
     assert found == same
