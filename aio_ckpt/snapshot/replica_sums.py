@@ -63,13 +63,15 @@ def _sums_of_run(pieces: Iterator[torch.Tensor], weights: torch.Tensor) -> Itera
 
 
 def _runs(tensor: torch.Tensor) -> Iterator[Iterator[torch.Tensor]]:
-    """Yield the bytes of ``tensor`` as runs. Pieces of a run are vectors of uint8 whose words of 8 bytes are aligned."""
+    """Yield the bytes of ``tensor`` as runs. Pieces of one are vectors of uint8 whose words of 8 bytes are aligned."""
     is_lazy = tensor.is_conj() or tensor.is_neg()
     if tensor.is_contiguous() and not is_lazy:
         flat = tensor.reshape(-1)
-        is_aligned = tensor.storage_offset() * tensor.element_size() % 8 == 0
-        pieces = [flat] if is_aligned else flat.split(_PIECE_BYTES // tensor.element_size())
-        yield (piece.view(torch.uint8) if is_aligned else piece.clone().view(torch.uint8) for piece in pieces)
+        if tensor.storage_offset() * tensor.element_size() % 8 == 0:
+            yield iter([flat.view(torch.uint8)])
+        else:
+            count = _PIECE_BYTES // tensor.element_size()
+            yield (flat[at : at + count].clone().view(torch.uint8) for at in range(0, flat.numel(), count))
     elif tensor.nbytes <= _PIECE_BYTES:
         piece = tensor.resolve_conj().resolve_neg()
         yield iter([piece.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)])

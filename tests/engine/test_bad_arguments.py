@@ -221,7 +221,9 @@ SETTINGS: dict[str, Collection[str]] = {
     **dict.fromkeys(("stall_timeout_secs", "stale_after_secs", "drain_timeout_secs"), SECS),
     **{name: {"None", *COUNT} for name in ("keep_last", "keep_every")},
     "budget_bytes": {"None", *COUNT} - {"1"},
-    **dict.fromkeys(("staging", "direct_io", "when_busy", "verify", "on_failure", "step_dir"), NONE),
+    **dict.fromkeys(
+        ("staging", "direct_io", "when_busy", "verify", "on_failure", "differing_replicas", "step_dir"), NONE
+    ),
     "gather_bytes": {"0", *COUNT},
     "device_copy_bytes": {"0", *COUNT},
     "max_in_flight": COUNT,
