@@ -88,6 +88,9 @@ def save_what_is_refused(rank: int, count: int, root: Path) -> list[tuple[str, s
             engine.save({"good": torch.ones(3)}, step=step).result(SECS)
             dist.barrier()
             assert engine.latest_step() == step
+        by_path = error_of(lambda: engine.save(experts(rank), path=root / "named"), SECS)
+        assert "experts.0.weight" in str(by_path)
+        assert not (root / "named").exists()
     return found
 
 
