@@ -16,7 +16,7 @@ from aio_ckpt.commit.user_files import is_of_checkpoint
 from aio_ckpt.errors import AioCkptError, ConfigError, WriteError
 from aio_ckpt.format.names import ENGINE_DIR, TRASH_DIR, StepNames
 from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
-from aio_ckpt.storage.local import Storage, read_small_file, sync_parents
+from aio_ckpt.storage.local import Storage, read_small_file, sync_or_undo
 
 __all__ = ["check_place", "file_refusal", "is_same_place", "move_to_trash", "prepare_place", "refusal"]
 
@@ -97,13 +97,13 @@ async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNam
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at ``path``.
-        WriteError: files of others lie in it; or the rename or an fsync failed. The checkpoint is whole, or gone.
+        WriteError: files of others lie in it; or the rename or an fsync failed. The checkpoint is at its path, whole.
     """
     await checkpoint_at(storage, path, names)
     await _check_foreign(storage, path, "move them away first")
     trash = root / TRASH_DIR / name
     await storage.rename(path, trash)
-    await sync_parents(storage, path, trash)
+    await sync_or_undo(storage, storage.rename, path, trash)  # nothing would delete the trash of a failed removal
     return trash
 
 

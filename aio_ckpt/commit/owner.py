@@ -21,6 +21,7 @@ from typing import Annotated
 import anyio
 import msgspec
 
+from aio_ckpt.commit.trash import check_engine_dirs, delete_trash
 from aio_ckpt.errors import AioCkptError, WriteError
 from aio_ckpt.format.names import (
     ENGINE_DIRS,
@@ -198,7 +199,12 @@ async def keep_alive(storage: Storage, pending: Path, stale_after_secs: float) -
 
 
 async def make_engine_dirs(storage: Storage, root: Path) -> None:
-    """Make the directories below ``.aio_ckpt/``, durably. The lock's holder calls this before its first change."""
+    """Make the directories below ``.aio_ckpt/``, durably. The lock's holder calls this before its first change.
+
+    Raises:
+        RootError: one of them is a symbolic link.
+    """
+    await check_engine_dirs(storage, root)
     for name in ENGINE_DIRS:
         if not await storage.exists(root / name):
             await storage.make_dir(root / name, parents=True)
@@ -217,7 +223,8 @@ async def restore_protected(storage: Storage, root: Path, names: StepNames) -> f
         trash, place, step = root / TRASH_DIR / name, root / name, names.step(name)
         if step is None or not await storage.exists(root / protected_name(step)):
             continue
-        if not await storage.exists(trash / METADATA_FILE) or await storage.exists(place):
+        is_whole = await storage.is_link(trash) or await storage.exists(trash / METADATA_FILE)
+        if not is_whole or await storage.exists(place):
             continue
         try:
             await storage.rename(trash, place)
@@ -265,7 +272,7 @@ async def _clear(
         # Renamed first, in one step. If the owner lives after all, it finds no directory, instead of an incomplete one.
         pending, path = path, root / TRASH_DIR / path.name
         await storage.rename(pending, path)
-    await storage.remove_tree(path)
+    await delete_trash(storage, path)
     return True
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.commit.owner import read_owner
+from aio_ckpt.commit.trash import delete_trash
 from aio_ckpt.errors import AioCkptError, ReadError, WriteError
 from aio_ckpt.format.names import OWNER_FILE, TRASH_DIR
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
-from aio_ckpt.storage.local import Storage, sync_parents
+from aio_ckpt.storage.local import Storage, sync_or_undo
 
 __all__ = ["holds_checkpoint", "publish", "sync_pending"]
 
@@ -40,16 +41,18 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
 
     Without ``overwrite``, an existing directory is an error. With it, a checkpoint or an empty directory is replaced:
     the two directories are exchanged in one step, and the old one is removed once the new one is durable. If the
-    removal fails, the names where it may be are returned.
+    removal fails, the names where it may be are returned. If a symbolic link is replaced, what it leads to stays as it
+    is.
     """
     replaces = overwrite and (await holds_checkpoint(storage, final) or await _is_empty(storage, final))
+    marks_old = replaces and not await storage.is_link(final)
     try:
-        if replaces and not await storage.exists(final / OWNER_FILE):
+        if marks_old and not await storage.exists(final / OWNER_FILE):
             # The old directory takes the pending name. After a crash it is cleared by its owner record.
             await storage.write_file(final / OWNER_FILE, await read_owner(storage, pending))
         await _make_visible(storage, pending, final, replaces=replaces)
     except Exception:
-        if replaces:  # the old directory stays a checkpoint, which has no owner
+        if marks_old:  # the old directory stays a checkpoint, which has no owner
             with contextlib.suppress(AioCkptError, OSError):
                 await storage.remove_file(final / OWNER_FILE)
         raise
@@ -90,19 +93,9 @@ async def _make_visible(storage: Storage, pending: Path, final: Path, *, replace
             raise
         remedy = "is in the way and holds no checkpoint: move it away, or save another step or path"
         raise WriteError(errno.EEXIST, remedy, str(final)) from error
-    try:
-        await sync_parents(storage, pending, final)
-    except Exception as error:
-        # The directory is visible but maybe not durable. The save fails, so the directory must not stay listed, nor
-        # come back after a power loss without the files that are removed next.
-        try:
-            await move(final, pending)
-            await sync_parents(storage, final, pending)
-        except (AioCkptError, OSError) as undoing:
-            error.add_note(f"{final} may still become visible, whole: it could not be taken back: {undoing}")
-            if isinstance(error, AioCkptError):
-                error.in_doubt = True
-        raise
+    # A visible directory may not be durable yet. If the save fails, the directory must not stay listed, nor come back
+    # after a power loss without the files that are removed next.
+    await sync_or_undo(storage, move, pending, final)
 
 
 async def _tidy(storage: Storage, pending: Path, final: Path, trash: Path | None) -> bool:
@@ -113,7 +106,7 @@ async def _tidy(storage: Storage, pending: Path, final: Path, trash: Path | None
         if trash is not None:
             # Trash is cleared even if a crash ends the removal.
             await storage.rename(pending, trash)
-            await storage.remove_tree(trash)
+            await delete_trash(storage, trash)
     except Exception as error:  # noqa: BLE001 - MemoryError, too: the step is committed, so that the save must not fail
         _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
         return False

@@ -15,6 +15,7 @@ from aio_ckpt.checks import shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of, discover
 from aio_ckpt.commit.owner import restore_protected
 from aio_ckpt.commit.step_numbers import check_step_number
+from aio_ckpt.commit.trash import check_engine_dirs, delete_trash
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import (
     AioCkptError,
@@ -25,7 +26,7 @@ from aio_ckpt.errors import (
     WriteError,
 )
 from aio_ckpt.format.names import PROTECTED_DIR, TRASH_DIR, StepNames, protected_name, protected_step
-from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
+from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
 __all__ = [
@@ -180,6 +181,7 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
     step = check_step_number(step)
     mark = root / protected_name(step)
     is_new = True
+    await check_engine_dirs(storage, root)
     if not await storage.exists(mark.parent):  # a writer makes it at its first save
         await _check_committed(storage, root, names, step)  # first: a mistyped root stays as it is
         await storage.make_dir(mark.parent, parents=True)
@@ -213,6 +215,7 @@ async def unprotect(storage: Storage, root: Path, step: int) -> None:
         StepOrderError: ``step`` is no valid step.
     """
     mark = root / protected_name(check_step_number(step))
+    await check_engine_dirs(storage, root)
     if await storage.exists(mark):
         await storage.remove_file(mark)
         await storage.sync_dir(mark.parent)
@@ -278,9 +281,9 @@ class Retention:
         """Steps that the last pass could not delete, with the reason."""
 
     @property
-    def is_enabled(self) -> bool:
-        """Whether the policy deletes any step."""
-        return self._policy.keep_last is not None
+    def has_work(self) -> bool:
+        """Whether a pass may delete anything: the policy deletes steps, or a call of :meth:`delete` left trash."""
+        return self._policy.keep_last is not None or bool(self._trash)
 
     async def enforce(self, good: int) -> list[int]:
         """Delete the steps that expire by the commit of step ``good``; return them.
@@ -371,8 +374,8 @@ class Retention:
     async def _move_to_trash(self, checkpoint: CommittedCheckpoint) -> Path | None:
         """Rename a step to trash. Returns its new path; None if it is protected, and so was put back."""
         trash = self._root / TRASH_DIR / checkpoint.path.name
+        self._trash[trash] = checkpoint.step  # if this call is cancelled, the next pass restores or deletes it
         await self._storage.rename(checkpoint.path, trash)
-        self._trash[trash] = checkpoint.step  # if this call is cancelled now, the next pass restores or deletes it
         is_protected = True  # until the mark was looked for
         try:
             is_protected = await self._storage.exists(self._root / protected_name(checkpoint.step))
@@ -383,12 +386,9 @@ class Retention:
         return None if is_protected else trash
 
     async def _remove(self, trash: Path) -> None:
-        """Make the rename to trash durable, then delete the files, ``.metadata`` first."""
+        """Make the rename to trash durable, then delete the files."""
         await sync_parents(self._storage, self._root / trash.name, trash)
-        if await self._storage.exists(trash / METADATA_FILE):
-            await self._storage.remove_file(trash / METADATA_FILE)
-            await self._storage.sync_dir(trash)
-        await self._storage.remove_tree(trash)
+        await delete_trash(self._storage, trash)
         del self._trash[trash]
 
     def _report_kept(self, step: int, error: OSError, undeleted: dict[int, str]) -> None:

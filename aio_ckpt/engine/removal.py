@@ -16,6 +16,7 @@ import anyio
 from aio_ckpt.commit import by_path
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.trash import delete_trash
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.outcomes import named
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError
@@ -112,7 +113,7 @@ class Remover:
     async def _delete(self, trash: Path) -> None:
         """Delete the files. The checkpoint is gone already, so a failure is only logged."""
         try:
-            await self.ctx.storage.remove_tree(trash)
+            await delete_trash(self.ctx.storage, trash)
         except (AioCkptError, OSError) as error:
             _log.warning("%s stays until it is cleared: %s", trash, error)
             self.pending_cleanup.add(trash, lambda: True)

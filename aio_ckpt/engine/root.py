@@ -20,6 +20,7 @@ from aio_ckpt.commit import by_path, discovery, retention
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.trash import check_engine_dirs
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import CheckpointNotFoundError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.names import LOCK_FILE
@@ -160,6 +161,7 @@ class RootSession:
     async def _make_root(self) -> None:
         storage, root = self._ctx.storage, self._ctx.root
         if await storage.exists(root):
+            await check_engine_dirs(storage, root)
             return
         try:
             await storage.make_dir(root, parents=True)
@@ -289,7 +291,7 @@ class RootSession:
         deletes steps, by its own settings.
         """
         self._passes = [done for done in self._passes if not done.done()]
-        expires = good is not None and self._retention.is_enabled and self._lock is not None
+        expires = good is not None and self._retention.has_work and self._lock is not None
         if expires or len(self._pending_cleanup):
             self._begin_pass(good if expires else None)
 

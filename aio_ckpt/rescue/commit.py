@@ -16,6 +16,7 @@ from aio_ckpt.commit import publish
 from aio_ckpt.commit.cleanup import SETTLE_SECS
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs, pending_path, write_owner
+from aio_ckpt.commit.trash import check_engine_dirs
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.names import LOCK_FILE, SEGMENTS_FILE, StepNames
 from aio_ckpt.format.rank_manifest import data_file_name, encode_rank, encode_static
@@ -102,6 +103,7 @@ async def rescue_root(
     find = functools.partial(find_orphans, places, root, here, stale_after_secs=stale_after_secs)
     if not await run_blocking(executor, find):
         return RescueReport(root=str(root), rescued=(), refused=())  # a root without segments is not touched
+    await check_engine_dirs(storage, root)
     with storage.lock(root / LOCK_FILE):
         await make_engine_dirs(storage, root)
         await clear_leftovers(storage, root, names, here=here, stale_after_secs=stale_after_secs)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import shutil
+import stat
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from aio_ckpt.config import DirectIO
-from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError
+from aio_ckpt.errors import AioCkptError, MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import create_data_file, open_data_file, open_regular_file, translate_errors
@@ -33,6 +36,7 @@ __all__ = [
     "exchange_directories",
     "names_in",
     "read_small_file",
+    "sync_or_undo",
     "sync_parents",
 ]
 
@@ -151,11 +155,17 @@ class Storage(Protocol):
     async def status(self, path: Path) -> FileStatus | None:
         """Return the status of ``path``; None if it does not exist."""
 
+    async def is_link(self, path: Path) -> bool:
+        """Return whether ``path`` is a symbolic link, whatever it leads to."""
+
     async def free_bytes(self, path: Path) -> int:
         """Return the bytes that this user may still write to the file system of ``path``. Quotas may allow less."""
 
     async def touch(self, path: Path) -> None:
-        """Set the modification time of an existing file to the file system's present time. Not durable."""
+        """Set the modification time of an existing file to the file system's present time. Not durable.
+
+        If ``path`` is a symbolic link, its own time is set.
+        """
 
     async def set_mode(self, path: Path, mode: int) -> None:
         """Set the permissions of a file or directory, as ``os.chmod`` does."""
@@ -173,7 +183,10 @@ class Storage(Protocol):
         """Remove a file. Do nothing if it does not exist."""
 
     async def remove_tree(self, path: Path) -> None:
-        """Remove a directory and all below it. Do nothing if it does not exist."""
+        """Remove a directory and all below it. Do nothing if it does not exist.
+
+        Symbolic links are removed, ``path`` included. What they lead to stays.
+        """
 
     def lock(self, path: Path) -> RootLock:
         """Take the writer's lock without waiting. Raises RootError, which names the holder, if it is held."""
@@ -260,6 +273,11 @@ class LocalStorage:
         with translate_errors(ReadError, path):
             return await run_blocking(self._executor, _status, path)
 
+    async def is_link(self, path: Path) -> bool:
+        """Return whether the path is a symbolic link."""
+        with translate_errors(ReadError, path):
+            return await run_blocking(self._executor, _is_link, path)
+
     async def free_bytes(self, path: Path) -> int:
         """Call statvfs."""
         with translate_errors(ReadError, path):
@@ -269,7 +287,7 @@ class LocalStorage:
     async def touch(self, path: Path) -> None:
         """Call utimensat without a time, so that a file server sets the time of its own clock."""
         with translate_errors(WriteError, path):
-            await run_blocking(self._executor, os.utime, path)
+            await run_blocking(self._executor, functools.partial(os.utime, path, follow_symlinks=False))
 
     async def set_mode(self, path: Path, mode: int) -> None:
         """Call chmod."""
@@ -297,7 +315,7 @@ class LocalStorage:
             await run_blocking(self._executor, path.unlink, True)
 
     async def remove_tree(self, path: Path) -> None:
-        """Remove the directory and all below it, if it exists."""
+        """Remove the directory and all below it, if it exists. A symbolic link is removed alone."""
         with translate_errors(WriteError, path):
             await run_blocking(self._executor, _remove_tree, path)
 
@@ -339,6 +357,13 @@ def _status(path: Path) -> FileStatus | None:
     return FileStatus(identity=(found.st_dev, found.st_ino, found.st_ctime_ns), modified_unix=found.st_mtime)
 
 
+def _is_link(path: Path) -> bool:
+    try:
+        return stat.S_ISLNK(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def _renameat2(src: Path, dst: Path, flags: int) -> None:
     function = getattr(_LIBC, "renameat2", None)  # absent before glibc 2.28
     code = errno.ENOSYS
@@ -376,6 +401,9 @@ def exchange_directories(a: Path, b: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
+    if _is_link(path):
+        path.unlink(missing_ok=True)
+        return
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -401,6 +429,25 @@ async def sync_parents(storage: Storage, src: Path, dst: Path) -> None:
     await storage.sync_dir(dst.parent)
     if src.parent != dst.parent:
         await storage.sync_dir(src.parent)
+
+
+async def sync_or_undo(storage: Storage, move: Callable[[Path, Path], Awaitable[None]], src: Path, dst: Path) -> None:
+    """Make a rename from ``src`` to ``dst``, which ``move`` made, durable. If that fails, ``move`` takes it back.
+
+    Raises:
+        WriteError: an fsync failed. If ``in_doubt`` is set, the rename could not be taken back.
+    """
+    try:
+        await sync_parents(storage, src, dst)
+    except Exception as error:
+        try:
+            await move(dst, src)
+            await sync_parents(storage, dst, src)
+        except (AioCkptError, OSError) as undoing:
+            error.add_note(f"what was renamed to {dst} may still become visible, whole: undoing that failed: {undoing}")
+            if isinstance(error, AioCkptError):
+                error.in_doubt = True
+        raise
 
 
 async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes | None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from aio_ckpt.errors import RootError
-from aio_ckpt.storage.paths import sync_dir
+from aio_ckpt.storage.paths import open_without_links, sync_dir
 
 __all__ = ["RootLock"]
 
@@ -75,7 +75,7 @@ class RootLock:
         if os.getpid() != self._pid:
             return False
         if self._descriptor is not None and not _is_file(self._descriptor, self.path):
-            os.close(self._descriptor)  # the file was removed, so that other processes would lock a new one
+            _close(self._descriptor)  # the file was removed, so that other processes would lock a new one
             self._descriptor = None
         if self._descriptor is None:
             self._descriptor = _open_locked(self.path)
@@ -95,7 +95,7 @@ class RootLock:
         """Release the lock. Idempotent. In a forked child, the parent keeps its lock."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            os.close(descriptor)
+            _close(descriptor)
             if os.getpid() == self._pid:
                 self._unclaim()
 
@@ -118,7 +118,12 @@ def _open_locked(path: Path) -> int:
             if not path.parent.is_dir():
                 path.parent.mkdir(exist_ok=True)
                 sync_dir(path.parent.parent)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if path.is_symlink():  # the file that it leads to would be emptied
+                _logger.warning("%s: a symbolic link in the place of the lock file is removed", path)
+                path.unlink(missing_ok=True)
+            descriptor = open_without_links(path, os.O_RDWR | os.O_CREAT)
+        except RootError:
+            raise
         except FileNotFoundError as exc:
             message = "the root is gone (its directory was removed or unmounted): bring it back, or give another root"
             raise RootError(exc.errno, message, str(path)) from exc
@@ -132,10 +137,16 @@ def _open_locked(path: Path) -> int:
                     _name_holder(descriptor)
                 return descriptor
         except BaseException:
-            os.close(descriptor)
+            _close(descriptor)
             raise
-        os.close(descriptor)  # its last holder has removed the file, so that other processes lock a newer one
+        _close(descriptor)  # its last holder has removed the file, so that other processes lock a newer one
     raise AssertionError("the last try returns or raises")
+
+
+def _close(descriptor: int) -> None:
+    """Close a lock file. An error is dropped: it tells that the holder's name was not written, and the lock is gone."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _name_holder(descriptor: int) -> None:
@@ -172,7 +183,7 @@ def _holder(descriptor: int) -> str:
 
 def _is_file(descriptor: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -9,7 +9,10 @@ from pathlib import Path
 from aio_ckpt.checks import is_path, local_name, shown
 from aio_ckpt.errors import RootError
 
-__all__ = ["checked_path", "make_dirs", "sync_dir"]
+__all__ = ["LINKED", "checked_path", "make_dirs", "open_without_links", "sync_dir"]
+
+LINKED = "is a symbolic link, and what it leads to is never changed: remove the link"
+"""Text of the error of a name of the package's own that is a symbolic link."""
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
@@ -30,6 +33,23 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
         return Path(local_name(name))
     except ValueError as error:
         raise RootError(errno.EINVAL, f"the root is {error}", name) from None
+
+
+def open_without_links(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file of the package for writing and return its descriptor. It is an ``opener`` of :func:`open`.
+
+    If the name is a symbolic link, the file behind it belongs to somebody else, so the call is refused.
+
+    Raises:
+        RootError: the name is a symbolic link.
+        OSError: the system failed.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise RootError(errno.ELOOP, LINKED, os.fspath(path)) from error
 
 
 def make_dirs(path: Path) -> None:

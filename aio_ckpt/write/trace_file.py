@@ -18,6 +18,7 @@ from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.trace import Recorder, SpanRecorder, render
+from aio_ckpt.storage.paths import open_without_links
 
 __all__ = ["NO_TRACE", "SaveTrace", "TraceFile"]
 
@@ -112,7 +113,8 @@ class TraceFile(SpanRecorder):
 def _replace(path: Path, data: bytes) -> None:
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        fresh.write_bytes(data)
+        with open(fresh, "wb", opener=open_without_links) as file:
+            file.write(data)
         fresh.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

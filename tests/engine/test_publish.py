@@ -218,7 +218,7 @@ def test_what_cannot_be_removed_after_the_commit_fails_no_save(
 
 OVERWRITE = [*ROOT_MODE[:-4], "write_file writer.json", f"exchange pending/* -> {STEP}", *ROOT_MODE[-3:]]
 OVERWRITE_STEPS = [line for line in OVERWRITE if line.startswith(DURABILITY) and "writer.json" not in line]
-OVERWRITE += ["rename pending/* -> trash/*", "remove_tree trash/*"]
+OVERWRITE += ["rename pending/* -> trash/*", "remove_file .metadata", "sync_dir trash/*", "remove_tree trash/*"]
 
 
 def test_an_overwrite_exchanges_the_directories_and_removes_the_old_one_last(tmp_path: Path) -> None:

@@ -88,6 +88,9 @@ class ForwardingStorage:
     async def status(self, path: Path) -> FileStatus | None:
         return await self.run_read(Call("status", path), lambda: self._inner.status(path))
 
+    async def is_link(self, path: Path) -> bool:
+        return await self.run_read(Call("is_link", path), lambda: self._inner.is_link(path))
+
     async def free_bytes(self, path: Path) -> int:
         return await self.run_read(Call("free_bytes", path), lambda: self._inner.free_bytes(path))
 

@@ -23,6 +23,7 @@ from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 from aio_ckpt.reports import amount
 from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.paths import LINKED, open_without_links
 
 __all__ = ["PartialTensors", "partial_path"]
 
@@ -49,7 +50,7 @@ class PartialTensors:
         """Take the directory.
 
         Raises:
-            ConfigError: something else has the name of the directory.
+            ConfigError: something else has the name of the directory, or a symbolic link lies there.
             RootError: another process converts to ``out``, or the directory cannot be made.
         """
         self.path = partial_path(out)
@@ -87,14 +88,12 @@ class PartialTensors:
         header, *lines = self._journal()
         is_same = header == {"source": source, "sizes": sizes}
         self._kept = {line["group"]: line for line in lines} if is_same else {}
-        if not is_same:
-            (self.path / _JOURNAL).unlink(missing_ok=True)
+        if not is_same:  # the file is not cut: tensors of a source that was deleted meanwhile may be mapped from it
+            for name in (_JOURNAL, _TENSORS):
+                (self.path / name).unlink(missing_ok=True)
         if not total:
             return
-        (self.path / _TENSORS).touch()
-        with (self.path / _TENSORS).open("r+b") as file:  # posix_fallocate may refuse one opened to append
-            if not is_same:
-                os.ftruncate(file.fileno(), 0)
+        with open(open_without_links(self.path / _TENSORS, os.O_RDWR | os.O_CREAT), "r+b") as file:
             self._reserve(file.fileno(), total)
             self._memory = mmap.mmap(file.fileno(), total)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -157,7 +156,7 @@ class PartialTensors:
 
     def _append(self, line: object) -> None:
         text = json.dumps(line).encode()
-        with (self.path / _JOURNAL).open("ab") as file:
+        with open(self.path / _JOURNAL, "ab", opener=open_without_links) as file:
             file.write(b"\n" + _sum(text) + text)  # ahead of it may stand a line that was cut off
 
     def _reserve(self, descriptor: int, nbytes: int) -> None:
@@ -178,8 +177,11 @@ def _sum(text: bytes) -> bytes:
 
 
 def _check_ours(path: Path) -> None:
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     names = set(os.listdir(path)) if path.is_dir() else {path.name}
+    for place in (path, *(path / name for name in names)):
+        if place.is_symlink():
+            raise ConfigError(f"{place}: {LINKED}")
     if foreign := sorted(names - {_LOCK, _TENSORS, _JOURNAL}):
         raise ConfigError(f"{path}: holds {foreign[0]!r}, and a conversion keeps its tensors there: rename it")

@@ -17,6 +17,7 @@ from aio_ckpt.cli.work.root_table import RootRow, rows_of
 from aio_ckpt.commit.discovery import CommittedCheckpoint, abandon_after, discover
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.retention import Policy, Retention, expired, protected_steps, unprotect_after
+from aio_ckpt.commit.trash import check_engine_dirs
 from aio_ckpt.config import EngineConfig, KeepBest
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
@@ -53,6 +54,7 @@ async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: 
     Raises:
         RootError: a living writer holds the lock; names its process and host.
     """
+    await check_engine_dirs(storage, root)
     try:
         lock = storage.lock(root / LOCK_FILE)
     except RootError as error:

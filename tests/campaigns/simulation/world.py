@@ -325,6 +325,10 @@ class SimStorage:
 
         return await self.run("status", path, ReadError, act)
 
+    async def is_link(self, path: Path) -> bool:
+        """There are no links."""
+        return await self.run("is_link", path, ReadError, lambda: False)
+
     async def free_bytes(self, path: Path) -> int:
         """Room for all that is saved here."""
         return await self.run("free_bytes", path, ReadError, lambda: 1 << 40)
