@@ -150,6 +150,47 @@ def test_a_step_that_stock_dcp_wrote_over_is_not_damaged(root, capsys):
     assert document(capsys, "ls", root)[1]["checkpoints"][0]["fault"] is None
 
 
+def cut_metadata(path):
+    os.truncate(path / ".metadata", 100)
+
+
+def swap_metadata(path):
+    (path / ".metadata").write_bytes(b"x")
+
+
+@pytest.mark.parametrize("is_over_ours", [False, True])
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        (lambda path: os.truncate(path / "__0_0.distcp", 10), "__0_0.distcp"),
+        (remove_data, "__0_0.distcp"),
+        (cut_metadata, ".metadata"),
+        (swap_metadata, ".metadata"),
+    ],
+)
+def test_ls_marks_a_torn_step_of_plain_dcp_and_prune_does_not_count_it(root, capsys, damage, file, is_over_ours):
+    newest = root / "step_000000030"
+    if is_over_ours:
+        save_by_dcp({"w": torch.ones(3)}, newest, aio_ckpt.dcp.Writer(newest))
+    save_by_dcp({"w": torch.ones(5), "step": 30}, newest)
+    assert document(capsys, "ls", root)[1]["checkpoints"][-1]["fault"] is None
+    damage(newest)
+    row = document(capsys, "ls", root)[1]["checkpoints"][-1]
+    assert (row["step"], row["is_damaged"], row["fault"].partition(":")[0]) == (30, True, file)
+    code, _, err = called(capsys, "prune", root, "--keep-last", 1, "--yes")
+    assert code == 1
+    assert "nothing is deleted" in err
+    assert [row["step"] for row in document(capsys, "ls", root)[1]["checkpoints"]] == [10, 20, 30]
+
+
+def test_ls_follows_the_links_of_a_plain_checkpoint_to_its_data_files(root, capsys, tmp_path):
+    newest = root / "step_000000030"
+    save_by_dcp({"w": torch.ones(5)}, newest)
+    (newest / "__0_0.distcp").rename(tmp_path / "blob")
+    (newest / "__0_0.distcp").symlink_to(tmp_path / "blob")
+    assert document(capsys, "ls", root)[1]["checkpoints"][-1]["fault"] is None
+
+
 @pytest.mark.parametrize("awk", [*filter(shutil.which, ("mawk", "gawk", "busybox"))])
 def test_the_awk_of_the_docs_prints_the_first_column(root, capsys, awk):
     page = (Path(__file__).parents[2] / "docs/cli.md").read_text()

@@ -157,21 +157,22 @@ async def _row_now(
     lengths = await run_blocking(executor, file_lengths, found.path)
     row = RootRow(step=found.step, path=str(found.path), nbytes=sum(lengths.values()), is_protected=is_protected)
     root: RootManifest | None = None
+    data = await read_small_file(storage, found.path / ROOT_MANIFEST)
+    if data is None and not await storage.exists(found.path):
+        return None
     try:
-        data = await read_small_file(storage, found.path / ROOT_MANIFEST)
         if data is None:
-            if not await storage.exists(found.path):
-                return None
-            await _check_plain(found.path, lengths)
-            return row
-        root = decode_root(data, name=ROOT_MANIFEST)
-        await run_blocking(executor, check_files, found.path, root, found.step, lengths)
+            await _check_plain(storage, executor, found.path, lengths)
+        else:
+            root = decode_root(data, name=ROOT_MANIFEST)
+            await run_blocking(executor, check_files, found.path, root, found.step, lengths)
+    except ReadError:
+        raise
     except AioCkptError as error:
-        if isinstance(error, CorruptCheckpointError) and await _is_foreign(storage, executor, found.path):
-            return row
-        if isinstance(error, ReadError):
-            raise
-        row = msgspec.structs.replace(row, fault=str(error), is_damaged=isinstance(error, CorruptCheckpointError))
+        is_damaged, fault = isinstance(error, CorruptCheckpointError), str(error)
+        if is_damaged and data is not None and await _is_foreign(storage, executor, found.path):
+            root, fault = None, await _plain_fault(storage, executor, found.path, lengths)
+        row = msgspec.structs.replace(row, fault=fault or None, is_damaged=is_damaged and bool(fault))
     if root is None:
         return row
     return msgspec.structs.replace(
@@ -184,11 +185,46 @@ async def _row_now(
     )
 
 
-async def _check_plain(path: Path, lengths: dict[str, int]) -> None:
+async def _check_plain(storage: Storage, executor: Executor, path: Path, lengths: dict[str, int]) -> None:
+    """Check the files of a checkpoint of plain DCP against its ``.metadata``, which tells how long each has to be.
+
+    Raises:
+        CorruptCheckpointError: a file is missing or too short, or ``.metadata`` is damaged; names the file.
+        FormatVersionError: a newer torch wrote ``.metadata``.
+    """
     if rank_manifest_name(0) in lengths:
         raise CorruptCheckpointError(f"{ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
     if not lengths.get(METADATA_FILE):
         raise CorruptCheckpointError(f"{METADATA_FILE}: empty")
+    if fault := await _plain_fault(storage, executor, path, lengths):
+        raise CorruptCheckpointError(fault)
+
+
+async def _plain_fault(storage: Storage, executor: Executor, path: Path, lengths: dict[str, int]) -> str:
+    """Return the first file of a checkpoint of plain DCP that is missing or too short, in words; '' if none is."""
+    from aio_ckpt.checkpoint.open import open_checkpoint  # needs torch
+
+    checkpoint = await open_checkpoint(storage, path, executor=executor)
+    metadata = await run_blocking(executor, lambda: checkpoint.metadata)
+    needed: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    for name, nbytes in sorted(needed.items()):
+        there = lengths.get(name)
+        if there is None:  # below a directory, or a link
+            there = await run_blocking(executor, _length, path / name)
+        if there is None:
+            return f"{name}: missing, although {METADATA_FILE} names it"
+        if there < nbytes:
+            return f"{name}: {there} bytes long, and {METADATA_FILE} names {nbytes}"
+    return ""
+
+
+def _length(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 async def _is_foreign(storage: Storage, executor: Executor, path: Path) -> bool:
