@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Iterable, Sequence
+import functools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +21,23 @@ __all__ = [
     "MAX_RETRIES",
     "CommittedCheckpoint",
     "abandon_after",
+    "check_any_readable",
     "checkpoint_at",
     "directories_of",
     "discover",
     "discover_all",
+    "has_vanished",
     "is_unchanged",
+    "passing_by_unreadable",
     "read_save_id",
 ]
 
 IS_FILE = "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load read the file"
 """Text of the error of a path that is a file."""
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
+_WARNED = 256
+"""Most entries of roots whose warning is not repeated in this process."""
+_log = logging.getLogger("aio_ckpt")
 MAX_RETRIES = 32
 """Most listings of a root whose writer deletes listed steps meanwhile."""
 
@@ -89,17 +99,49 @@ async def _torn(storage: Storage, bare: Iterable[CommittedCheckpoint]) -> list[C
     """Return the directories of steps that have a root manifest of ours and no save in progress."""
     found: list[CommittedCheckpoint] = []
     for checkpoint in bare:
-        if not await storage.exists(checkpoint.path / ROOT_MANIFEST):
-            continue
-        try:
-            files = await storage.list_dir(checkpoint.path)
-        except ReadError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            continue  # its writer deleted it meanwhile
-        if not any(file.startswith(METADATA_FILE) for file in files):
-            found.append(checkpoint)
+        with passing_by_unreadable(checkpoint.path, []):
+            if not await storage.exists(checkpoint.path / ROOT_MANIFEST):
+                continue
+            files = await names_in(storage, checkpoint.path)  # none if its writer deleted it meanwhile
+            if files and not any(file.startswith(METADATA_FILE) for file in files):
+                found.append(checkpoint)
     return found
+
+
+@contextlib.contextmanager
+def passing_by_unreadable(path: Path, passed: list[ReadError]) -> Iterator[None]:
+    """Pass by an entry of a root that this user may not look into, or that is a loop of links. The log names it once.
+
+    Its error is added to ``passed``. Any other error is raised: a disk that fails now must not make a load take an
+    older step.
+    """
+    try:
+        yield
+    except ReadError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        passed.append(error)
+        _warn_once(path, error.strerror or str(error))
+
+
+async def has_vanished(storage: Storage, path: Path) -> bool:
+    """Return whether a listed entry is gone. A link to nothing is there, and never was a step."""
+    if await storage.exists(path):
+        return False
+    if is_link := await storage.is_link(path):
+        _warn_once(path, "the symbolic link leads nowhere")
+    return not is_link
+
+
+def check_any_readable(found: Sequence[object], passed: Sequence[ReadError]) -> None:
+    """Raise the first of the errors passed by if no step was found: a root of another user is not an empty root."""
+    if not found and (refused := [error for error in passed if error.errno != errno.ELOOP]):
+        raise refused[0]
+
+
+@functools.lru_cache(maxsize=_WARNED)
+def _warn_once(path: Path, why: str) -> None:
+    _log.warning("%s has the name of a step and is passed by, because it cannot be looked into: %s", path, why)
 
 
 async def _step_directories(
@@ -108,23 +150,27 @@ async def _step_directories(
     """Return the step directories with ``.metadata``, and those without, which may be foreign."""
     found: list[CommittedCheckpoint] = []
     bare: list[CommittedCheckpoint] = []
+    passed: list[ReadError] = []
     for _ in range(MAX_RETRIES):
         found.clear()
         bare.clear()
-        has_vanished = False
+        passed.clear()
+        is_stale = False
         for name in await names_in(storage, root):
             step = names.step(name)
             if step is None or step > MAX_STEP:
                 continue
-            status = await storage.status(root / name / METADATA_FILE)
-            if status is not None:
-                found.append(CommittedCheckpoint(step=step, path=root / name, identity=status.identity))
-            elif await storage.exists(root / name):
-                bare.append(CommittedCheckpoint(step=step, path=root / name))
-            else:
-                has_vanished = True
-        if not has_vanished:
+            with passing_by_unreadable(root / name, passed):
+                status = await storage.status(root / name / METADATA_FILE)
+                if status is not None:
+                    found.append(CommittedCheckpoint(step=step, path=root / name, identity=status.identity))
+                elif await has_vanished(storage, root / name):
+                    is_stale = True
+                else:
+                    bare.append(CommittedCheckpoint(step=step, path=root / name))
+        if not is_stale:
             break  # a step that vanished was deleted by a writer, so newer steps may not be in this listing
+    check_any_readable(found, passed)
     return found, bare
 
 

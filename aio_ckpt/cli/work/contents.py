@@ -13,8 +13,8 @@ import msgspec
 
 from aio_ckpt.checkpoint.catalog import global_shape
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
-from aio_ckpt.commit.discovery import MAX_RETRIES
-from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingNameError
+from aio_ckpt.commit.discovery import MAX_RETRIES, check_any_readable, has_vanished, passing_by_unreadable
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingNameError, ReadError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.runtime.error_notes import naming_checkpoint
@@ -83,12 +83,21 @@ async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Pat
     if await _is_checkpoint(storage, path):
         return [path]
     found: list[Path] = []
+    passed: list[ReadError] = []
     for _ in range(MAX_RETRIES):
         steps = {name: step for name in await storage.list_dir(path) if (step := names.step(name)) is not None}
-        paths = [path / name for name in sorted(steps, key=steps.__getitem__)]
-        found = [each for each in paths if await _is_checkpoint(storage, each)]
-        if all([await storage.exists(each) for each in paths if each not in found]):
+        found.clear()
+        passed.clear()
+        is_stale = False
+        for each in (path / name for name in sorted(steps, key=steps.__getitem__)):
+            with passing_by_unreadable(each, passed):
+                if await _is_checkpoint(storage, each):
+                    found.append(each)
+                elif await has_vanished(storage, each):
+                    is_stale = True
+        if not is_stale:
             break  # otherwise a writer deleted a listed directory: list again
+    check_any_readable(found, passed)
     if not found:
         raise CheckpointNotFoundError(f"{path}: neither a checkpoint nor a root that holds one")
     return found

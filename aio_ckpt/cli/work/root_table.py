@@ -6,6 +6,7 @@ Reads manifests, never data, and needs no torch unless a checkpoint looks damage
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in, read_small_file
 
 __all__ = ["RootRow", "RootTable", "RootUsage", "list_root", "rows_of", "use_of"]
+
+_log = logging.getLogger("aio_ckpt")
 
 
 class RootRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,11 +338,17 @@ def _bytes(entry: os.DirEntry[str]) -> int:
 
 
 def _tree_bytes(path: str | Path) -> int:
-    """Return the length of all files below ``path``. What is deleted meanwhile counts as far as it was seen."""
+    """Return the length of all files below ``path``. What is deleted meanwhile counts as far as it was seen.
+
+    A directory of another user that cannot be listed counts as empty. The log names it.
+    """
     try:
         with os.scandir(path) as entries:
             return sum(
                 _tree_bytes(entry.path) if entry.is_dir(follow_symlinks=False) else _bytes(entry) for entry in entries
             )
     except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except PermissionError as error:
+        _log.warning("%s is not counted, because it cannot be listed: %s", path, error.strerror)
         return 0

@@ -1,0 +1,110 @@
+"""An entry with the name of a step that cannot be looked into is named once and passed by."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from builders import listing, save, steps_dir, weights
+from command_line import called
+from gated_storage import TIMEOUT
+
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.errors import ReadError
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import FileStatus, LocalStorage
+
+
+class RefusingStorage(LocalStorage):
+    """Refuses to look below directories, as of another user with mode 700: a test that root runs cannot have any."""
+
+    refused: frozenset[int] = frozenset()
+    code = errno.EACCES
+
+    def _check(self, path: Path) -> None:
+        for parent in path.parents:
+            if parent.name in {f"step_{step:09d}" for step in self.refused}:
+                raise ReadError(self.code, os.strerror(self.code), str(path))
+
+    async def status(self, path: Path) -> FileStatus | None:
+        self._check(path)
+        return await super().status(path)
+
+    async def exists(self, path: Path) -> bool:
+        self._check(path)
+        return await super().exists(path)
+
+
+@contextmanager
+def engine_beside(root: Path, *refused: int, code: int = errno.EACCES) -> Iterator[SyncCheckpointEngine]:
+    executor = Executor("refusing", 4)
+    storage = RefusingStorage(executor)
+    storage.refused, storage.code = frozenset(refused), code
+    try:
+        with SyncCheckpointEngine(root, EngineConfig(keep_last=2), storage=storage) as engine:
+            yield engine
+    finally:
+        assert executor.close(TIMEOUT)
+
+
+@pytest.mark.parametrize("kind", ["loop", "nothing", "foreign"])
+def test_every_call_goes_on_beside_it_and_one_warning_names_it(
+    root: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2)
+        if kind == "foreign":
+            save(engine, 9)
+    if kind != "foreign":
+        steps_dir(root, 9).symlink_to(steps_dir(root, 9) if kind == "loop" else root / "gone")
+    with caplog.at_level(logging.WARNING), engine_beside(root, *([9] if kind == "foreign" else [])) as engine:
+        assert engine.steps() == [1, 2]
+        assert engine.load(weights(0)).step == 2
+        assert torch.equal(engine.read(1)["w"], weights(1)["w"])
+        engine.save(weights(3)).result(TIMEOUT)
+        engine.save(weights(4)).result(TIMEOUT)
+        engine.rollback(3)
+        assert engine.steps() == [3], "retention counts the steps that can be read"
+    assert "step_000000009" in listing(root)
+    (warning,) = [record for record in caplog.records if "step_000000009" in record.getMessage()]
+    assert "is passed by" in warning.getMessage()
+
+
+def test_a_root_of_which_no_step_can_be_looked_into_is_no_empty_root(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2)
+    with engine_beside(root, 1, 2) as engine:
+        with pytest.raises(ReadError, match="Permission denied"):
+            engine.steps()
+        with pytest.raises(ReadError, match="Permission denied"):
+            engine.load(weights(0))
+
+
+def test_a_disk_that_fails_at_the_newest_step_is_not_passed_by(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2)
+    with (
+        engine_beside(root, 2, code=errno.EIO) as engine,
+        pytest.raises(ReadError, match="Input/output error"),
+    ):
+        engine.load(weights(0))
+
+
+@pytest.mark.parametrize(
+    "command", [("ls",), ("du",), ("verify",), ("inspect",), ("prune", "--keep-last", "1", "--yes"), ("rollback", "1")]
+)
+def test_the_command_line_goes_on_beside_a_loop_of_links(
+    root: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2)
+    steps_dir(root, 9).symlink_to(steps_dir(root, 9))
+    code, _, err = called(capsys, command[0], root, *command[1:])
+    assert (code, err) == (0, "")
+    assert steps_dir(root, 9).is_symlink()
