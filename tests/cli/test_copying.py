@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -31,6 +32,64 @@ def test_cp_makes_the_same_checkpoint_in_a_new_root(root, tmp_path, capsys):
     assert not list((tmp_path / "new/.aio_ckpt/pending").iterdir())
     with SyncCheckpointEngine(tmp_path / "new") as engine:
         assert engine.steps() == [10]
+
+
+def test_cp_copies_files_of_the_caller_whatever_their_names_and_leaves_those_of_saves(root, tmp_path, capsys):
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"w": torch.ones(3)}, step=30, files={"data.replaced-1.json": b"{}"}).result()
+    newest = root / "step_000000030"
+    (newest / "below").mkdir()
+    (newest / "below/writer.json").write_text("mine")
+    (newest / "below/.metadata.replaced-x").write_text("mine")
+    whole = contents(newest)
+    for name in (
+        "writer.json",
+        "aio_ckpt.lock",
+        "aio_ckpt.pending-x",
+        ".metadata.replaced-x",
+        "aio_ckpt.json.replaced-x",
+    ):
+        (newest / name).write_text("a save under way")
+    assert called(capsys, "cp", newest, tmp_path / "new")[0] == 0
+    assert contents(tmp_path / "new/step_000000030") == whole
+
+
+def test_cp_of_a_checkpoint_with_a_directory_that_cannot_be_listed_names_it_and_copies_nothing(
+    root, tmp_path, capsys, monkeypatch
+):
+    (root / STEP / "below").mkdir()
+    real = os.scandir
+
+    def scandir(path):
+        if os.fspath(path).endswith("below"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
+    assert code == 1
+    assert "Permission denied" in err
+    assert f"{STEP}/below" in err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("/etc/passwd"), lambda path: os.mkfifo(path)])
+@pytest.mark.parametrize("name", ["extra", "below/extra"])
+def test_cp_refuses_a_link_and_a_pipe_in_a_checkpoint_by_name(root, tmp_path, capsys, make, name):
+    (root / STEP / "below").mkdir()
+    make(root / STEP / name)
+    code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
+    assert code == 1
+    assert f"{STEP}/{name}" in err
+    assert "cp copies files alone" in err
+    assert not (tmp_path / "new").exists()
+
+
+def test_cp_of_a_step_that_is_a_link_copies_what_it_leads_to(root, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / STEP).symlink_to(root / STEP)
+    assert called(capsys, "cp", tmp_path / "run", tmp_path / "new")[0] == 0
+    assert contents(tmp_path / "new" / STEP) == contents(root / STEP)
 
 
 def test_cp_of_a_root_takes_its_newest_step(root, tmp_path, capsys):

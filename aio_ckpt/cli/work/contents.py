@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,7 +22,9 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
 
 __all__ = ["Branch", "Contents", "LeafRow", "branches_of", "describe", "describe_newest", "leaves_of", "locate"]
-__all__ += ["selected"]
+__all__ += ["selected", "use_newest"]
+
+T = TypeVar("T")
 
 
 class LeafRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +110,33 @@ async def _is_checkpoint(storage: Storage, path: Path) -> bool:
     return await storage.exists(path / METADATA_FILE) or await storage.exists(path / ROOT_MANIFEST)
 
 
+async def use_newest(storage: Storage, path: Path, names: StepNames, use: Callable[[Path], Awaitable[T]]) -> T:
+    """Return the result of ``use`` with the checkpoint at ``path``, or with the newest of the root at ``path``.
+
+    If its writer deletes or replaces it while ``use`` reads it, the newest one is looked for and used anew.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` is neither; or it is a checkpoint, and its writer deleted it meanwhile.
+        Exception: any other error of ``use``.
+    """
+    is_given = await _is_checkpoint(storage, path)
+    for _ in range(MAX_RETRIES):
+        newest = path if is_given else (await locate(storage, path, names))[-1]
+        before = await storage.status(newest)
+        try:
+            return await use(newest)
+        except (CheckpointNotFoundError, CorruptCheckpointError, ReadError) as error:
+            after = await storage.status(newest)
+            if is_given and after is None:
+                raise CheckpointNotFoundError(f"{path}: was deleted by its writer while it was read") from error
+            if before is not None and after == before:
+                raise
+    raise CheckpointNotFoundError(
+        f"{path}: each of {MAX_RETRIES} checkpoints was deleted by its writer while it was read: protect a step first, "
+        f"by 'aio-ckpt protect {path} STEP', and give its directory"
+    )
+
+
 async def describe_newest(storage: Storage, executor: Executor, path: Path, names: StepNames) -> Contents:
     """Describe the checkpoint at ``path``, or the newest of the root at ``path``. A writer may delete meanwhile.
 
@@ -115,17 +144,7 @@ async def describe_newest(storage: Storage, executor: Executor, path: Path, name
         CheckpointNotFoundError: ``path`` is neither.
         CorruptCheckpointError, FormatVersionError: the manifests are damaged, or of a newer version.
     """
-    for _ in range(MAX_RETRIES):
-        newest = (await locate(storage, path, names))[-1]
-        before = await storage.status(newest)
-        try:
-            return await describe(storage, executor, newest, names)
-        except (CheckpointNotFoundError, CorruptCheckpointError):
-            if before is not None and await storage.status(newest) == before:
-                raise  # if it was deleted or replaced, describe the next one
-    raise CheckpointNotFoundError(
-        f"{path}: each of {MAX_RETRIES} checkpoints was deleted by its writer when it was read"
-    )
+    return await use_newest(storage, path, names, lambda newest: describe(storage, executor, newest, names))
 
 
 async def describe(storage: Storage, executor: Executor, path: Path, names: StepNames) -> Contents:

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
 import msgspec
 
 from aio_ckpt.checkpoint.verify import Fault, verify_checkpoint
-from aio_ckpt.cli.work.contents import locate
+from aio_ckpt.cli.work.contents import use_newest
 from aio_ckpt.cli.work.root_changes import as_writer
 from aio_ckpt.commit.directory import ASIDE, LOCK, PENDING
 from aio_ckpt.commit.discovery import discover
 from aio_ckpt.commit.owner import pending_path, write_owner
 from aio_ckpt.commit.publish import publish
-from aio_ckpt.errors import AioCkptError, CheckpointExistsError, CorruptCheckpointError, StepOrderError, WriteError
+from aio_ckpt.errors import (
+    AioCkptError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    ReadError,
+    StepOrderError,
+    WriteError,
+)
 from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, OWNER_FILE, StepNames
-from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.paths import make_dirs, sync_dir
 
@@ -65,11 +74,28 @@ async def copy_checkpoint(
         CheckpointExistsError: ``root`` holds the step.
         StepOrderError: nothing tells the step, or the manifest tells another one than ``step``.
         CorruptCheckpointError: the copy does not verify; nothing becomes visible.
-        RootError, WriteError, ReadError: the root is held by a writer, or the system failed.
+        RootError, WriteError, ReadError: the root is held by a writer, the system failed, or something in the
+            checkpoint is no regular file.
     """
-    source = (await locate(storage, source, names))[-1]
+
+    async def copy(newest: Path) -> Copied:
+        return await _copy(storage, executor, newest, root, names, step=step, on_progress=on_progress)
+
+    return await use_newest(storage, source, names, copy)
+
+
+async def _copy(
+    storage: Storage,
+    executor: Executor,
+    source: Path,
+    root: Path,
+    names: StepNames,
+    *,
+    step: int | None,
+    on_progress: Callable[[int, int], None],
+) -> Copied:
     number = await _step_of(storage, source, names, step)
-    files = await run_blocking(executor, lambda: dict(copied_files(source)))
+    files = await run_blocking(executor, copied_files, source)
     total, done = 2 * sum(files.values()), 0
 
     def advance(more: int) -> None:
@@ -153,30 +179,59 @@ async def _check_free(storage: Storage, root: Path, names: StepNames, step: int)
             raise CheckpointExistsError(f"{found.path}: step {step} is there already: delete it, or copy elsewhere")
 
 
-def copied_files(source: Path) -> Iterator[tuple[str, int]]:
-    """Yield name and length of each regular file below ``source``, but those of saves that are under way there."""
-    for directory, _, files in os.walk(source):
-        for name in sorted(files):
-            path = Path(directory, name)
-            if not (name in (OWNER_FILE, LOCK) or name.startswith(PENDING) or ASIDE in name) and path.is_file():
-                yield str(path.relative_to(source)), path.stat().st_size
+def copied_files(source: Path) -> dict[str, int]:
+    """Return name and length of each file below ``source``, but of those that a save under way there has made.
+
+    Raises:
+        ReadError: a directory cannot be listed, or a file cannot be looked at.
+        WriteError: a symbolic link, a device, a pipe or a socket lies there; names it.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found: dict[str, int] = {}
+    with translate_errors(ReadError, source):
+        for directory, below, files in os.walk(source, onerror=fail):
+            for name in sorted(below + files):
+                path = Path(directory, name)
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    found[str(path.relative_to(source))] = status.st_size
+                elif not stat.S_ISDIR(status.st_mode):
+                    what = "a symbolic link" if path.is_symlink() else "no regular file"
+                    remedy = "cp copies files alone, so that a copy needs nothing beside it: replace it by its file"
+                    raise WriteError(errno.EINVAL, f"is {what}, and {remedy}, or move it away", str(path))
+    return {name: nbytes for name, nbytes in found.items() if not _is_of_save(name)}
+
+
+def _is_of_save(name: str) -> bool:
+    """Return whether a save under way has made the file ``name`` of a checkpoint, or an older one set it aside."""
+    return name in (OWNER_FILE, LOCK) or name.startswith((PENDING, METADATA_FILE + ASIDE, ROOT_MANIFEST + ASIDE))
 
 
 def _copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> None:
-    """Copy and fsync a file, with its modification time.
+    """Copy and fsync a file, with its permissions and its modification time.
 
     Raises:
+        ReadError: the source cannot be opened, as if its writer has deleted it.
         WriteError: the system failed; names both files, which sendfile and fsync do not.
     """
+    with translate_errors(ReadError, source):
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with source.open("rb") as src, target.open("xb") as dst:
-            while part := os.sendfile(dst.fileno(), src.fileno(), None, _PART_BYTES):
+        with target.open("xb") as file:
+            while part := os.sendfile(file.fileno(), descriptor, None, _PART_BYTES):
                 advance(part)
-            os.fsync(dst.fileno())
-        shutil.copystat(source, target)
+            status = os.fstat(descriptor)
+            os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
+            os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+            os.fsync(file.fileno())
     except OSError as error:
         raise WriteError(error.errno, f"{error.strerror}, copying {source}", str(target)) from error
+    finally:
+        os.close(descriptor)
 
 
 def _sync_dirs(pending: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 
 from aio_ckpt.checkpoint.catalog import StoredObject
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
-from aio_ckpt.cli.work.contents import LeafRow, leaves_of, locate
+from aio_ckpt.cli.work.contents import LeafRow, leaves_of, use_newest
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.restore.options import ReadContext
@@ -96,7 +97,24 @@ async def compare(
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError, FormatVersionError, ReadError: one of them cannot be read.
     """
-    opened = [await _opened(storage, executor, (await locate(storage, path, names))[-1]) for path in (a, b)]
+
+    async def use(first: Path, second: Path) -> Comparison:
+        opened = [await _opened(storage, executor, path) for path in (first, second)]
+        return await _compare(storage, executor, opened, with_values=with_values, on_progress=on_progress)
+
+    return await use_newest(
+        storage, a, names, lambda first: use_newest(storage, b, names, functools.partial(use, first))
+    )
+
+
+async def _compare(
+    storage: Storage,
+    executor: Executor,
+    opened: Sequence[Checkpoint],
+    *,
+    with_values: bool,
+    on_progress: Callable[[int, int], None],
+) -> Comparison:
     leaves = [
         {leaf.name: leaf for leaf in await run_blocking(executor, leaves_of, checkpoint)} for checkpoint in opened
     ]

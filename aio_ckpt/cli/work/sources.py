@@ -17,11 +17,17 @@ import torch
 
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.checkpoint.torch_file import check_torch_file
-from aio_ckpt.cli.work.contents import Contents, LeafRow, describe_newest
+from aio_ckpt.cli.work.contents import Contents, LeafRow, describe, use_newest
 from aio_ckpt.cli.work.loop import call
 from aio_ckpt.cli.work.partial import PartialTensors
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingNameError, UnsafeObjectError
+from aio_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingNameError,
+    ReadError,
+    UnsafeObjectError,
+)
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
@@ -33,6 +39,7 @@ from aio_ckpt.restore.read import assemble, read_leaves, stored_names
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state.names import is_selected
+from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 
 __all__ = ["Check", "OnProgress", "Source", "opened"]
@@ -95,10 +102,14 @@ async def _read(
     on_progress: OnProgress,
 ) -> Source:
     """Read a checkpoint into the mapped file. Every byte is verified before it is written anywhere else."""
-    contents = await describe_newest(storage, executor, path, names)
     ctx = ReadContext.of(EngineConfig(), storage, executor, rank=0, world_size=1)
-    with naming_checkpoint(Path(contents.path)):
-        return await _read_leaves(ctx, contents, only, partial, check, on_progress)
+
+    async def read(newest: Path) -> Source:
+        contents = await describe(storage, executor, newest, names)
+        with naming_checkpoint(newest):
+            return await _read_leaves(ctx, contents, only, partial, check, on_progress)
+
+    return await use_newest(storage, path, names, read)
 
 
 async def _read_leaves(
@@ -180,7 +191,7 @@ def _groups(leaves: Sequence[LeafRow], wanted: Set[str]) -> list[_Group]:
 
 def _identity(path: Path, names: Sequence[str]) -> str:
     """Return a text that changes if a file of the checkpoint does, or if other names of it are read."""
-    with os.scandir(path) as entries:
+    with translate_errors(ReadError, path), os.scandir(path) as entries:
         found = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
     return f"{path} {hashlib.sha256(json.dumps([found, names]).encode()).hexdigest()}"
 
