@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from aio_ckpt.errors import AioCkptError, RootError
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError, RootError
 from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage
@@ -213,7 +213,11 @@ async def _save_id_of(storage: Storage, directory: Path) -> str | None:
 
 
 async def _files_named_by(storage: Storage, directory: Path, manifest: str) -> list[str]:
-    """Return the rank manifests and data files of a checkpoint that exist; none if its manifest cannot be read."""
+    """Return the rank manifests and data files of a checkpoint that exist; none if its manifest is damaged.
+
+    Raises:
+        ReadError: the system failed. The files would stay for ever, because the caller removes the manifest next.
+    """
     owned: list[str] = []
     try:
         data = await storage.read_file(directory / manifest, max_bytes=MAX_SMALL_FILE_BYTES)
@@ -223,7 +227,7 @@ async def _files_named_by(storage: Storage, directory: Path, manifest: str) -> l
             encoded = await storage.read_file(directory / entry.name, max_bytes=MAX_SMALL_FILE_BYTES)
             file = decode_rank(encoded, name=entry.name).file
             owned += [entry.name] if file is None else [file.name, entry.name]
-    except AioCkptError:
+    except (CorruptCheckpointError, FormatVersionError):
         _log.warning("%s: the manifest %s is unreadable; the files that it names stay", directory, manifest)
     return owned
 

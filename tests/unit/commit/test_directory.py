@@ -20,7 +20,7 @@ from aio_ckpt.commit.directory import (
     recoverable_names,
     retire_directory,
 )
-from aio_ckpt.errors import WriteError
+from aio_ckpt.errors import ReadError, WriteError
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry, RootManifest, encode_root
 from aio_ckpt.runtime.portal import Executor
@@ -180,6 +180,34 @@ async def test_without_any_one_fsync_or_rename_a_power_loss_breaks_a_directory(
             directory=directory,
             generations=[generation(1), generation(2)],
         )
+
+
+@pytest.mark.parametrize("name", [ROOT, "aio_ckpt.s1.0.bin"])
+async def test_a_save_that_cannot_read_the_old_manifest_fails_and_the_next_one_leaves_no_old_file(
+    tmp_path: Path, name: str
+) -> None:
+    class Failing(GatedStorage):
+        is_failing = True
+
+        async def run_read(self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+            if self.is_failing and call.matches("read_file", name):
+                raise ReadError(errno.EIO, "the disk failed", name)
+            return await super().run_read(call, act)
+
+    directory, executor = tmp_path / "mine", Executor("test", 2)
+    storage = Failing(executor)
+    try:
+        directory.mkdir()
+        await save_into_directory(storage, directory, 1)
+        with pytest.raises(ReadError, match="the disk failed"):
+            await save_into_directory(storage, directory, 2)
+        assert (directory / META).read_bytes() == generation(1).metadata
+        storage.is_failing = False
+        await recover_directory(storage, directory)
+        await save_into_directory(storage, directory, 3)
+    finally:
+        assert executor.close(TIMEOUT)
+    assert {path.name for path in directory.iterdir()} == {META, ROOT, *generation(3).files}
 
 
 async def test_foreign_files_stay_in_a_callers_directory(storage: GatedStorage, tmp_path: Path) -> None:
