@@ -157,8 +157,8 @@ def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, as
 
 @contextlib.contextmanager
 def _interruptible(out: Path) -> Iterator[None]:
-    """Tell, if the user interrupts the block, that what was read is kept."""
-    from aio_ckpt.cli.work.partial import partial_path
+    """Tell, if the user interrupts the block, that what was read is kept. Otherwise, remove what is left of it."""
+    from aio_ckpt.cli.work.partial import partial_path, remove_emptied
 
     try:
         yield
@@ -166,6 +166,7 @@ def _interruptible(out: Path) -> Iterator[None]:
         if (kept := partial_path(out)).exists():
             click.echo(f"{kept} holds what was read: the same command continues from there, or remove it", err=True)
         raise
+    remove_emptied(out)
 
 
 def _tell(screen: Screen, converted: Converted, *, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +45,31 @@ def source(request, state, tmp_path):
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     monkeypatch.setattr(sources, "_GROUP_BYTES", 1)
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out"])
+def test_no_directory_is_left_where_a_removed_file_keeps_an_entry_while_it_is_mapped(
+    source, tmp_path, capsys, monkeypatch, out
+):
+    """As on NFS and bindfs. The entry of the fake goes when the last tensor of the file is gone."""
+    kept = tmp_path / f"{out}.partial" / ".nfs0001"
+    unlink, rmdir = Path.unlink, Path.rmdir
+
+    def unlink_on_nfs(path, missing_ok=False):
+        if path.name == "tensors" and path.exists():
+            path.rename(kept)
+        else:
+            unlink(path, missing_ok=missing_ok)
+
+    def rmdir_on_nfs(path):
+        if kept.exists() and str(kept) not in Path("/proc/self/maps").read_text():
+            unlink(kept)
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "unlink", unlink_on_nfs)
+    monkeypatch.setattr(Path, "rmdir", rmdir_on_nfs)
+    assert called(capsys, "convert", source, tmp_path / out, *(["--step", "9"] if out == "out" else []))[0] == 0
+    assert not kept.parent.exists()
 
 
 def kill_amid(source, out, *, by: str = "os.kill(os.getpid(), signal.SIGKILL)") -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import itertools
 import json
 import mmap
@@ -25,7 +26,7 @@ from aio_ckpt.reports import amount
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import LINKED, open_without_links
 
-__all__ = ["PartialTensors", "partial_path"]
+__all__ = ["PartialTensors", "partial_path", "remove_emptied"]
 
 _LOCK, _TENSORS, _JOURNAL = ".lock", "tensors", "journal"
 _SUM_CHARS = 9
@@ -35,6 +36,18 @@ _SUM_CHARS = 9
 def partial_path(out: Path) -> Path:
     """Return the directory that holds what a conversion to ``out`` has read."""
     return out.with_name(f"{out.name}.partial")
+
+
+def remove_emptied(out: Path) -> None:
+    """Remove the directory of an ended conversion to ``out``, if it is still there and empty.
+
+    On NFS and on some file systems of FUSE, a removed file keeps an entry there as long as a tensor is mapped from it.
+    """
+    path = partial_path(out)
+    if path.is_dir():
+        gc.collect()
+        with contextlib.suppress(OSError):  # not empty: it is of another conversion, or somebody put a file there
+            path.rmdir()
 
 
 class PartialTensors:
@@ -74,7 +87,7 @@ class PartialTensors:
         for name in (_JOURNAL, _TENSORS):
             (self.path / name).unlink(missing_ok=True)
         self._lock.discard()
-        with contextlib.suppress(OSError):  # somebody put a file there
+        with contextlib.suppress(OSError):  # somebody put a file there, or see remove_emptied
             self.path.rmdir()
 
     def open(self, source: str, sizes: list[int]) -> None:
