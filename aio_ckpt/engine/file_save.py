@@ -22,7 +22,7 @@ from aio_ckpt.engine.in_flight import InFlight, note_failure, raise_failure
 from aio_ckpt.engine.outcomes import duration, named
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.stages import SaveTimer
-from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError
+from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, index_name
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
@@ -323,15 +323,31 @@ def _tell_commit(report: SaveReport) -> None:
     )
 
 
+def _resolved(path: Path) -> Path:
+    """Return the place that ``path`` leads to. If a link cannot be looked at, the call fails: it would be replaced.
+
+    Raises:
+        WriteError: a link cannot be looked at, or the links are a loop.
+    """
+    try:
+        return Path(os.path.realpath(path, strict=True))
+    except (FileNotFoundError, NotADirectoryError):  # a new file, or a link to one
+        return Path(os.path.realpath(path))
+    except OSError as error:
+        message = f"cannot tell whether a link lies there ({error.strerror}): call save_file() again"
+        raise WriteError(error.errno, message, str(path)) from error
+
+
 def file_target(path: object) -> Path:
     """Return the place of the file that ``path`` names, absolute.
 
     If ``path`` is a symbolic link, that is the place of the file that the link names. So the link stays.
 
     Raises:
+        WriteError: a link cannot be looked at.
         ConfigError: ``path`` is no path; or a directory, a device, a pipe or a socket; or a parent of it is a file.
     """
-    target = Path(os.path.realpath(check_path("path", path, of="a file")))
+    target = _resolved(check_path("path", path, of="a file"))
     if target.is_dir():
         raise ConfigError(f"path={shown(path)}: is a directory: give the path of a file")
     if target.exists() and not target.is_file():  # a rename would replace the device itself, for every process

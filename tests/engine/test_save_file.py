@@ -269,6 +269,28 @@ def test_missing_directories_are_made_and_a_link_stays(engine: SyncCheckpointEng
     assert not engine.root.exists(), "a file needs no root"
 
 
+def test_a_link_that_cannot_be_looked_at_is_not_replaced(
+    engine: SyncCheckpointEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save_file({"n": 1}, tmp_path / "x.pt").result(TIMEOUT)
+    (tmp_path / "latest.pt").symlink_to("x.pt")
+    real, failures = os.lstat, [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def lstat(path: Any, **options: Any) -> os.stat_result:
+        if failures and os.fspath(path).endswith("latest.pt"):
+            raise failures.pop()
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    with pytest.raises(WriteError, match="Input/output error") as caught:
+        engine.save_file({"n": 2}, tmp_path / "latest.pt")
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / "latest.pt"))
+    assert torch.load(tmp_path / "x.pt") == {"n": 1}
+    engine.save_file({"n": 3}, tmp_path / "latest.pt").result(TIMEOUT)
+    assert (tmp_path / "latest.pt").is_symlink()
+    assert torch.load(tmp_path / "x.pt") == {"n": 3}
+
+
 @pytest.mark.parametrize("path", [7, "", "s3://bucket/x.pt", None])
 def test_a_bad_path_is_refused(engine: SyncCheckpointEngine, path: Any) -> None:
     with pytest.raises(ConfigError, match="path="):
