@@ -10,7 +10,7 @@ from typing import TypeVar
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import StepOrderError
 
-__all__ = ["MAX_STEP", "check_step", "check_step_number", "whole_number"]
+__all__ = ["MAX_STEP", "check_step", "check_step_number", "step_after", "whole_number"]
 
 MAX_STEP = 1 << 62
 """Largest number that a manifest holds."""
@@ -49,6 +49,20 @@ def check_step_number(step: object) -> int:
         told = shown(step) if type(number) is not int or abs(number) <= MAX_STEP else "so large a number"
         raise StepOrderError(f"step={told}: give a whole number of at least 0 and at most {MAX_STEP}")
     return number
+
+
+def step_after(newest: int | None) -> int:
+    """Return the step of a save that its caller gave none; ``newest`` is the newest committed or pending step.
+
+    Raises:
+        StepOrderError: no step exceeds ``newest``.
+    """
+    if newest is not None and newest >= MAX_STEP:
+        raise StepOrderError(
+            f"no step exceeds step {newest}, the newest: rollback(step) to an earlier one sets it aside, "
+            f"delete({newest}, allow_newest=True) removes it, another root begins anew"
+        )
+    return 1 if newest is None else newest + 1
 
 
 def whole_number(step: T) -> T | int:

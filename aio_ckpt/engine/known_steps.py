@@ -92,7 +92,7 @@ class KnownSteps:
                 step = step_numbers.check_step_number(step)
             except StepOrderError:
                 newest = _later(agreed, self._highest) if self._counts_calls else self.newest(pending)
-                step = 1 if newest is None else step_numbers.check_step_number(newest + 1)
+                step = step_numbers.step_after(newest)
             self._last_call, self._highest = (number, step), _later(self._highest, step)
             return step
 

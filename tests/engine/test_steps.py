@@ -453,6 +453,14 @@ def test_the_longest_step_dir_has_room_for_the_largest_step_and_for_a_rollback(r
         assert len(aside.name) == 255
 
 
+def test_a_save_without_a_step_after_the_largest_one_names_the_remedy(engine: SyncCheckpointEngine) -> None:
+    save(engine, 1, MAX_STEP)
+    with pytest.raises(StepOrderError, match=rf"no step exceeds step {MAX_STEP}, the newest: rollback\(step\)"):
+        engine.save(weights(2))
+    engine.rollback(1)
+    assert engine.save(weights(2)).result(TIMEOUT).step == 2
+
+
 def test_steps_written_before_step_dir_was_changed_are_still_found(engine: SyncCheckpointEngine, root: Path) -> None:
     save(engine, 3)
     with SyncCheckpointEngine(root, EngineConfig(step_dir="ckpt-{step}")) as changed:

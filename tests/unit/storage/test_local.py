@@ -924,6 +924,22 @@ def test_a_second_lock_of_the_same_process_is_refused_and_does_not_drop_the_firs
         lock.release()
 
 
+def test_a_lock_whose_file_cannot_be_closed_without_an_error_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS reports there that the name of the holder could not be written."""
+    lock, close = RootLock(tmp_path / "lock"), os.close
+
+    def close_with_error(number: int) -> None:
+        close(number)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", close_with_error)
+        lock.release()
+    RootLock(tmp_path / "lock").release()
+
+
 def test_a_forked_child_neither_holds_nor_drops_its_parents_lock(tmp_path: Path) -> None:
     source = """
         import os, sys
