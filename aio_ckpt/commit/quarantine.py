@@ -111,12 +111,19 @@ class Quarantine:
                 del self._candidates[path]
                 return None
             await storage.rename(path, target)
-            del self._candidates[path]
+        except OSError as error:
+            _log.warning("step %d is damaged but could not be set aside: %s", entry.checkpoint.step, error)
+            return None
+        del self._candidates[path]
+        try:
             await sync_parents(storage, path, target)
             # The mark of the step would protect its next checkpoint, too.
             await unprotect(storage, root, entry.checkpoint.step)
         except OSError as error:
-            _log.warning("step %d is damaged but could not be set aside: %s", entry.checkpoint.step, error)
-            return None
+            _log.warning(
+                "step %d was set aside, but a power loss may undo that, or its mark stays: %s",
+                entry.checkpoint.step,
+                error,
+            )
         _log.warning("step %d was set aside as %s: %s", entry.checkpoint.step, target.name, entry.error)
         return target
