@@ -132,7 +132,7 @@ def _bytes_now(checkpoint: Path) -> int:
 
     try:
         return sum(file_lengths(checkpoint).values())
-    except FileNotFoundError:  # deleted since it was listed
+    except (FileNotFoundError, PermissionError):  # deleted since it was listed, or to be reported by verify
         return 0
 
 

@@ -590,7 +590,7 @@ def test_a_power_loss_leaves_the_old_checkpoint_or_the_new_one_and_a_removed_one
         check_root_mode(storage.calls, top=tmp_path, final=path)
         engine.remove(path).result(TIMEOUT)
         check_deletion(storage.calls, top=tmp_path, final=path)
-        deletions = [call.name for call in storage.calls if call.path.is_relative_to(root / TRASH_DIR)]
+        deletions = [call.name for call in storage.calls if root / TRASH_DIR in call.path.parents]
         assert deletions == ["remove_file", "sync_dir", "remove_tree"] * 2
 
 

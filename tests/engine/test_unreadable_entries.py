@@ -96,6 +96,28 @@ def test_a_disk_that_fails_at_the_newest_step_is_not_passed_by(root: Path) -> No
         engine.load(weights(0))
 
 
+@pytest.mark.parametrize("command", ["ls", "du", "verify"])
+def test_a_step_whose_directory_cannot_be_listed_is_named_and_hides_no_other(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2)
+    real = os.scandir
+
+    def scandir(path: str) -> object:
+        if os.fspath(path) == str(steps_dir(root, 1)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    code, out, _ = called(capsys, command, root)
+    assert code == 0
+    if command == "ls":
+        assert "Permission denied" in out
+        assert "unreadable" in out
+        assert called(capsys, "prune", root, "--keep-last", "1", "--yes")[:2] == (0, "nothing to delete\n")
+
+
 @pytest.mark.parametrize(
     "command", [("ls",), ("du",), ("verify",), ("inspect",), ("prune", "--keep-last", "1", "--yes"), ("rollback", "1")]
 )

@@ -143,9 +143,14 @@ async def _row(
         try:
             row = await _row_now(storage, executor, found, is_protected=is_protected)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            if error.errno in (errno.EACCES, errno.EPERM):  # another user's: it must not hide the others
+                row = RootRow(
+                    step=found.step, path=str(found.path), nbytes=0, is_protected=is_protected, fault=str(error)
+                )
+            elif error.errno in (errno.ENOENT, errno.ENOTDIR):
+                row = None
+            else:
                 raise
-            row = None
         after = await storage.status(found.path)
         if after is None:
             return None
