@@ -86,7 +86,7 @@ class Arena:
         """Bytes mapped."""
         self._constants_of: object = None
         self.last_used = time.monotonic()
-        """``time.monotonic`` when a thread last released the bytes."""
+        """``time.monotonic`` when a thread, or a lease, last released the bytes."""
         self.is_registered = False
         """Whether the memory is page-locked for CUDA."""
         self._source: torch.device | None = None

@@ -11,16 +11,16 @@ import contextlib
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, SharedMemoryFactory, arena_capacity, map_arena
+from aio_ckpt.memory.available import available_bytes
 from aio_ckpt.runtime.portal import Condition, Executor, Lock
 from aio_ckpt.runtime.waiting import WaitLines, call_text
 
@@ -41,24 +41,15 @@ _MIN_BUDGET_BYTES = 16 << 20
 
 
 def default_budget_bytes(*, ranks_on_host: int, held_bytes: int = 0) -> int:
-    """Return this rank's share of half of the available memory, or of the cgroup's headroom if that is less.
+    """Return this rank's share of half of the available memory.
+
+    It is half also in a cgroup: the trainer goes on to take memory there, and a cgroup's limit kills the process.
 
     The ``held_bytes`` that this rank already has for images count as available. Each other rank is taken to hold as
     many.
     """
-    held_bytes *= ranks_on_host
-    available = (psutil.virtual_memory().available + held_bytes) // 2
-    headroom = _cgroup_headroom_bytes(available - held_bytes) + held_bytes
-    return max(min(available, headroom) // ranks_on_host, _MIN_BUDGET_BYTES)
-
-
-def _cgroup_headroom_bytes(otherwise: int) -> int:
-    try:
-        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-        group = Path("/sys/fs/cgroup") / own
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # without cgroup v2, or with "max", there is no limit
-        return otherwise
+    available = available_bytes() + held_bytes * ranks_on_host
+    return max(available // 2 // ranks_on_host, _MIN_BUDGET_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +78,10 @@ class LifetimeStats:
     """Capacity of all mapped arenas, in bytes."""
     leases: int
     """Leases that have not ended."""
+
+
+_KEPT_LEASES = 4
+"""Leases for which an idle arena that fits none of them is kept: steps and files that take turns map nothing anew."""
 
 
 class Lease:
@@ -133,7 +128,11 @@ class Lease:
 
     def _end_if_unused(self) -> None:
         if self._is_closed and not self._holders and not self.settled.done():
-            self._ended(self)
+            try:
+                self._ended(self)
+            except Exception:  # after Ctrl-C alone, the next call finishes the work
+                self.settled.set_result(None)
+                raise
             self.settled.set_result(None)
 
 
@@ -142,8 +141,9 @@ class LifetimeManager:
 
     Invariants: an arena is either idle or lent to exactly one lease. ``budget_bytes`` bounds the bytes of all arenas,
     also of those that are still being mapped; the bytes by which each was rounded up do not count. An idle arena that
-    does not fit the next save is released. One assignment lends an arena, so Ctrl-C in :meth:`acquire` may lose a lease
-    but never an arena: see :meth:`close_lost`.
+    does not fit the next save stays for a later one, as long as the budget holds both and one of the last leases used
+    it. One assignment lends an arena, so Ctrl-C in :meth:`acquire` may lose a lease but never an arena: see
+    :meth:`close_lost`.
     """
 
     def __init__(
@@ -177,6 +177,8 @@ class LifetimeManager:
         self._lock = Lock()
         self._changed = Condition(self._lock)
         self._arenas: dict[Arena, Lease | None] = {}
+        self._recent: deque[Arena] = deque(maxlen=_KEPT_LEASES)
+        """Arenas that were mapped or lent last, the least recent first."""
         self._reserved_bytes = 0
         self._being_mapped: list[ArenaSpec] = []
         self._is_closed = False
@@ -260,9 +262,11 @@ class LifetimeManager:
         with self._lock:
             if self._is_closed:
                 return None
-            self._release_unfit(spec)
             fitting = sum(spec.is_met_by(arena.kind, arena.capacity) for arena in self._arenas)
-            if fitting + len(self._being_mapped) >= arenas or self._held_bytes + spec.nbytes > self.budget_bytes:
+            ready = fitting + len(self._being_mapped)
+            has_room = self._held_bytes + spec.nbytes <= self.budget_bytes
+            # Only the first arena replaces idle ones: a second is used only if saves overlap.
+            if ready >= arenas or not (has_room or (not ready and self._make_room(spec))):
                 return None
             self._being_mapped.append(spec)
         try:
@@ -325,36 +329,60 @@ class LifetimeManager:
     def _try_take(self, spec: ArenaSpec, began: float) -> Lease | None:
         if self._is_closed:
             raise EngineClosedError("the engine was closed")
-        self._release_unfit(spec)
-        chosen = min(self._idle, key=lambda arena: arena.capacity, default=None)
+        fitting = [arena for arena in self._idle if spec.is_met_by(arena.kind, arena.capacity)]
+        chosen = min(fitting, key=lambda arena: arena.capacity, default=None)
         if chosen is None:
             return None
         self._arenas[chosen] = lease = Lease(chosen, self._give_back, waited_secs=time.monotonic() - began)
-        return lease
-
-    def _release_unfit(self, spec: ArenaSpec) -> None:
+        self._recent.append(chosen)
         for arena in self._idle:
-            if not spec.is_met_by(arena.kind, arena.capacity):
-                del self._arenas[arena]
-                arena.release()
+            if arena not in self._recent and not spec.is_met_by(arena.kind, arena.capacity):
+                self._release_idle(arena)
+        return lease
 
     def _may_map(self, spec: ArenaSpec) -> bool:
         if any(spec.is_met_by(other.kind, arena_capacity(other.nbytes)) for other in self._being_mapped):
             return False  # that arena will be there soon
-        if not self._leases and not self._reserved_bytes and not self._being_mapped:
-            return True
-        return self._held_bytes + spec.nbytes <= self.budget_bytes
+        return self._make_room(spec)
+
+    def _make_room(self, spec: ArenaSpec) -> bool:
+        """Return whether the budget holds one more arena. Release idle ones for it, the least recently used first.
+
+        Shared memory is scarce (a container's /dev/shm, a tmpfs), and other processes see it: none is kept for later.
+        """
+        idle = sorted(self._idle, key=lambda arena: arena.last_used)
+        busy_bytes = self._held_bytes - sum(arena.capacity for arena in idle)
+        if busy_bytes + spec.nbytes > self.budget_bytes:
+            return False  # so the idle arenas may stay
+        for arena in idle:
+            if arena.kind == "shm" or self._held_bytes + spec.nbytes > self.budget_bytes:
+                self._release_idle(arena)
+        return True
+
+    def _release_idle(self, arena: Arena) -> None:
+        del self._arenas[arena]
+        arena.release()
 
     def _map(self, spec: ArenaSpec, waited_secs: float) -> Lease:
         arena = lease = None
         try:
-            arena = _make_arena(spec, self._segments)
+            try:
+                arena = _make_arena(spec, self._segments)
+            except BudgetExceededError:  # the system has less than the budget
+                with self._lock:
+                    idle = self._idle
+                    for other in idle:
+                        self._release_idle(other)
+                if not idle:
+                    raise
+                arena = _make_arena(spec, self._segments)
             lease = Lease(arena, self._give_back, waited_secs=waited_secs)
         finally:
             with self._lock:
                 self._reserved_bytes -= spec.nbytes
                 if arena is not None:
                     self._arenas[arena] = lease
+                    self._recent.append(arena)
                 self._changed.notify_all()
         return lease
 
@@ -376,6 +404,7 @@ class LifetimeManager:
             is_closed = self._is_closed
             if arena is not None and not is_closed:
                 self._arenas[arena] = None
+                self._recent.append(arena)
             self._changed.notify_all()
         if arena is not None and is_closed:
             arena.release()
@@ -384,19 +413,24 @@ class LifetimeManager:
         arena = lease.arena
         if self._arenas.get(arena) is not lease:
             return  # it was given back before Ctrl-C interrupted the lease
-        if arena.segment is not None:
-            arena.segment.mark_invalid()
-        if self._debug:
-            arena.poison()
-        with self._lock:
-            is_closed = self._is_closed
-            if is_closed:
-                del self._arenas[arena]
-            else:
-                self._arenas[arena] = None
-            self._changed.notify_all()
-        if is_closed:
-            arena.release()
+        arena.last_used = time.monotonic()
+        is_reusable = False
+        try:
+            if arena.segment is not None:
+                arena.segment.mark_invalid()
+            if self._debug:
+                arena.poison()
+            is_reusable = True
+        finally:
+            with self._lock:
+                is_kept = is_reusable and not self._is_closed
+                if is_kept:
+                    self._arenas[arena] = None
+                else:
+                    del self._arenas[arena]
+                self._changed.notify_all()
+            if not is_kept:
+                arena.release()
 
 
 def _make_arena(spec: ArenaSpec, segments: SharedMemoryFactory | None) -> Arena:

@@ -76,6 +76,15 @@ def state(value: float) -> dict[str, Any]:
     return {**uniform(3, 4 * MIB, value), "lr": 1e-3, "name": "x" * 1000}
 
 
+def test_saves_and_files_that_take_turns_map_their_memory_once(tmp_path: Path, mappings: Mappings) -> None:
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        for _ in range(4):
+            engine.save(state(1.0)).result(TIMEOUT)
+            engine.save_file(uniform(1, 4 * MIB, 1.0), tmp_path / "weights.pt").result(TIMEOUT)
+        assert (len(mappings.threads), mappings.alive) == (2, 2)
+    assert mappings.alive == 0
+
+
 # -- the first save -------------------------------------------------------------------------------
 
 
@@ -149,8 +158,10 @@ def test_a_second_call_and_one_beside_a_save_do_nothing(tmp_path: Path, mappings
     assert len(mappings.threads) == 1
 
 
-def test_another_structure_is_prepared_in_place_of_the_old_one(tmp_path: Path, mappings: Mappings) -> None:
-    with SyncCheckpointEngine(tmp_path) as engine:
+def test_another_structure_is_prepared_in_place_of_the_old_one_if_the_budget_holds_one_alone(
+    tmp_path: Path, mappings: Mappings
+) -> None:
+    with SyncCheckpointEngine(tmp_path, EngineConfig(budget_bytes=44 * MIB)) as engine:
         engine.prepare(uniform(2, 4 * MIB, 1.0)).result(TIMEOUT)
         engine.prepare(uniform(5, 8 * MIB, 1.0)).result(TIMEOUT)
         assert mappings.alive == 1

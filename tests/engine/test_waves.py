@@ -249,8 +249,7 @@ def test_the_default_budget_is_what_the_machine_has_when_a_new_layout_is_planned
 ) -> None:
     """An engine is opened before the model is built, and the optimizer's state comes with the first step."""
     machine = Memory(available=400 * MIB)
-    monkeypatch.setattr(lifetime.psutil, "virtual_memory", lambda: machine)
-    monkeypatch.setattr(lifetime, "_cgroup_headroom_bytes", lambda otherwise: otherwise)
+    monkeypatch.setattr(lifetime, "available_bytes", lambda: machine.available)
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(uniform(4, 5 * MIB, 1.0)).result()
         assert engine.lifetime.arena_bytes >= 20 * MIB

@@ -240,15 +240,108 @@ def test_two_leases_never_share_an_arena(manager: LifetimeManager) -> None:
     [(24 * MIB, "pageable"), (4 * MIB, "pageable"), (16 * MIB, "shm")],
     ids=["grown", "shrunk", "another kind"],
 )
-def test_an_idle_arena_that_no_longer_fits_is_unmapped(manager: LifetimeManager, nbytes: int, kind: ArenaKind) -> None:
+def test_an_idle_arena_that_the_last_leases_did_not_use_is_unmapped(
+    manager: LifetimeManager, nbytes: int, kind: ArenaKind
+) -> None:
     old = take(manager, 16 * MIB)
     memory = weakref.ref(old.arena.memory)
     old.close()
-    assert manager.stats.arena_bytes == 16 * MIB
-    new = take(manager, nbytes, kind)
-    gc.collect()
+    for _ in range(lifetime._KEPT_LEASES):
+        assert memory() is not None
+        new = take(manager, nbytes, kind)
+        new.close()
+        gc.collect()
     assert memory() is None
     assert (manager.stats.arenas, manager.stats.arena_bytes) == (1, new.arena.capacity)
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the arenas that are mapped, in their order."""
+    sizes: list[int] = []
+    real = lifetime._make_arena
+
+    def counted(spec: ArenaSpec, segments: Any) -> Any:
+        sizes.append(spec.nbytes)
+        return real(spec, segments)
+
+    monkeypatch.setattr(lifetime, "_make_arena", counted)
+    return sizes
+
+
+def test_leases_of_two_sizes_that_take_turns_map_one_arena_each(manager: LifetimeManager, mapped: list[int]) -> None:
+    for _ in range(4):
+        take(manager, 16 * MIB).close()
+        take(manager, 4 * MIB).close()
+    assert mapped == [16 * MIB, 4 * MIB]
+    assert manager.stats.arenas == 2
+
+
+def test_shared_memory_that_does_not_fit_the_next_lease_is_unmapped_at_once(
+    manager: LifetimeManager, mapped: list[int]
+) -> None:
+    for nbytes in (16 * MIB, 4 * MIB, 16 * MIB):
+        take(manager, nbytes, "shm").close()
+        assert manager.stats.arenas == 1
+    assert mapped == [16 * MIB, 4 * MIB, 16 * MIB]
+
+
+def test_the_budget_evicts_the_arena_that_was_used_least_recently(manager: LifetimeManager, mapped: list[int]) -> None:
+    for nbytes in (30 * MIB, 20 * MIB, 30 * MIB, 4 * MIB, 24 * MIB):
+        take(manager, nbytes).close()
+    assert mapped == [30 * MIB, 20 * MIB, 4 * MIB, 24 * MIB]
+    assert {lifetime.arena_capacity(nbytes) for nbytes in (30 * MIB, 4 * MIB, 24 * MIB)} == {
+        arena.capacity for arena in manager._arenas
+    }
+
+
+def test_a_lease_that_waits_for_a_lent_arena_evicts_no_idle_one(manager: LifetimeManager, mapped: list[int]) -> None:
+    waits = watch_waits(manager)
+    take(manager, 4 * MIB).close()
+    first = take(manager, 40 * MIB)
+    with ThreadPoolExecutor(1) as trainer:
+        second = trainer.submit(take, manager, 40 * MIB)
+        assert waits.waiting.wait(TIMEOUT)
+        first.close()
+        second.result(TIMEOUT)
+    take(manager, 4 * MIB)
+    assert mapped == [4 * MIB, 40 * MIB]
+
+
+def test_memory_that_the_system_refuses_is_asked_for_again_without_the_idle_arenas(
+    manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = lifetime.map_arena
+    take(manager, 16 * MIB).close()
+
+    def only_one(*arguments: Any) -> Any:
+        if manager.stats.arenas:
+            raise OSError(errno.ENOMEM, "refused")
+        return real(*arguments)
+
+    monkeypatch.setattr(lifetime, "map_arena", only_one)
+    assert take(manager, 24 * MIB).arena.capacity == 24 * MIB
+    with pytest.raises(BudgetExceededError, match="refused"):
+        take(manager, 4 * MIB)
+    assert manager._reserved_bytes == 0
+
+
+def test_a_lease_whose_return_fails_ends_and_its_arena_is_lent_to_nobody(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a save that waits for it would wait for ever."""
+    manager = LifetimeManager(budget_bytes=BUDGET, executor=executor, debug=True)
+    lease = take(manager, MIB)
+
+    def fail() -> None:
+        raise MemoryError("refused")
+
+    monkeypatch.setattr(lease.arena, "poison", fail)
+    with pytest.raises(MemoryError):
+        lease.close()
+    assert lease.settled.done()
+    assert (manager.stats.arenas, manager.stats.leases) == (0, 0)
+    take(manager, BUDGET)
 
 
 def test_an_arena_a_little_too_large_is_kept_so_that_objects_of_changing_size_map_nothing(
@@ -460,8 +553,7 @@ def test_the_default_budget_is_shared_among_the_ranks_of_a_host() -> None:
 def test_memory_that_the_ranks_of_a_host_hold_for_images_counts_as_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the budget would shrink with every layout that is planned."""
     machine = types.SimpleNamespace(available=400 * MIB)
-    monkeypatch.setattr(lifetime.psutil, "virtual_memory", lambda: machine)
-    monkeypatch.setattr(lifetime, "_cgroup_headroom_bytes", lambda otherwise: otherwise)
+    monkeypatch.setattr(lifetime, "available_bytes", lambda: machine.available)
     first = default_budget_bytes(ranks_on_host=4)
     assert first == 50 * MIB
     machine.available -= 4 * first
