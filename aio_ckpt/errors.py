@@ -36,6 +36,7 @@ __all__ = [
     "SourceChangedError",
     "StallError",
     "StepOrderError",
+    "SystemLimitError",
     "TemplateMismatchError",
     "ThreadDiedError",
     "UnexpectedNameError",
@@ -188,6 +189,13 @@ class PeerFailedError(AioCkptError, RuntimeError):
         self.rank = rank
         self.stage = stage
         self.cause = cause
+
+
+class SystemLimitError(AioCkptError, OSError, RuntimeError):
+    """The system gives this process no more threads or open files; names the limit and how to raise it.
+
+    ``errno`` is EAGAIN for threads, EMFILE or ENFILE for files.
+    """
 
 
 # -- input and output -----------------------------------------------------------------------------

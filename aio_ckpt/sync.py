@@ -43,7 +43,7 @@ class SyncCheckpointEngine(BaseEngine):
     Raises:
         RootError: ``root`` is a file, a URL of another kind, or cannot be made.
         ConfigError: a setting does not suit this machine or this number of ranks, or an argument has a wrong type.
-        OSError, RuntimeError: the system has no more threads or descriptors. The engine keeps none.
+        SystemLimitError: the system gives no thread, or no open file. The engine keeps none.
     """
 
     def ready(self) -> None:

@@ -65,8 +65,8 @@ class Shared:
                 config = self.config
                 begin = functools.partial(lower_priority, config.thread_nice, config.thread_ioprio)
                 portal = Portal(f"aio_ckpt-calls-{uuid.uuid4().hex[:8]}", 1, begin)
-                portal.start()
-                self._portal = portal
+                with portal.opening():
+                    self._portal = portal
             return self._portal
 
     def submit(self, work: Callable[[], T]) -> Future[T]:

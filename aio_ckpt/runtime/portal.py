@@ -43,6 +43,7 @@ from aio_ckpt.errors import (
     ThreadDiedError,
     WrongThreadError,
 )
+from aio_ckpt.runtime.limits import opening_refusal, thread_refusal, threads_remedy
 
 __all__ = ["HOUSEKEEPING_THREADS", "ON_SUBMIT", "STOP_SECS", "Condition", "Executor", "Lock", "Portal"]
 __all__ += ["run_beside", "run_blocking", "run_owned", "unwatched", "watch_submissions"]
@@ -107,7 +108,8 @@ Work = tuple["Future[Any]", Callable[[], Any]]
 class Executor(concurrent.futures.Executor):
     """Pool of daemon threads named ``{name}-io_{n}``, all started by the constructor.
 
-    The constructor starts all, so that no work is queued if the system refuses a thread. They are daemon threads,
+    The constructor starts all, so that no work is queued if the system refuses every thread. If it refuses some, the
+    pool works with the others: no work in a thread waits for other work in a thread. They are daemon threads,
     because at interpreter exit Python joins the threads of its own pools, and refuses them work, before any ``atexit``
     hook runs. A drain at exit needs threads that still work, and a thread that is stuck in the system must not keep the
     process.
@@ -117,7 +119,7 @@ class Executor(concurrent.futures.Executor):
         """Start the threads. Each calls ``begin()`` first. ``Portal.check_thread`` recognises them by ``owner``.
 
         Raises:
-            RuntimeError: the system refuses a thread.
+            SystemLimitError: the system refuses every thread.
         """
         self._pid = os.getpid()
         self._name = name
@@ -131,10 +133,21 @@ class Executor(concurrent.futures.Executor):
                     target=_work, args=(self._queue, owner, begin), name=f"{name}-io_{number}", daemon=True
                 )
                 self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._threads.remove(thread)
+                    if not self._threads:
+                        raise thread_refusal(name, error) from error
+                    break
         except BaseException:
             self.shutdown(wait=False)
             raise
+
+    @property
+    def thread_count(self) -> int:
+        """Number of threads that the system gave."""
+        return len(self._threads)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue ``fn`` and report its future to the context's watcher.
@@ -217,11 +230,21 @@ async def run_blocking(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts) -
 
 
 async def run_beside(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """``fn``, a blocking call of an engine, in a thread of the caller's loop. A cancelled await does not stop it.
+    """Return the result of ``fn``, a blocking call of an engine, made in a thread of its own.
 
-    A thread of the engine would not do: the call waits for them.
+    A cancelled await does not stop it. A thread of the engine would not do: the call waits for them. A pool of the loop
+    would not do either: if the system refuses it a thread, it may call ``fn`` later, although this has raised.
+
+    Raises:
+        SystemLimitError: the system refuses the thread. ``fn`` was not called.
     """
-    return await asyncio.to_thread(fn, *args, **kwargs)
+    executor = Executor("aio_ckpt-call", 1)
+    try:
+        with unwatched():
+            call = functools.partial(contextvars.copy_context().run, fn, *args, **kwargs)
+            return await run_blocking(executor, call)
+    finally:
+        executor.shutdown(wait=False)
 
 
 async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, dispose: Callable[[T], object]) -> T:
@@ -286,17 +309,35 @@ class Portal:
     def start(self) -> None:
         """Start the threads, and return when the loop runs.
 
+        If the system refuses some threads of the executor, a warning is logged.
+
         Raises:
-            RuntimeError: the portal was started before, or the system refuses a thread.
+            RuntimeError: the portal was started before.
+            SystemLimitError: the system refuses a thread for the loop, or every other one, or the loop's own files.
         """
         _check_process(self._pid, self.name)
         if self._thread is not None or self._is_closing:
             raise RuntimeError(f"{self.name}: a portal is started once")
-        self._executor = Executor(self.name, self._threads, self, self._begin)
         thread = threading.Thread(target=self._run, name=f"{self.name}-loop", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise thread_refusal(self.name, error) from error
         self._thread = thread
-        self._ready.result(_START_TIMEOUT_SECS)
+        try:
+            self._ready.result(_START_TIMEOUT_SECS)
+        except OSError as error:
+            raise opening_refusal(self.name, error) from error
+        self._executor = Executor(self.name, self._threads, self, self._begin)
+        given = self._executor.thread_count
+        if given < self._threads:
+            _logger.warning(
+                "%s: the system gives %d of %d threads, which makes saves and loads slower: %s",
+                self.name,
+                given,
+                self._threads,
+                threads_remedy(),
+            )
 
     @property
     def executor(self) -> Executor:
@@ -404,13 +445,11 @@ class Portal:
         self._is_closing = True
         forget, self._forget_exit = self._forget_exit, _nothing
         forget()
-        if self._executor is None:
-            return
         if self._group is not None:
             self._schedule(self._group.cancel_scope.cancel)
         if self._thread is not None:
             self._thread.join(timeout)
-        threads_ended = self._executor.close(max(0.0, deadline - time.monotonic()))
+        threads_ended = self._executor is None or self._executor.close(max(0.0, deadline - time.monotonic()))
         self._resolve_rest(None)
         if (self._thread is not None and self._thread.is_alive()) or not threads_ended:
             _logger.warning("%s: a thread was still at work %.1f s after close and is left behind", self.name, timeout)
@@ -424,9 +463,10 @@ class Portal:
             anyio.run(self._main, backend="asyncio")
         except BaseException as error:
             cause = error
-            _logger.exception("%s: the loop died", self.name)
             if not self._ready.done():
                 self._ready.set_exception(error)
+            else:
+                _logger.exception("%s: the loop died", self.name)
         finally:
             self._resolve_rest(cause)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import gc
 import logging
 import subprocess
@@ -16,9 +17,10 @@ from pathlib import Path
 
 import pytest
 from child_python import child_environment, python
+from system_limits import threads_up_to
 from warm_python import run_warm
 
-from aio_ckpt.errors import EngineClosedError, SaveCancelledError, StallError, WrongThreadError
+from aio_ckpt.errors import EngineClosedError, SaveCancelledError, StallError, SystemLimitError, WrongThreadError
 from aio_ckpt.runtime.portal import Executor, Portal, run_blocking, run_owned, watch_submissions
 
 TIMEOUT = 20.0
@@ -323,19 +325,35 @@ def test_all_threads_of_an_executor_are_started_at_once_and_named(executor: Exec
     assert {"test-io_0", "test-io_1"} <= names
 
 
-def test_an_executor_that_gets_no_threads_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-    begun: list[str] = []
-
-    def start_one(self: threading.Thread) -> None:
-        if begun:
-            raise RuntimeError("can't start new thread")
-        begun.append(self.name)
-        start(self)
-
-    monkeypatch.setattr(threading.Thread, "start", start_one)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+def test_an_executor_that_gets_no_thread_says_so_at_once_and_names_the_limit() -> None:
+    with threads_up_to(0), pytest.raises(SystemLimitError, match=r"can't start new thread\): .*ulimit -u") as caught:
         Executor("test", 3)
+    assert (caught.value.errno, caught.value.filename) == (errno.EAGAIN, "test")
+
+
+def test_an_executor_works_with_the_threads_that_it_gets() -> None:
+    with threads_up_to(1) as refused:
+        executor = Executor("test", 3)
+    assert (refused, executor.thread_count) == (["test-io_1"], 1)
+    assert [work.result(TIMEOUT) for work in [executor.submit(int, text) for text in "123"]] == [1, 2, 3]
+    assert executor.close(TIMEOUT)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_portal_that_gets_too_few_threads_leaves_none(count: int) -> None:
+    portal = Portal("engine", 2)
+    with threads_up_to(count), pytest.raises(SystemLimitError), portal.opening():
+        raise AssertionError("it was opened")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine-")]
+
+
+def test_a_portal_that_gets_fewer_threads_than_it_asks_for_warns(caplog: pytest.LogCaptureFixture) -> None:
+    portal = Portal("engine", 2)
+    with threads_up_to(2):
+        portal.start()
+    assert "engine: the system gives 1 of 2 threads" in caplog.text
+    assert portal.executor.submit(int, "1").result(TIMEOUT) == 1
+    portal.close(TIMEOUT)
 
 
 async def test_a_cancelled_await_leaves_its_thread_running_and_the_watcher_knows_its_future(
