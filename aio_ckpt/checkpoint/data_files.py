@@ -5,30 +5,54 @@ from __future__ import annotations
 import errno
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 
 from aio_ckpt.errors import MismatchError
+from aio_ckpt.runtime.limits import files_limit
 from aio_ckpt.runtime.waiting import disk_lines
 from aio_ckpt.storage.local import PageCache, ReadFile, Storage
 
 __all__ = ["Files"]
 
-_OPEN_FILES = 64
+_KEPT_FILES = 64
 """Most files kept open. A further file is opened for each read, because descriptors are few (often 1,024)."""
+_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+def files_to_keep(limit: int) -> int:
+    """Return how many data files may stay open of a process that may have ``limit`` files open.
+
+    A data file has two descriptors. Three quarters are left to the rest of the process.
+    """
+    return max(0, min(_KEPT_FILES, limit // 8))
+
+
+@dataclass(slots=True, eq=False)
+class _Opened:
+    """Open file, and the number of tasks that use it now."""
+
+    file: ReadFile
+    users: int = 0
 
 
 class Files:
-    """Data files of one checkpoint, opened at their first use and closed by the ``async with``."""
+    """Data files of one checkpoint, opened at their first use and closed by the ``async with``.
+
+    Invariant: an open file is kept, or closed when its last user has ended. If descriptors run out, the kept files that
+    no task uses are closed, and no further one is kept.
+    """
 
     def __init__(self, storage: Storage, directory: Path, *, readers: int, page_cache: PageCache) -> None:
         self._storage = storage
         self.directory = directory
         """Directory of the checkpoint."""
         self._readers = readers
-        self._kept: dict[str, ReadFile] = {}
+        self._kept: dict[str, _Opened] = {}
+        self._most_kept = files_to_keep(files_limit())
         self.sizes: dict[str, int] = {}
         """Real length in bytes of each measured file."""
         self._page_cache = page_cache
@@ -42,8 +66,8 @@ class Files:
     async def _close(self) -> None:
         with anyio.CancelScope(shield=True):
             while self._kept:
-                _, file = self._kept.popitem()
-                await file.close()
+                _, opened = self._kept.popitem()
+                await opened.file.close()
 
     async def share(self) -> None:
         """Read through the page cache from now on, because other ranks of this host read the same bytes.
@@ -71,24 +95,39 @@ class Files:
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[ReadFile]:
-        """Yield the open file. A file must have been measured before several tasks use it."""
-        kept = self._kept.get(name)
-        if kept is not None:
-            yield kept
-            return
+        """Yield the open file."""
+        opened = self._kept.get(name)
+        if opened is None:
+            opened = _Opened(await self._open(name))
+            if len(self._kept) < self._most_kept:
+                self._kept[name] = opened
+        opened.users += 1
+        try:
+            yield opened.file
+        finally:
+            opened.users -= 1
+            if not opened.users and self._kept.get(name) is not opened:
+                with anyio.CancelScope(shield=True):
+                    await opened.file.close()
+
+    async def _open(self, name: str) -> ReadFile:
+        try:
+            return await self._open_once(name)
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTORS or not self._kept:
+                raise
+        self._most_kept = 0
+        idle = [name for name, opened in self._kept.items() if not opened.users]
+        with anyio.CancelScope(shield=True):
+            for opened in [self._kept.pop(name) for name in idle]:
+                await opened.file.close()
+        return await self._open_once(name)
+
+    async def _open_once(self, name: str) -> ReadFile:
         try:
             path = self.directory / name
-            file = await self._storage.open_data_file(path, readers=self._readers, page_cache=self._page_cache)
+            return await self._storage.open_data_file(path, readers=self._readers, page_cache=self._page_cache)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise MismatchError(f"{name}: missing") from error
             raise
-        if len(self._kept) < _OPEN_FILES:
-            self._kept[name] = file
-            yield file
-            return
-        try:
-            yield file
-        finally:
-            with anyio.CancelScope(shield=True):
-                await file.close()

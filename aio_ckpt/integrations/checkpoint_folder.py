@@ -22,6 +22,7 @@ from aio_ckpt.engine.file_pipeline import TEMPORARY
 from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
 from aio_ckpt.storage.data_file import translate_errors
+from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import exchange_directories
 
 __all__ = ["SUMS_FILE", "check", "newest_verified", "publish", "remove", "seal", "sync_files", "sync_path"]
@@ -210,11 +211,11 @@ def sync_path(path: Path) -> None:
     """
     try:
         with translate_errors(WriteError, path):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            if path.is_dir():
+                sync_dir(path)
+                return
+            with path.open("rb", buffering=0) as file:
+                sync_file(file.fileno())
     except WriteError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise

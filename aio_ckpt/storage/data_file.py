@@ -31,6 +31,8 @@ from aio_ckpt.storage.direct_io import (
     probe_refusal,
     supports_direct_io,
 )
+from aio_ckpt.storage.durability import sync_data
+from aio_ckpt.storage.remedies import with_remedy
 
 if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncFileIO
@@ -51,14 +53,15 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.contextmanager
 def translate_errors(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]:
-    """Turn OSError into ``kind`` with errno, message and path. The cause is kept."""
+    """Turn OSError into ``kind`` with errno, message, remedy and path. The cause is kept."""
     try:
         yield
     except AioCkptError:
         raise
     except OSError as error:
         name = error.filename or str(path)
-        raise kind(error.errno or errno.EIO, error.strerror or str(error), name, None, error.filename2) from error
+        text = with_remedy(error, writes=kind is WriteError)
+        raise kind(error.errno or errno.EIO, text, name, None, error.filename2) from error
 
 
 # -- descriptors and the threads that use them ----------------------------------------------------
@@ -202,7 +205,7 @@ class LocalDataFile:
     async def sync(self) -> None:
         """Make the data durable with fdatasync, in a thread."""
         with translate_errors(WriteError, self.path), self._files.use():
-            await run_blocking(self._executor, os.fdatasync, self._base)
+            await run_blocking(self._executor, sync_data, self._base)
 
     async def close(self) -> None:
         """Close the file when the thread of the last write is done."""

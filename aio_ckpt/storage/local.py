@@ -22,8 +22,9 @@ from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import create_data_file, open_data_file, open_regular_file, translate_errors
 from aio_ckpt.storage.direct_io import PageCache, Probe, probe_read, probe_write
+from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.lock import RootLock
-from aio_ckpt.storage.paths import make_dirs, sync_dir
+from aio_ckpt.storage.paths import make_dirs
 
 __all__ = [
     "DataFile",
@@ -331,7 +332,7 @@ def _write_file(path: Path, parts: tuple[bytes, ...]) -> None:
                 rest = memoryview(part)
                 while rest:
                     rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         except BaseException:
             path.unlink(missing_ok=True)
             raise

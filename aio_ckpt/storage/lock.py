@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from aio_ckpt.errors import RootError
+from aio_ckpt.runtime.limits import files_remedy
 from aio_ckpt.storage.paths import open_without_links, sync_dir
 
 __all__ = ["RootLock"]
@@ -128,7 +129,8 @@ def _open_locked(path: Path) -> int:
             message = "the root is gone (its directory was removed or unmounted): bring it back, or give another root"
             raise RootError(exc.errno, message, str(path)) from exc
         except OSError as exc:
-            message = f"cannot open the lock file ({exc.strerror}): give a writable root"
+            way_on = files_remedy() if exc.errno == errno.EMFILE else "give a writable root"
+            message = f"cannot open the lock file ({exc.strerror}): {way_on}"
             raise RootError(exc.errno, message, str(path)) from exc
         try:
             is_locked = _lock(descriptor, path)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from aio_ckpt.checks import is_path, local_name, shown
 from aio_ckpt.errors import RootError
+from aio_ckpt.storage.durability import sync_dir
 
 __all__ = ["LINKED", "checked_path", "make_dirs", "open_without_links", "sync_dir"]
 
@@ -63,19 +64,3 @@ def make_dirs(path: Path) -> None:
     make_dirs(path.parent)
     path.mkdir(exist_ok=True)
     sync_dir(path.parent)
-
-
-def sync_dir(path: Path) -> None:
-    """Make the names in a directory durable. A file system without fsync of directories is accepted.
-
-    Raises:
-        OSError: the directory cannot be opened or synced.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems without fsync of directories return EINVAL
-            raise
-    finally:
-        os.close(descriptor)

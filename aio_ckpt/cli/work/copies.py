@@ -31,6 +31,7 @@ from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, OWNER_FILE
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import translate_errors
+from aio_ckpt.storage.durability import sync_file
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.paths import make_dirs, sync_dir
 
@@ -227,7 +228,7 @@ def _copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> No
             status = os.fstat(descriptor)
             os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
             os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
     except OSError as error:
         raise WriteError(error.errno, f"{error.strerror}, copying {source}", str(target)) from error
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import mmap
 import os
 import pickle
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
@@ -231,16 +230,25 @@ def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             stored, metadata = parse_header(file.read(header_bytes), file_bytes)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{path}: {error}") from error
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        memory = _mapped_bytes(file.fileno(), file_bytes)
     tensors = {}
     for entry in stored:
         if not entry.nbytes:
             tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)
             continue
-        raw = torch.frombuffer(memory, dtype=torch.uint8, offset=entry.start, count=entry.nbytes)
+        raw = memory[entry.start :][: entry.nbytes]
         aligned = raw if entry.start % entry.dtype.itemsize == 0 else raw.clone()
         tensors[entry.name] = aligned.view(entry.dtype).reshape(entry.shape)
     return tensors, metadata
+
+
+def _mapped_bytes(descriptor: int, nbytes: int) -> torch.Tensor:
+    """Return the bytes of an open file, mapped privately.
+
+    An ``mmap.mmap`` would keep a descriptor of its own, so that a model of many files would run out of them.
+    """
+    storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", False, nbytes)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
 def _with_tied(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,38 @@
+"""Ways out of errors of the operating system that a user can mend, by their numbers."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from aio_ckpt.runtime.limits import files_remedy
+
+__all__ = ["with_remedy"]
+
+
+def with_remedy(error: OSError, *, writes: bool) -> str:
+    """Return the text of ``error`` and, after a colon, the way out of it if there is a common one.
+
+    Args:
+        error: the error of a system call.
+        writes: whether the call was to change something.
+    """
+    text = error.strerror or str(error)
+    remedy = _remedy(error.errno or 0, writes=writes)
+    return f"{text}: {remedy}" if remedy and text == os.strerror(error.errno or 0) else text
+
+
+def _remedy(code: int, *, writes: bool) -> str:
+    match code:
+        case errno.EMFILE:
+            return files_remedy()
+        case errno.ENFILE:
+            return "the machine has no more open files: raise fs.file-max, or end processes that hold many"
+        case errno.EROFS:
+            return "give a path on a file system that is mounted for writing"
+        case errno.EACCES if writes:
+            return "give a path that this user may write to"
+        case errno.EACCES:
+            return "let this user read it"
+        case _:
+            return ""
