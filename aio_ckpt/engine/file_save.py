@@ -127,22 +127,23 @@ class FileSaves:
     def _save(self, content: FileContent, path: Path, started: float) -> SaveTicket:
         waited_secs = self._wait_for_room(path)
         save = self._enter(content, path, SaveTimer(started, waited_secs=waited_secs, plan_secs=0.0), waited_secs)
-        works: list[Capture] = []
+        copied: list[tuple[Capture, Future[None] | None]] = []
         try:
             with self._lock:  # inside the try: a file in the table that is never settled would block all later ones
                 self._in_flight.check_open()
                 self._pending.append(save)
             for plan_part in content.parts:
-                works.append(self._capture(save, plan_part()))
+                work, lease = self._capture(save, plan_part())
+                copied.append((work, None))
+                copied[-1] = work, self._release_when_copied(work, lease, save)
             self._begin(save, None)
-            is_staged = all(work.is_done for work in works)
             save.timer.reached("blocked")
-            self._finish(save, works, is_staged=is_staged)
+            self._resolve_staged(save, [future for _, future in copied if future is not None])
         except BaseException as error:
-            for work in works:
-                work.finish()  # no copy may still use the arena when it is given back
+            for work, _ in copied:
+                work.finish()  # no copy may still use an arena when it is given back
             for lease in save.leases:
-                lease.release(save.ticket.staged)
+                lease.release(save)
             self._give_up(save, error)
             raise
         return save.ticket
@@ -197,7 +198,8 @@ class FileSaves:
         save.round.advance(SaveState.CAPTURING)
         return save
 
-    def _capture(self, save: PendingFile, part: FilePart) -> Capture:
+    def _capture(self, save: PendingFile, part: FilePart) -> tuple[Capture, Lease]:
+        """Capture a part. Its lease is held for the save until :meth:`_release_when_copied`."""
         plan, in_flight = part.planned.plan, self._in_flight
         image = self._lease(save, part)
         captured_part = CapturedPart(part=part, image=image, progress=CaptureProgress(len(image.chunks)))
@@ -215,8 +217,8 @@ class FileSaves:
             save.events += work.source_events
             in_flight.guards.wait_for(work.source_events)
 
-        image.lease.hold(save.ticket.staged)
-        return capture(
+        image.lease.hold(save)
+        work = capture(
             part.planned,
             image,
             in_flight.copy_engines,
@@ -226,6 +228,20 @@ class FileSaves:
             stall_timeout_secs=self._pipeline.slot_timeout_secs(image.slots * image.chunk_bytes),
             trace=NO_TRACE,
         )
+        return work, image.lease
+
+    def _release_when_copied(self, work: Capture, lease: Lease, save: PendingFile) -> Future[None] | None:
+        """End the capture's hold of its memory once its copies are done. Return the future of that; None if it is done.
+
+        Each part has its own, because the next part may need the memory.
+        """
+        if work.is_done:
+            work.finish()
+            lease.release(save)
+            return None
+        copied = self._portal.executor.submit(work.finish)
+        copied.add_done_callback(lambda _: lease.release(save))
+        return copied
 
     def _lease(self, save: PendingFile, part: FilePart) -> Image:
         lease = functools.partial(
@@ -248,25 +264,19 @@ class FileSaves:
             self._portal.submit(self._files.run, save, on_done=lambda done: self._settle(save, done))
         self._portal.post(save.add, part)
 
-    def _finish(self, save: PendingFile, works: Sequence[Capture], *, is_staged: bool) -> None:
-        """Resolve ``staged`` once all issued copies are done, or now if ``is_staged``."""
-        staged, leases = save.ticket.staged, tuple(save.leases)
+    def _resolve_staged(self, save: PendingFile, copied: Sequence[Future[None]]) -> None:
+        """Resolve ``staged`` once all of ``copied`` are done."""
 
-        def finish() -> None:
-            for work in works:
-                work.finish()
+        def resolve() -> None:
+            for future in copied:
+                future.result()
             save.timer.reached("staged")
-            staged.resolve(None)
+            save.ticket.staged.resolve(None)
 
-        def release(_: object) -> None:
-            for lease in leases:
-                lease.release(staged)
-
-        if is_staged:
-            finish()
-            release(None)
+        if copied:
+            self._portal.executor.submit(resolve)
         else:
-            self._portal.executor.submit(finish).add_done_callback(release)
+            resolve()
 
     def _give_up(self, save: PendingFile, error: BaseException) -> None:
         """End a save whose ``save_file()`` is about to raise ``error``, at whatever stage it is."""
@@ -293,22 +303,27 @@ class FileSaves:
         if save.settled.done():
             return
         error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
-        if error is None:
-            _tell_commit(done.result())
-        elif not isinstance(error, SaveCancelledError):
-            _log.error("saving %s failed: %s; %s", save.path, named(error), what_is_there(error))
+        try:
+            if error is None:
+                _tell_commit(done.result())
+            else:
+                self._tell_failure(save, error)
+        finally:  # a ticket that is never done would block every later call
+            with self._lock:
+                self._pending = [other for other in self._pending if other is not save]
+            save.settled.set_result(None)
+            if error is None:
+                save.ticket.committed.resolve(done.result())
+            else:
+                save.ticket.staged.fail(error)
+                save.ticket.committed.fail(error)
+
+    def _tell_failure(self, save: PendingFile, error: BaseException) -> None:
+        for image in save.images:
+            image.fail_slots(error)
+        if not isinstance(error, SaveCancelledError):
             self._in_flight.add_unreported(save.ticket)
-        if error is not None:
-            for image in save.images:
-                image.fail_slots(error)
-        with self._lock:
-            self._pending = [other for other in self._pending if other is not save]
-        save.settled.set_result(None)
-        if error is None:
-            save.ticket.committed.resolve(done.result())
-        else:
-            save.ticket.staged.fail(error)
-            save.ticket.committed.fail(error)
+            _log.error("saving %s failed: %s; %s", save.path, named(error), what_is_there(error))
 
 
 def _tell_commit(report: SaveReport) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from warm_python import run_warm
 
 import aio_ckpt
+from aio_ckpt.cli.work import conversions
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -118,6 +121,18 @@ def test_export_casts_and_splits(root, tmp_path, capsys):
     code, told = document(capsys, "export", root, tmp_path / "m.safetensors", *options)
     assert (code, Path(told["path"]).name) == (0, "m.safetensors.index.json")
     assert load_file(tmp_path / "m-00001-of-00002.safetensors")["embed"].dtype is torch.float16
+
+
+def test_export_splits_a_state_whose_files_together_exceed_its_memory(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(conversions, "_BUDGET_BYTES", 1 * MIB)
+    monkeypatch.setattr(conversions, "EngineConfig", partial(EngineConfig, stall_timeout_secs=20))
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        engine.save({f"w{n}": torch.full((100_000,), float(n)) for n in range(8)}).result()
+    code, _ = document(
+        capsys, "export", tmp_path / "root", tmp_path / "m.safetensors", "--max-shard-bytes", str(800_000)
+    )
+    assert code == 0
+    assert load_file(tmp_path / "m-00004-of-00004.safetensors")["w7"].unique().tolist() == [7]
 
 
 @pytest.mark.parametrize(

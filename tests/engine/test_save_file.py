@@ -23,6 +23,7 @@ from tensor_bits import random_tensor
 from warm_python import WarmPython, run_warm
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
+from aio_ckpt.engine import file_save
 from aio_ckpt.errors import (
     ConfigError,
     EngineClosedError,
@@ -389,6 +390,28 @@ def test_a_disk_that_stands_still_ends_the_save(tmp_path: Path) -> None:
         with pytest.raises(StallError, match=r"x.pt made no progress for 0.3 s.*fdatasync"):
             ticket.result(TIMEOUT)
     assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+@pytest.mark.usefixtures("quiet")
+def test_an_error_while_a_file_is_settled_loses_no_ticket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, succeeds: bool
+) -> None:
+    """Neither the ticket nor a later call waits for ever."""
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(file_save, "_tell_commit", fails)
+    monkeypatch.setattr(file_save, "what_is_there", fails)
+    with gated_engine(tmp_path / "root") as (engine, storage):
+        if not succeeds:
+            storage.fail("sync", "x.pt", disk_error(errno.EIO))
+        ticket = engine.save_file({"n": 1}, tmp_path / "x.pt")
+        assert (ticket.exception(TIMEOUT) is None) is succeeds
+        monkeypatch.undo()
+        engine.save_file({"n": 2}, tmp_path / "x.pt").result(TIMEOUT)
+    assert "MemoryError" in caplog.text, "it is told all the same"
 
 
 def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:

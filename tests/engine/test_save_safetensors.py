@@ -18,6 +18,7 @@ from property_examples import examples
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from tensor_bits import assert_same_tensor, random_tensor
+from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedLeafError, WriteError
@@ -266,3 +267,20 @@ def test_between_two_saves_of_other_counts_a_reader_finds_one_of_them(tmp_path: 
 def test_a_tensor_with_the_name_of_the_metadata_is_refused(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is the name of the metadata"):
         engine.save_file({"__metadata__": torch.ones(2)}, tmp_path / "m.safetensors")
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def test_files_that_together_exceed_the_budget_are_saved_within_it(tmp_path: Path) -> None:
+    """The memory of each file returns when its own copies and writes end."""
+    state = {f"w{number}": torch.full((500_000,), float(number)) for number in range(8)}
+    held: list[int] = []
+    storage = WatchedStorage(lambda _: held.append(engine.lifetime.arena_bytes))
+    with watched_engine(tmp_path, storage, budget_bytes=5 * MIB, stall_timeout_secs=TIMEOUT) as engine:
+        engine.save_file(state, tmp_path / "m.safetensors", max_shard_bytes=4_000_000).result(TIMEOUT)
+        assert engine.lifetime.leases == 0
+    assert 4_000_000 <= max(held) <= 5 * MIB
+    for number in range(8):
+        file = load_file(tmp_path / f"m-{number // 2 + 1:05d}-of-00004.safetensors")
+        assert torch.equal(file[f"w{number}"], state[f"w{number}"])

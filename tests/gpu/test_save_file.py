@@ -67,3 +67,17 @@ def test_a_guarded_optimizer_waits_for_the_copies(tmp_path: Path) -> None:
             ticket.result(TIMEOUT)
             got = torch.load(tmp_path / f"{step}.pt", map_location="cpu")
             assert all(torch.equal(got[key], wanted[key]) for key in wanted), step
+
+
+def test_files_that_together_exceed_the_budget_are_saved_within_it(tmp_path: Path) -> None:
+    state = {f"w{number}": torch.full((4 * MIB,), float(number), device="cuda") for number in range(8)}
+    config = EngineConfig(budget_bytes=20 * MIB, stall_timeout_secs=TIMEOUT)
+    with SyncCheckpointEngine(tmp_path / "root", config) as engine:
+        ticket = engine.save_file(state, tmp_path / "m.safetensors", max_shard_bytes=16 * MIB)
+        for tensor in state.values():
+            tensor.zero_()  # queued behind the copies
+        ticket.result(TIMEOUT)
+        assert engine.lifetime.leases == 0
+    for number in range(8):
+        file = pytest.importorskip("safetensors.torch").load_file(tmp_path / f"m-{number + 1:05d}-of-00008.safetensors")
+        assert file[f"w{number}"].unique().tolist() == [number]
