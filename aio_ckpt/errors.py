@@ -56,7 +56,8 @@ class AioCkptError(Exception):
     """Stage in which a save failed: ``open`` (the root's lock, committed steps, leftovers), ``capture``, ``write``,
     ``agree`` or ``commit``; empty for other errors."""
     in_doubt: bool = False
-    """Whether a save failed during its last rename: its step may still become visible, whole."""
+    """Whether a save failed during its last rename: its step may still become visible, whole. Of a file: whether it
+    failed behind its last rename, so that the new file is in its place, and the old one may be there, too."""
     ticket: SaveTicket | None = None
     """Ticket of the save that a call of ``save()`` made all the same before it raised the failure of an earlier save.
     None for an error that is raised in another way. An error of another type has the attribute only if ``save()``

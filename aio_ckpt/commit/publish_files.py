@@ -1,67 +1,179 @@
-"""Publish single files: rename them into place, then remove those of the save before that no reader may take."""
+"""Publish single files: rename them into place, then remove those of the save before that a reader may take.
+
+One rename is the commit: that of the file, or of the index of several. Before it, no file that the old model needs is
+touched: if its index uses a name, the new files take others. So a failure, a kill or a power loss leaves the old model
+or the new one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import errno
+import functools
+import logging
+import operator
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.errors import AioCkptError
-from aio_ckpt.format.safetensors_file import SUFFIX, index_name, parse_index
-from aio_ckpt.storage.local import Storage, read_small_file
+import anyio
 
-__all__ = ["publish_files"]
+from aio_ckpt.commit.cleanup import SETTLE_SECS
+from aio_ckpt.errors import AioCkptError, RootError, WriteError
+from aio_ckpt.format.safetensors_file import SUFFIX, SafetensorsIndex, index_name, parse_index
+from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
+from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.storage.lock import RootLock
+
+__all__ = ["LOCK", "only_writer", "publish_files"]
+
+LOCK = ".aio_ckpt-file.lock"
+"""Lock file of a directory, there while safetensors files are renamed into it."""
+_AGAIN_SECS = 0.05
+_log = logging.getLogger("aio_ckpt")
+
+
+@contextlib.asynccontextmanager
+async def only_writer(storage: Storage, executor: Executor, folder: Path) -> AsyncIterator[None]:
+    """Exclude other saves of safetensors files into ``folder``, of any process. Wait for one that renames its files.
+
+    Raises:
+        WriteError: the system failed.
+    """
+    lock: RootLock | None = None
+    while lock is None:
+        try:
+            lock = await run_owned(executor, storage.lock, folder / LOCK, dispose=RootLock.discard)
+        except RootError as error:
+            if error.errno not in (errno.EBUSY, errno.EAGAIN):
+                raise WriteError(error.errno, os.strerror(error.errno or 0), str(folder / LOCK)) from error
+            await anyio.sleep(_AGAIN_SECS)
+    try:
+        yield
+    finally:
+        with anyio.move_on_after(SETTLE_SECS, shield=True), contextlib.suppress(OSError):
+            await run_blocking(executor, lock.discard)
 
 
 async def publish_files(
-    storage: Storage, temporary: Path, place: Path, names: Sequence[str], *, replaces: str | None, mode: int | None
-) -> None:
-    """Rename the durable files ``names`` of the directory ``temporary`` into that of ``place``, durably.
+    storage: Storage, temporary: Path, place: Path, parts: Sequence[str], *, index: SafetensorsIndex | None
+) -> Sequence[str]:
+    """Rename the durable files ``parts`` of the directory ``temporary`` into that of ``place``, durably.
 
-    No reader takes files of two saves for one: if a name is used again, the old index is removed first.
+    Return their names there. Each gets the permissions that all files which it replaces grant; if there are none, those
+    that it has. Call this inside of :func:`only_writer` if the files are safetensors files.
 
     Args:
         place: the file, or the index of several, which becomes visible last.
-        replaces: name of the single file that the index takes the place of; None without an index.
-        mode: permissions of the files; None: those that they have.
+        index: the index; None for one file.
 
     Raises:
-        WriteError, ReadError: the system failed. If ``in_doubt`` is set, the new files are in place, and a power loss
-            may bring the old ones back.
+        WriteError, ReadError: the system failed. If ``in_doubt`` is set, the new files are in place: a power loss may
+            bring the old ones back, or the message names an old file that is still there. Otherwise, the old files are.
     """
-    folder, is_indexed = place.parent, replaces is not None
-    old = await _files_before(storage, folder, replaces or place.name)
-    if is_indexed and not old.isdisjoint(names):
-        await storage.remove_file(place)
-        await storage.sync_dir(folder)
-    for name in names:
-        if mode is not None:
-            await storage.set_mode(temporary / name, mode)
-        await storage.replace(temporary / name, folder / name)
-    await _sync(storage, folder)
-    stale = sorted(old.difference(names))
-    if replaces is not None:
-        await storage.replace(temporary / place.name, place)
-        await _sync(storage, folder)
-        stale.insert(0, replaces)  # from_pretrained would take it before the index
-    elif old:
-        stale.insert(0, index_name(place.name))  # other readers would take it before the file
-    for name in stale:
-        await storage.remove_file(folder / name)
-    if stale:
-        await _sync(storage, folder)
-
-
-async def _files_before(storage: Storage, folder: Path, name: str) -> set[str]:
-    """Return the files that the index in the place of this save names."""
-    if not name.endswith(SUFFIX):
-        return set()
-    index = await read_small_file(storage, folder / index_name(name))
-    return set() if index is None else parse_index(index, name)
-
-
-async def _sync(storage: Storage, folder: Path) -> None:
+    single = place.name if index is None else index.single
+    before = await _files_before(storage, place.parent, single)
+    names = parts if index is None else index.names(taken=before.shards)
+    if index is not None:
+        await storage.write_file(temporary / place.name, index.render(names))
+    if before.modes:
+        for name in {*parts, place.name}:
+            await storage.set_mode(temporary / name, before.mode)
+    # Readers may prefer the single file to the index, or the index to the single file.
+    other = place.with_name(index_name(single) if index is None else single)
     try:
-        await storage.sync_dir(folder)
+        await _move(storage, temporary, place, {} if index is None else dict(zip(parts, names, strict=True)))
+        if other.name in before.modes:
+            await _remove_other(storage, other)
+    except WriteError as error:
+        if error.in_doubt and other.name in before.modes:
+            error.strerror = (
+                f"{error.strerror}; the new files are in place, but {other} of the save before, which readers may "
+                "take, is still there, too: remove it, or save again"
+            )
+        raise
+    await _remove_stale(storage, place.parent, sorted(before.shards.difference(names)))
+    return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FilesBefore:
+    """Files of the save before."""
+
+    modes: Mapping[str, int]
+    """Permissions of those that are there, by name: the single file, the index, and ``shards``."""
+    shards: frozenset[str]
+    """Files that the index names."""
+
+    @property
+    def mode(self) -> int:
+        """Permissions that all of them grant."""
+        return functools.reduce(operator.and_, self.modes.values())
+
+
+async def _files_before(storage: Storage, folder: Path, single: str) -> _FilesBefore:
+    names, shards = [single], frozenset[str]()
+    if single.endswith(SUFFIX):
+        index = await read_small_file(storage, folder / index_name(single))
+        shards = frozenset() if index is None else parse_index(index, single)
+        names += [index_name(single), *shards]
+    found = {name: await storage.status(folder / name) for name in names}
+    modes = {name: status.mode for name, status in found.items() if status is not None}
+    return _FilesBefore(modes=modes, shards=shards)
+
+
+async def _move(storage: Storage, temporary: Path, place: Path, names: Mapping[str, str]) -> None:
+    """Rename the files of an index to their new ``names``, then the file at ``place``. If that fails, undo it."""
+    moved: list[Path] = []
+    try:
+        for part, name in names.items():
+            await storage.replace(temporary / part, place.with_name(name))
+            moved.append(place.with_name(name))
+        if moved:
+            await storage.sync_dir(place.parent)
+        await storage.replace(temporary / place.name, place)
+    except Exception as error:
+        if isinstance(error, AioCkptError) and await _is_gone(storage, temporary / place.name):
+            error.in_doubt = True  # the rename took effect and reported an error, as network file systems may
+        else:
+            await _remove_stale(storage, place.parent, [path.name for path in moved])
+        raise
+    with _in_doubt():
+        await storage.sync_dir(place.parent)
+
+
+@contextlib.contextmanager
+def _in_doubt() -> Iterator[None]:
+    """Note on an error of the block that the new files are in place."""
+    try:
+        yield
     except AioCkptError as error:
         error.in_doubt = True
         raise
+
+
+async def _is_gone(storage: Storage, path: Path) -> bool:
+    """Return whether ``path`` does not exist, or nobody can tell."""
+    try:
+        return not await storage.exists(path)
+    except AioCkptError:
+        return True
+
+
+async def _remove_other(storage: Storage, path: Path) -> None:
+    with _in_doubt():
+        await storage.remove_file(path)
+        await storage.sync_dir(path.parent)
+
+
+async def _remove_stale(storage: Storage, folder: Path, names: Sequence[str]) -> None:
+    """Remove files that no index names. One that cannot be removed harms no reader of the index."""
+    for name in names:
+        try:
+            await storage.remove_file(folder / name)
+        except AioCkptError as error:
+            _log.warning("%s stays, and no index names it: %s", folder / name, error)
+    if names:
+        with contextlib.suppress(AioCkptError):
+            await storage.sync_dir(folder)

@@ -293,6 +293,7 @@ class BaseEngine:
             metadata: texts for the metadata of the file. This and the options below are for safetensors alone.
             max_shard_bytes: most bytes of tensors in one file. If there are more, ``model-00001-of-00002.safetensors``
                 and so on are written in the place of ``model.safetensors``, with ``model.safetensors.index.json``.
+                If an older index names files so, the new ones are ``model-alternate-00001-of-00002.safetensors``.
             dtype: dtype to which floating-point tensors are cast, one file at a time.
             rename: the name in the file of each tensor: a mapping, which leaves other names as they are, or a function.
 

@@ -6,8 +6,10 @@ A file is written into a directory of its own beside its place, and fsynced ther
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +19,11 @@ import anyio.lowlevel
 
 from aio_ckpt.commit import cleanup
 from aio_ckpt.commit.owner import owner_by_name
-from aio_ckpt.commit.publish_files import publish_files
+from aio_ckpt.commit.publish_files import only_writer, publish_files
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.stages import SaveTimer
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
+from aio_ckpt.format.safetensors_file import SUFFIX
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.file_plan import FileContent, FilePart
@@ -68,8 +71,6 @@ class PendingFile:
     """Place of the file, or of the index of several."""
     temporary: Path
     """Directory in which the files are written."""
-    mode: int | None
-    """Permissions of the file that is replaced; None if there is none, so that the umask decides."""
     content: FileContent
     round: SaveRound
     """State of the save. Only its state is used, as no other rank takes part."""
@@ -205,27 +206,19 @@ class FilePipeline:
         await storage.make_dir(folder, parents=True)
         await self._clear_leftovers(folder)
         await storage.make_dir(save.temporary)
-        if save.mode is not None:  # until the rename, nobody else may read a private file either
-            await storage.set_mode(save.temporary, 0o700)
+        await storage.set_mode(save.temporary, 0o700)  # until its rename, nobody else may read a private file either
         results: dict[str, WriteResult] = {}
         raw_bytes = 0
         while (captured := await self._next_part(save, len(results))) is not None:
             results[captured.part.name] = await self._write_part(save, captured)
             raw_bytes += captured.part.planned.plan.layout.raw_bytes
             captured.image.lease.close()
-        if save.content.index is not None:
-            name, data = save.content.index
-            await storage.write_file(save.temporary / name, data)
         save.timer.reached("synced")
         save.begin("waiting for the file before")
         with save.progress.paused():
             for settled in save.earlier:
                 await asyncio.wrap_future(follow(settled))
-        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation may have been accepted since the last wait
-        save.round.advance(SaveState.VOTED)
-        save.round.advance(SaveState.COMMITTING)
-        save.begin("making it visible (rename, fsync)", stage="commit")
-        await self._publish(save)
+        names = await self._commit(save)
         return SaveReport(
             step=0,
             path=save.path,
@@ -235,7 +228,7 @@ class FilePipeline:
             fingerprint_hit=False,
             mode=next(iter(results.values())).mode,
             timings=save.timer.timings(),
-            crc32s={name: result.file_crc32 for name, result in results.items()},
+            crc32s={name: result.file_crc32 for name, result in zip(names, results.values(), strict=True)},
         )
 
     async def _next_part(self, save: PendingFile, index: int) -> CapturedPart | None:
@@ -279,18 +272,25 @@ class FilePipeline:
             trace=NO_TRACE,
         )
 
-    async def _publish(self, save: PendingFile) -> None:
+    async def _commit(self, save: PendingFile) -> Sequence[str]:
+        """Make the files visible. Returns their names."""
+        ctx, folder = self.ctx, save.path.parent
+        save.begin(f"waiting for another save that renames files in {folder}")
+        is_plain = save.content.index is None and not save.path.name.endswith(SUFFIX)
+        async with contextlib.nullcontext() if is_plain else only_writer(ctx.storage, ctx.executor, folder):
+            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation may have been accepted since the last wait
+            save.round.advance(SaveState.VOTED)
+            save.round.advance(SaveState.COMMITTING)
+            save.begin("making it visible (rename, fsync)", stage="commit")
+            return await self._publish(save)
+
+    async def _publish(self, save: PendingFile) -> Sequence[str]:
         limit_secs = self.ctx.config.stall_timeout_secs
+        names: Sequence[str] = ()
         # Shielded, because renames that have begun are completed.
         with anyio.move_on_after(limit_secs, shield=True) as scope:
-            await publish_files(
-                self.ctx.storage,
-                save.temporary,
-                save.path,
-                [captured.part.name for captured in save.captured],
-                replaces=save.content.replaces,
-                mode=save.mode,
-            )
+            parts = [captured.part.name for captured in save.captured]
+            names = await publish_files(self.ctx.storage, save.temporary, save.path, parts, index=save.content.index)
             await self._remove_temporary(save)
         if scope.cancelled_caught:
             save.round.advance(SaveState.IN_DOUBT)
@@ -298,6 +298,7 @@ class FilePipeline:
             stalled.in_doubt = True
             raise stalled
         save.round.advance(SaveState.VISIBLE)
+        return names
 
     # -- clean up -------------------------------------------------------------------------------------
 
@@ -347,5 +348,5 @@ class FilePipeline:
 def what_is_there(error: BaseException | None) -> str:
     """Return what stands at the path after a failed save."""
     if isinstance(error, AioCkptError) and error.in_doubt:
-        return "the new file is in its place, but a power loss may undo that"
+        return "the new one may be in its place, and a power loss may undo that"
     return "what was at its path is unchanged"

@@ -174,13 +174,12 @@ class FileSaves:
                 event.fence(stream)
 
         self._calls += 1
-        path = path if content.index is None else path.with_name(content.index[0])
+        path = path if content.index is None else path.with_name(index_name(content.index.single))
         owner = self._ctx.owner
         temporary = path.parent / f"{TEMPORARY}{owner.label}-{self._calls}"
         save = PendingFile(
             path=path,
             temporary=temporary,
-            mode=path.stat().st_mode & 0o777 if path.exists() else None,
             content=content,
             round=SaveRound(self._ctx.members, self._ctx.executor, topic=f"file {self._calls}"),
             ticket=SaveTicket(

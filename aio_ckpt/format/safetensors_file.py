@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -19,8 +19,8 @@ import torch
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 
-__all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "METADATA", "SUFFIX", "StoredTensor", "dtype_names", "index_name"]
-__all__ += ["parse_header", "parse_index", "render_header", "render_index", "shard_name", "split"]
+__all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "METADATA", "SUFFIX", "SafetensorsIndex", "StoredTensor"]
+__all__ += ["dtype_names", "index_name", "parse_header", "parse_index", "render_header", "split"]
 
 SUFFIX = ".safetensors"
 """End of the names of safetensors files."""
@@ -30,6 +30,8 @@ MAX_HEADER_BYTES = 100_000_000
 """Longest header that safetensors reads."""
 METADATA = "__metadata__"
 """Key of the metadata in the header, which no tensor may have."""
+_ALTERNATE = "-alternate"
+"""Mark in the alternate names of several files. It keeps the begin and the end by which tools find them."""
 _NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -140,9 +142,36 @@ def split(sizes: Mapping[str, int], max_shard_bytes: int | None) -> list[list[st
     return shards
 
 
-def shard_name(name: str, number: int, count: int) -> str:
-    """Return the name of file ``number`` (from 0) of ``count`` that belong to ``name``."""
-    return name if count == 1 else f"{PurePath(name).stem}-{number + 1:05d}-of-{count:05d}{SUFFIX}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsIndex:
+    """Index of several files, before these have their names."""
+
+    single: str
+    """Name of the single file that the files stand for."""
+    files: Mapping[str, int]
+    """Number, from 0, of the file of each tensor."""
+    count: int
+    """Number of files."""
+    total_bytes: int
+    """Length of all tensors, in bytes."""
+
+    def names(self, *, taken: Set[str]) -> Sequence[str]:
+        """Return the names of the files, none of which is ``taken``: the usual ones, or the alternate ones.
+
+        Readers take the names from the index. If each save replaces the one before, the names alternate.
+        """
+        usual = self._names("")
+        return usual if taken.isdisjoint(usual) else self._names(_ALTERNATE)
+
+    def _names(self, mark: str) -> Sequence[str]:
+        stem = PurePath(self.single).stem + mark
+        return [f"{stem}-{number + 1:05d}-of-{self.count:05d}{SUFFIX}" for number in range(self.count)]
+
+    def render(self, names: Sequence[str]) -> bytes:
+        """Return the bytes of the index of files with these names."""
+        files = {tensor: names[number] for tensor, number in sorted(self.files.items())}
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": files}
+        return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def index_name(name: str) -> str:
@@ -150,17 +179,12 @@ def index_name(name: str) -> str:
     return f"{name}.index.json"
 
 
-def parse_index(data: bytes, name: str) -> set[str]:
+def parse_index(data: bytes, name: str) -> frozenset[str]:
     """Return the shards of ``name`` that an index names. Other names are left out; a malformed index names none."""
-    pattern = re.compile(re.escape(PurePath(name).stem) + r"-\d{5}-of-\d{5}" + re.escape(SUFFIX))
+    stem, suffix = re.escape(PurePath(name).stem), re.escape(SUFFIX)
+    pattern = re.compile(rf"{stem}({_ALTERNATE})?-\d{{5}}-of-\d{{5}}{suffix}")
     try:
         files = set(json.loads(data)["weight_map"].values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return set()
-    return {file for file in files if isinstance(file, str) and pattern.fullmatch(file)}
-
-
-def render_index(files: Mapping[str, str], total_bytes: int) -> bytes:
-    """Return the index of several files. ``files`` holds the file of each name."""
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+        return frozenset()
+    return frozenset(file for file in files if isinstance(file, str) and pattern.fullmatch(file))

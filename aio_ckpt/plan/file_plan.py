@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from aio_ckpt.format.constants import TensorSpec
+from aio_ckpt.format.safetensors_file import SafetensorsIndex
 from aio_ckpt.format.torch_file import ZipTail, pickle_object, storage_envelope
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.copy_plan import image_order
@@ -25,7 +26,7 @@ class FilePart:
     """One file that is planned and not yet captured."""
 
     name: str
-    """Name of the file."""
+    """Name of the file while it is written. Of several files, each gets its name when it becomes visible."""
     planned: PlannedImage
     """Tensors of the file, and their places in it."""
     tail_bytes: int
@@ -40,10 +41,8 @@ class FileContent:
 
     parts: Sequence[Callable[[], FilePart]]
     """Planner of each file."""
-    index: tuple[str, bytes] | None = None
-    """Name and bytes of the index of several files, which becomes visible last; None for one file."""
-    replaces: str | None = None
-    """Name of a file that the index takes the place of; None for one file."""
+    index: SafetensorsIndex | None = None
+    """Index of several files; None for one file."""
 
 
 def torch_content(obj: object, name: str, *, gather_bytes: int, budget_bytes: Callable[[], int]) -> FileContent:

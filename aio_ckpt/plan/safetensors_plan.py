@@ -20,12 +20,10 @@ from aio_ckpt.format.constants import Envelope, TensorSpec
 from aio_ckpt.format.safetensors_file import (
     MAX_HEADER_BYTES,
     METADATA,
+    SafetensorsIndex,
     StoredTensor,
     dtype_names,
-    index_name,
     render_header,
-    render_index,
-    shard_name,
     split,
 )
 from aio_ckpt.format.tensor_zip import row_major_stride
@@ -85,7 +83,9 @@ def safetensors_content(
     cast = functools.partial(_stored_dtype, dtype=options.dtype)
     sizes = {key: tensor.numel() * cast(tensor).itemsize for key, tensor in kept.items()}
     shards = split(sizes, options.max_shard_bytes)
-    files = [shard_name(name, number, len(shards)) for number in range(len(shards))]
+    numbers = {key: number for number, names in enumerate(shards) for key in names}
+    index = SafetensorsIndex(single=name, files=numbers, count=len(shards), total_bytes=sum(sizes.values()))
+    files = [name] if len(shards) == 1 else index.names(taken=frozenset())
     parts = [
         functools.partial(
             _plan,
@@ -98,11 +98,7 @@ def safetensors_content(
         )
         for file, names in zip(files, shards, strict=True)
     ]
-    if len(shards) == 1:
-        return FileContent(parts=parts)
-    places = {key: file for file, names in zip(files, shards, strict=True) for key in names}
-    index = render_index(places, sum(sizes.values()))
-    return FileContent(parts=parts, index=(index_name(name), index), replaces=name)
+    return FileContent(parts=parts, index=index if len(shards) > 1 else None)
 
 
 def _checked(tensors: object) -> dict[str, torch.Tensor]:

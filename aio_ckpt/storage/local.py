@@ -112,13 +112,15 @@ class ReadFile(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStatus:
-    """Identity and modification time of a file or directory."""
+    """Identity, modification time and permissions of a file or directory."""
 
     identity: tuple[int, int, int]
     """Device, inode and change time: it changes if the file is replaced, even by a file that gets the same inode."""
     modified_unix: float
     """Time of the last change, in seconds since 1970 by the file system's clock. For a directory, a change of its
     names."""
+    mode: int
+    """Permissions of owner, group and others, as ``os.chmod`` takes them."""
 
 
 @runtime_checkable
@@ -355,7 +357,11 @@ def _status(path: Path) -> FileStatus | None:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return FileStatus(identity=(found.st_dev, found.st_ino, found.st_ctime_ns), modified_unix=found.st_mtime)
+    return FileStatus(
+        identity=(found.st_dev, found.st_ino, found.st_ctime_ns),
+        modified_unix=found.st_mtime,
+        mode=found.st_mode & 0o777,
+    )
 
 
 def _is_link(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gated_storage import TIMEOUT, gated_engine
+from gated_storage import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
@@ -21,7 +20,7 @@ from tensor_bits import assert_same_tensor, random_tensor
 from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import SyncCheckpointEngine
-from aio_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedLeafError, WriteError
+from aio_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.format.safetensors_file import dtype_names, parse_header
 
 MIB = 1 << 20
@@ -172,24 +171,6 @@ def test_options_of_safetensors_are_refused_for_other_files(engine: SyncCheckpoi
         engine.save_file({"a": torch.ones(1)}, tmp_path / "m.pt", metadata={"a": "b"})
 
 
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("where", ["m-00002-of-00002.safetensors", "m.safetensors.index.json"])
-def test_a_failure_between_the_files_never_mixes_two_saves(tmp_path: Path, where: str) -> None:
-    """A reader finds the old index with all old files, or no index."""
-    states = [{"a": torch.full((10,), n), "b": torch.full((10,), n)} for n in (1.0, 2.0)]
-    with gated_engine(tmp_path / "root") as (engine, storage):
-        engine.save_file(states[0], tmp_path / "m.safetensors").result(TIMEOUT)
-        engine.save_file(states[0], tmp_path / "m.safetensors", max_shard_bytes=40).result(TIMEOUT)
-        assert "m.safetensors" not in listing(tmp_path), "from_pretrained would take it before the index"
-        storage.fail("replace", where, WriteError(errno.EIO, "the disk is gone", "/x"))
-        error = engine.save_file(states[1], tmp_path / "m.safetensors", max_shard_bytes=40).exception(TIMEOUT)
-        assert isinstance(error, WriteError)
-        assert "m.safetensors.index.json" not in listing(tmp_path)
-        assert not [name for name in listing(tmp_path) if name.startswith(".")]
-        engine.save_file(states[1], tmp_path / "m.safetensors", max_shard_bytes=40).result(TIMEOUT)
-    assert "m.safetensors.index.json" in listing(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("header", "text"),
     [
@@ -217,51 +198,6 @@ def test_from_pretrained_reads_the_files(engine: SyncCheckpointEngine, tmp_path:
     for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs), name
     assert other.lm_head.weight is other.transformer.wte.weight
-
-
-# -- what was there before ------------------------------------------------------------------------
-
-
-def many(value: float) -> dict[str, torch.Tensor]:
-    return {f"l{number}": torch.full((1000,), float(value)) for number in range(4)}
-
-
-@pytest.mark.parametrize(("before", "after"), [(4000, None), (None, 4000), (4000, 8000), (8000, 4000), (4000, 4000)])
-def test_no_file_of_the_save_before_is_left(
-    engine: SyncCheckpointEngine, tmp_path: Path, before: int | None, after: int | None
-) -> None:
-    folder = tmp_path / "out"
-    engine.save_file(many(1), folder / "m.safetensors", max_shard_bytes=before).result(TIMEOUT)
-    (folder / "m-00001-of-00009.safetensors").touch()  # no index names it
-    engine.save_file(many(2), folder / "m.safetensors", max_shard_bytes=after).result(TIMEOUT)
-    there = set(listing(folder)) - {"m-00001-of-00009.safetensors"}
-    count = {None: 1, 4000: 4, 8000: 2}[after]
-    assert len(there) == count + (count > 1)
-    assert all(
-        (value == 2).all() for name in there if name.endswith("s") for value in load_file(folder / name).values()
-    )
-
-
-def test_an_index_names_no_file_of_others(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
-    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../root", "b": "notes.txt"}}))
-    (tmp_path / "notes.txt").write_text("mine")
-    engine.save_file(many(2), tmp_path / "m.safetensors").result(TIMEOUT)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_between_two_saves_of_other_counts_a_reader_finds_one_of_them(tmp_path: Path) -> None:
-    """At each rename and removal: what the index names is whole, and of one save."""
-    with gated_engine(tmp_path / "root") as (engine, storage):
-        path = tmp_path / "out/m.safetensors"
-        engine.save_file(many(1), path, max_shard_bytes=4000).result(TIMEOUT)
-        gate = storage.hold("replace", "m.safetensors.index.json")
-        ticket = engine.save_file(many(2), path, max_shard_bytes=8000)
-        gate.wait_reached()
-        index = json.loads((path.parent / "m.safetensors.index.json").read_text())
-        for name in set(index["weight_map"].values()):
-            assert all((value == 1).all() for value in load_file(path.parent / name).values())
-        gate.open()
-        ticket.result(TIMEOUT)
 
 
 def test_a_tensor_with_the_name_of_the_metadata_is_refused(engine: SyncCheckpointEngine, tmp_path: Path) -> None:

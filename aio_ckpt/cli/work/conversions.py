@@ -70,7 +70,7 @@ def convert_to_file(
         ConfigError: ``out`` is no place of a file.
         UnsafeObjectError: only running code can read an object of ``source``.
         UnsupportedLeafError: a safetensors file cannot hold a value.
-        WriteError, ReadError: the system failed. What stood at ``out`` is unchanged.
+        WriteError, ReadError: the system failed. Unless ``in_doubt`` is set, what stood at ``out`` is unchanged.
     """
     file_target(str(out))
     is_safe = out.name.endswith(SUFFIX)

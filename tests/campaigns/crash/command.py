@@ -22,14 +22,14 @@ from tests.campaigns.crash.disks import EXT4, FILE_SYSTEMS, private_mounts, unmo
 from tests.campaigns.crash.forks import Child, Tell, adopt_orphans, fork, wait_for_orphans
 from tests.campaigns.crash.fuse_disk import why_no_fuse
 from tests.campaigns.crash.kills import named_points, points_campaign, random_campaign
-from tests.campaigns.crash.paths import FILES, PATHS
+from tests.campaigns.crash.paths import FILES, MODELS, PATHS
 from tests.campaigns.crash.power import block_log_campaign, shutdown_campaign
 from tests.campaigns.crash.summary import Summary, publish
 from tests.campaigns.crash.trial import Tally
 
 __all__ = ["main"]
 
-OURS = (ENGINE, DIRECTORY, PATHS, FILES)
+OURS = (ENGINE, DIRECTORY, PATHS, FILES, MODELS)
 KINDS = ("kill", "shutdown", "blocklog")
 KILLS_PER_POINT = 50
 RANDOM_KILLS = 300

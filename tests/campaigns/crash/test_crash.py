@@ -21,7 +21,11 @@ from tests.campaigns.crash.trial import Known
 
 ENGINE = {"aio_ckpt": "aio_ckpt", "aio_ckpt:directory-mode": "aio_ckpt, directory mode"}
 """Contenders as the command line and the report name them."""
-PATHS = {"aio_ckpt:save(path=)": "aio_ckpt, save(path=)", "aio_ckpt:save_file()": "aio_ckpt, save_file()"}
+PATHS = {
+    "aio_ckpt:save(path=)": "aio_ckpt, save(path=)",
+    "aio_ckpt:save_file()": "aio_ckpt, save_file()",
+    "aio_ckpt:save_file(max_shard_bytes=)": "aio_ckpt, save_file(max_shard_bytes=)",
+}
 SECS = 3
 """Each bounded campaign stops by then, whatever the machine; at least one crash of each kind was tried."""
 TIMEOUT = 150.0

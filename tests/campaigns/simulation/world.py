@@ -321,7 +321,7 @@ class SimStorage:
 
         def act() -> FileStatus | None:
             node = self.at(path)
-            return None if node is None else FileStatus(identity=(id(node), 0, 0), modified_unix=0.0)
+            return None if node is None else FileStatus(identity=(id(node), 0, 0), modified_unix=0.0, mode=0o644)
 
         return await self.run("status", path, ReadError, act)
 
