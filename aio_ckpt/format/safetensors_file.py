@@ -19,8 +19,8 @@ import torch
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 
-__all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "METADATA", "SUFFIX", "SafetensorsIndex", "StoredTensor"]
-__all__ += ["dtype_names", "index_name", "parse_header", "parse_index", "render_header", "split"]
+__all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "METADATA", "PACKED", "SUFFIX", "SafetensorsIndex"]
+__all__ += ["StoredTensor", "dtype_names", "index_name", "parse_header", "parse_index", "render_header", "split"]
 
 SUFFIX = ".safetensors"
 """End of the names of safetensors files."""
@@ -51,8 +51,17 @@ _NAMES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2": "F8_E5M2",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
 }
-_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, ours) for ours, name in _NAMES.items()}
+_DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, ours)
+    for ours, name in _NAMES.items()
+    if hasattr(torch, ours)  # the last two came with torch 2.7 and 2.8
+}
+PACKED: torch.dtype | None = _DTYPES.get("F4")
+"""Dtype whose elements hold two numbers each; None if this torch lacks it. The header counts numbers, so that its last
+dimension is twice as long as that of the tensor."""
 
 dtype_names: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
 """Names of the dtypes that such a file can hold and safetensors' torch face reads."""
@@ -65,6 +74,7 @@ class StoredTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    """Shape of the tensor, in elements of ``dtype``."""
     start: int
     """Offset of the raw bytes: from the end of the header if it is to be rendered, else from the start of the file."""
 
@@ -79,11 +89,10 @@ def render_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) 
     header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     for tensor in tensors:
         offsets = [tensor.start, tensor.start + tensor.nbytes]
-        header[tensor.name] = {
-            "dtype": dtype_names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
+        shape = list(tensor.shape)
+        if tensor.dtype is PACKED:
+            shape[-1] *= 2
+        header[tensor.name] = {"dtype": dtype_names[tensor.dtype], "shape": shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(align_up(LENGTH_BYTES + len(text), RAW_ALIGN_BYTES) - LENGTH_BYTES)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
@@ -120,7 +129,12 @@ def _parse_entry(name: str, entry: Any, begin: int) -> StoredTensor:
     shape = tuple(entry["shape"])
     if not all(type(size) is int and size >= 0 for size in (*shape, first, last)):
         raise ValueError(f"{name!r} has a size or an offset that is none")
-    stored = StoredTensor(name=name, dtype=_DTYPES[entry["dtype"]], shape=shape, start=begin + first)
+    dtype = _DTYPES[entry["dtype"]]
+    if dtype is PACKED:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"{name!r} has an odd number of packed numbers in its last dimension")
+        shape = (*shape[:-1], shape[-1] // 2)
+    stored = StoredTensor(name=name, dtype=dtype, shape=shape, start=begin + first)
     if last - first != stored.nbytes:
         raise ValueError(f"{name!r} has {last - first} bytes, and shape and dtype need {stored.nbytes}")
     return stored

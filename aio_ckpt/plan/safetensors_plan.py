@@ -20,6 +20,7 @@ from aio_ckpt.format.constants import Envelope, TensorSpec
 from aio_ckpt.format.safetensors_file import (
     MAX_HEADER_BYTES,
     METADATA,
+    PACKED,
     SafetensorsIndex,
     StoredTensor,
     dtype_names,
@@ -60,8 +61,9 @@ class SafetensorsOptions:
             raise ConfigError(f"metadata={shown(metadata)}: give a dict of texts")
         if limit is not None and (type(limit) is not int or limit < 1):
             raise ConfigError(f"max_shard_bytes={shown(limit)}: give a number of bytes above 0")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"dtype={shown(dtype)}: give a floating-point dtype of torch")
+        is_number = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not PACKED
+        if dtype is not None and not is_number:
+            raise ConfigError(f"dtype={shown(dtype)}: give a floating-point dtype of torch that is not packed")
         is_function = callable(rename) and not isinstance(rename, type)
         if rename is not None and not (isinstance(rename, Mapping) or is_function):
             raise ConfigError(f"rename={shown(rename)}: give a mapping of names, or a function")
@@ -122,6 +124,10 @@ def _checked(tensors: object) -> dict[str, torch.Tensor]:
             )
         if value.dtype not in dtype_names:
             raise UnsupportedLeafError(f"{key!r}: a safetensors file has no {value.dtype}: convert it first")
+        if value.dtype is PACKED and not value.dim():
+            raise UnsupportedLeafError(
+                f"{key!r} is a {value.dtype} without dimensions, which no safetensors file can hold: give .reshape(1)"
+            )
         found[key] = value.detach()
     return found
 
@@ -172,7 +178,10 @@ def _without_tied(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Ten
 
 
 def _stored_dtype(tensor: torch.Tensor, *, dtype: torch.dtype | None) -> torch.dtype:
-    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+    """Return the dtype of a tensor in the file. Packed numbers cannot be cast."""
+    if dtype is None or not tensor.is_floating_point() or tensor.dtype is PACKED:
+        return tensor.dtype
+    return dtype
 
 
 def _plan(

@@ -15,11 +15,13 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_maker import content_of, write_checkpoint
 from command_line import called, document, flip, save_by_dcp, state
 from safetensors.torch import load_file, save_file
+from tensor_bits import assert_same_tensor, random_tensor
 from warm_python import run_warm
 
 import aio_ckpt
 from aio_ckpt.cli.work import conversions
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.format.safetensors_file import PACKED
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -121,6 +123,23 @@ def test_export_casts_and_splits(root, tmp_path, capsys):
     code, told = document(capsys, "export", root, tmp_path / "m.safetensors", *options)
     assert (code, Path(told["path"]).name) == (0, "m.safetensors.index.json")
     assert load_file(tmp_path / "m-00001-of-00002.safetensors")["embed"].dtype is torch.float16
+
+
+@pytest.mark.skipif(PACKED is None, reason="torch 2.8 brought the dtype")
+def test_block_scales_and_packed_numbers_are_converted_bit_for_bit(tmp_path, capsys):
+    """safetensors -> a step -> safetensors, and torch.save."""
+    state = {"w": random_tensor((2, 4), PACKED), "s": random_tensor((4,), torch.float8_e8m0fnu)}
+    save_file(state, tmp_path / "theirs.safetensors")
+    for call in (
+        ("import", tmp_path / "theirs.safetensors", tmp_path / "root"),
+        ("export", tmp_path / "root", tmp_path / "out.safetensors"),
+        ("convert", tmp_path / "out.safetensors", tmp_path / "out.pt"),
+        ("convert", tmp_path / "out.pt", tmp_path / "again.safetensors"),
+    ):
+        assert document(capsys, *call)[0] == 0
+    for name in ("out.safetensors", "again.safetensors"):
+        for key, tensor in load_file(tmp_path / name).items():
+            assert_same_tensor(tensor, state[key])
 
 
 def test_export_splits_a_state_whose_files_together_exceed_its_memory(tmp_path, capsys, monkeypatch):

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from tensor_bits import assert_same_tensor, random_tensor
 from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedLeafError
-from aio_ckpt.format.safetensors_file import dtype_names, parse_header
+from aio_ckpt.format.safetensors_file import PACKED, dtype_names, parse_header
 
 MIB = 1 << 20
 
@@ -47,10 +47,11 @@ def states(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     found = {}
     for seed, name in enumerate(draw(st.lists(st.text(min_size=1, max_size=4), unique=True, max_size=6))):
         shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
-        tensor = random_tensor(shape, draw(st.sampled_from(sorted(dtype_names, key=str))), seed)
+        dtype = draw(st.sampled_from(sorted(dtype_names, key=str)))
+        tensor = random_tensor(shape or (1,) if dtype is PACKED else shape, dtype, seed)
         kind = draw(st.sampled_from(("plain", "permuted", "conj", "param")))
-        if kind == "permuted" and shape:
-            tensor = tensor.permute(*reversed(range(len(shape))))
+        if kind == "permuted" and tensor.dim():
+            tensor = tensor.permute(*reversed(range(tensor.dim())))
         elif kind == "conj":
             tensor = tensor.conj()
         elif kind == "param":
@@ -127,6 +128,47 @@ def test_dtypes_and_names_are_changed_on_the_way(engine: SyncCheckpointEngine, t
     assert load_file(path)["a.n"].dtype is torch.int64
     engine.save_file(state, path, rename=lambda name: f"model.{name}").result(TIMEOUT)
     assert load_file(path).keys() == {"model.a.w", "model.a.n"}
+
+
+@pytest.mark.skipif(PACKED is None, reason="torch 2.8 brought the dtype")
+def test_block_scales_and_packed_numbers_are_stored_as_safetensors_stores_them(
+    engine: SyncCheckpointEngine, tmp_path: Path
+) -> None:
+    """The header counts packed numbers, and the sizes count bytes, whatever the version of safetensors."""
+    state = {"w": random_tensor((2, 4), PACKED), "s": torch.ones(4).to(torch.float8_e8m0fnu)}
+    save_file(state, tmp_path / "theirs.safetensors")
+    report = engine.save_file(state, tmp_path / "ours.safetensors").result(TIMEOUT)
+    assert report is not None
+    assert report.raw_bytes == 12
+    ours, theirs = (header_of(tmp_path / f"{name}.safetensors") for name in ("ours", "theirs"))
+    assert [{key: ours[name][key] for key in ("dtype", "shape")} for name in state] == [
+        {"dtype": "F4", "shape": [2, 8]},
+        {"dtype": "F8_E8M0", "shape": [4]},
+    ]
+    assert all(ours[name]["shape"] == theirs[name]["shape"] for name in state)
+    split = engine.save_file(state, tmp_path / "m.safetensors", max_shard_bytes=8).result(TIMEOUT)
+    assert split is not None
+    assert json.loads(split.path.read_text())["metadata"] == {"total_size": 12}
+    cast = engine.save_file(state | {"f": torch.ones(2)}, tmp_path / "c.safetensors", dtype=torch.bfloat16)
+    cast.result(TIMEOUT)
+    assert_same_tensor(load_file(tmp_path / "c.safetensors")["w"], state["w"])
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]))
+
+
+@pytest.mark.skipif(PACKED is None, reason="torch 2.8 brought the dtype")
+def test_packed_numbers_that_no_file_can_hold_are_refused(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedLeafError, match=r"'w' is a torch.float4_e2m1fn_x2 without dimensions.*reshape\(1\)"):
+        engine.save_file({"w": random_tensor((), PACKED)}, tmp_path / "m.safetensors")
+    with pytest.raises(ConfigError, match=r"dtype=.*float4_e2m1fn_x2: give a floating-point dtype"):
+        engine.save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors", dtype=PACKED)
+    for shape in ("[]", "[2,3]"):
+        header = f'{{"a":{{"dtype":"F4","shape":{shape},"data_offsets":[0,3]}}}}'.encode()
+        with pytest.raises(CorruptCheckpointError, match="'a' has an odd number of packed numbers"):
+            parse_header(header, len(header) + 11)
 
 
 @pytest.mark.parametrize(
