@@ -21,6 +21,7 @@ __all__ = [
     "are_apart",
     "extent_bytes",
     "has_own_memory",
+    "local_memory",
     "memory_fault",
     "memory_of",
     "needed_bytes",
@@ -28,8 +29,12 @@ __all__ = [
     "overlaps_itself",
     "signature_of",
     "span_of",
+    "unwrapped",
 ]
 
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_DERIVED = frozenset({"_precomputed_scale"})
+"""Inner tensors that hold nothing of their own: torchao computes this one anew after each step of the optimizer."""
 _MAX_WORK = 100_000
 """Most steps of numpy's exact search for a shared byte. Tensors that need more count as overlapping."""
 
@@ -44,11 +49,31 @@ def signature_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
+def unwrapped(local: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor in a wrapper that only adds behaviour to it; any other tensor itself.
+
+    Such a wrapper has one inner tensor, of its own shape and dtype: torchao's weights for a float8 all-gather.
+    """
+    kind: Any = type(local)
+    if kind in _PLAIN_TYPES or not callable(getattr(kind, "__tensor_flatten__", None)):
+        return local
+    inner = [getattr(local, name) for name in kind.__tensor_flatten__(local)[0] if name not in _DERIVED]
+    if len(inner) != 1 or type(inner[0]) not in _PLAIN_TYPES:
+        return local
+    is_same = (inner[0].shape, inner[0].dtype) == (local.shape, local.dtype)
+    return inner[0] if is_same else local
+
+
+def local_memory(tensor: DTensor) -> torch.Tensor:
+    """Return the tensor that holds this rank's values of a DTensor."""
+    return unwrapped(local_tensor(tensor))
+
+
 def memory_of(tensor: Target) -> torch.Tensor:
     """Return the tensor that is written to: the local tensor of a DTensor, the tensor of a Shard."""
     if isinstance(tensor, Shard):
         return tensor.tensor
-    return local_tensor(tensor) if type(tensor) is DTensor else tensor
+    return local_memory(tensor) if type(tensor) is DTensor else tensor
 
 
 def memory_fault(tensor: Target) -> str | None:

@@ -17,12 +17,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from aio_ckpt._torch import SHARDS_DIFFER, local_tensor
+from aio_ckpt._torch import SHARDS_DIFFER
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.leaves.objects import as_tensor
-from aio_ckpt.leaves.tensor_memory import extent_bytes, needed_bytes
+from aio_ckpt.leaves.tensor_memory import extent_bytes, local_memory, needed_bytes
 from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.flatten import FlatState
 
@@ -66,7 +66,7 @@ class Leaves:
             shards = dict(zip(positions, _shards(sharded), strict=True))
             tensors = list(tensors)
             for position, leaf in zip(positions, sharded, strict=True):
-                tensors[position] = local_tensor(leaf)
+                tensors[position] = local_memory(leaf)
         if found - {DTensor}:
             mine = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Shard)}
             shards |= {at: (leaf.global_shape, leaf.offsets) for at, leaf in mine.items()}

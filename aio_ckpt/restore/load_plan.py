@@ -20,6 +20,7 @@ from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsafeObjectError
 from aio_ckpt.format.tensor_zip import is_dense, row_major_stride
+from aio_ckpt.leaves.tensor_memory import unwrapped
 from aio_ckpt.leaves.values import OwnedShard, Shard, Target
 from aio_ckpt.match.match import WholeTarget, shard_like
 from aio_ckpt.restore.options import ReadContext
@@ -165,7 +166,7 @@ class LoadPlan:
             shard = create_chunk_list(tensor)[0]
             offsets = shard.offsets
             with torch.no_grad():
-                tensor = tensor.to_local()
+                tensor = unwrapped(tensor.to_local())
             if tensor.shape != shard.sizes:
                 raise TemplateMismatchError(
                     f"{name!r} holds a shard of shape {tuple(tensor.shape)} in the template where torch cuts one of "

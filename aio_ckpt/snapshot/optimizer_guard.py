@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from aio_ckpt._torch import local_tensor
 from aio_ckpt.errors import ConfigError, EngineClosedError
 from aio_ckpt.leaves.compound import plain_tensors
-from aio_ckpt.leaves.tensor_memory import span_of
+from aio_ckpt.leaves.tensor_memory import local_memory, span_of
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.cuda import is_capturing_graph
 from aio_ckpt.plan.structure import Structure, addresses
@@ -165,4 +164,4 @@ def _tensors_of(guarded: Any) -> list[torch.Tensor]:
         return values  # type: ignore[return-value]
     if not kinds <= _SHARDED_TYPES:
         values = [part for value in values if isinstance(value, torch.Tensor) for part in plain_tensors(value)]
-    return [local_tensor(value) if isinstance(value, DTensor) else value for value in values]  # type: ignore[misc]
+    return [local_memory(value) if isinstance(value, DTensor) else value for value in values]  # type: ignore[misc]

@@ -9,9 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from aio_ckpt._torch import AsyncCollectiveTensor, local_tensor
+from aio_ckpt._torch import AsyncCollectiveTensor
 from aio_ckpt.errors import UnsupportedLeafError
 from aio_ckpt.leaves.objects import type_name
+from aio_ckpt.leaves.tensor_memory import local_memory
 from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.classify import TENSOR_TYPES
 from aio_ckpt.state.flatten import FlatState
@@ -59,7 +60,7 @@ def tensor_fault(value: Any) -> str | None:
         return (
             f"a {type_name(value)}, a subclass of Tensor that does not tell where its values are; give a plain tensor"
         )
-    tensor = local_tensor(value) if kind is DTensor else value
+    tensor = local_memory(value) if kind is DTensor else value
     if tensor.is_nested:
         return "a nested tensor; give its parts with .unbind()"
     if tensor.layout is not torch.strided:

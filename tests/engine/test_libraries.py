@@ -350,3 +350,39 @@ def test_an_nf4_tensor_is_restored(root: Path) -> None:
     with SyncCheckpointEngine(root, EngineConfig(trusted_objects=True)) as engine:
         read: Any = engine.read()["w"]
     assert torch.equal(read.get_original_weight(), saved["w"].get_original_weight())
+
+
+@pytest.mark.slow  # torchao takes seconds to import
+def test_a_model_whose_weights_fsdp2_gathers_in_float8_is_filled_in_place(root: Path) -> None:
+    float8, fsdp = library("torchao.float8"), library("torch.distributed.fsdp")
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+
+        def made(value: float) -> torch.nn.Module:
+            model = torch.nn.Sequential(torch.nn.Linear(16, 32, bias=False))
+            torch.nn.init.constant_(model[0].weight, value)
+            config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+            float8.convert_to_float8_training(model, config=config)
+            fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+            return model
+
+        model, other = made(2), made(1)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other)]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizers[0].step()
+        kept = other[0].weight.to_local()._tensor
+        assert type(other[0].weight.to_local()).__name__ == "WeightWithDynamicFloat8CastTensor"
+        with SyncCheckpointEngine(root) as engine:
+            engine.guard(optimizers[0])
+            engine.save({"model": model, "optimizer": optimizers[0]}).result(TIMEOUT)
+            engine.load({"model": other, "optimizer": optimizers[1]})
+            read = engine.read()["model"]["0.weight"]
+        assert other[0].weight.to_local()._tensor.data_ptr() == kept.data_ptr()
+        assert torch.equal(kept, model[0].weight.to_local()._tensor)
+        assert torch.equal(read, kept)
+        (mine,), (theirs,) = (list(each.state.values()) for each in optimizers)
+        assert mine.keys() == theirs.keys()
+    finally:
+        dist.destroy_process_group()

@@ -15,7 +15,8 @@ from torch.distributed._shard.sharded_tensor import Shard as TorchShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import distribute_tensor, placement_types
+from torch.distributed.tensor import DTensor, distribute_tensor, placement_types
+from wrapper_tensors import Casting
 
 from aio_ckpt import AioCkptError, EngineConfig, Shard, SyncCheckpointEngine, UnsupportedLeafError
 
@@ -225,3 +226,34 @@ def test_one_rank_saves_a_shard_that_is_all_of_its_tensor_and_no_other(tmp_path:
         assert torch.equal(engine.read()["w"], WHOLE + 3)
         with pytest.raises(UnsupportedLeafError, match=r"'w': a shard of shape .* saves for one rank"):
             engine.save({"w": rows(0, 2, 3)})
+
+
+def save_and_load_wrapped(rank: int, count: int, root: Path) -> None:
+    """The wrapper is that of the template before and after. Its plain tensor is filled in place."""
+    mesh = init_device_mesh("cpu", (count,))
+
+    def wrapped(number: float, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, DTensor]:
+        plain = WHOLE.chunk(count)[rank].clone() + number
+        return plain, DTensor.from_local(Casting(plain, scale), mesh, [placement_types.Shard(0)], run_check=False)
+
+    with engine_on(root, SECS) as engine:
+        engine.prepare({"w": wrapped(0)[1]}).result(SECS)
+        engine.save({"w": wrapped(0)[1]}, step=1).result(SECS)
+        assert engine.save({"w": wrapped(5, torch.ones(()))[1]}, step=2).result(SECS).plan_hit
+        plain, target = wrapped(-1)
+        engine.load({"w": target})
+        assert torch.equal(plain, WHOLE.chunk(count)[rank] + 5)
+        assert type(target._local_tensor) is Casting
+        unwrapped = distribute_tensor(torch.zeros(SHAPE), mesh, [placement_types.Shard(1)])
+        engine.load({"w": unwrapped})
+        assert torch.equal(unwrapped.full_tensor(), WHOLE + 5)
+        assert torch.equal(engine.read()["w"], WHOLE + 5)
+    plain, target = wrapped(-1)
+    dcp.load({"w": target}, checkpoint_id=root / "step_000000002")
+    assert torch.equal(plain, WHOLE.chunk(count)[rank] + 5), "stock reads it, too"
+
+
+def test_a_dtensor_over_a_wrapper_of_one_plain_tensor_is_saved_and_loaded_as_that_tensor(
+    two: Ranks, tmp_path: Path
+) -> None:
+    two.run(save_and_load_wrapped, tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Blockwise", "Nested", "Settings", "Tagged", "Token", "blockwise", "nested"]
+__all__ = ["Blockwise", "Casting", "Nested", "Settings", "Tagged", "Token", "blockwise", "nested"]
 
 
 class Blockwise(torch.Tensor):
@@ -96,3 +96,31 @@ def blockwise(number: float, kind: type[Blockwise] = Blockwise, *, signed: bool 
 def nested(number: float) -> Any:
     """One of each kind inside another."""
     return Nested(blockwise(number), (number * torch.eye(4)).to_sparse())
+
+
+class Casting(torch.Tensor):
+    """As torchao's weights that FSDP2 gathers in float8: one plain tensor, and behaviour around it."""
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad
+        )
+
+    def __init__(self, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        self._tensor, self._precomputed_scale = tensor, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_tensor"] if self._precomputed_scale is None else ["_tensor", "_precomputed_scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Any:
+        return cls(inner["_tensor"], inner.get("_precomputed_scale"))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*[arg._tensor if isinstance(arg, cls) else arg for arg in args], **(kwargs or {}))
+        keeps = (torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.alias.default)
+        return cls(made, args[0]._precomputed_scale) if func in keeps else made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl

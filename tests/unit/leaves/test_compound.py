@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tree_states import round_trip, stored
-from wrapper_tensors import Blockwise, Nested, Tagged, Token, blockwise, nested
+from wrapper_tensors import Blockwise, Casting, Nested, Tagged, Token, blockwise, nested
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.leaves.compound import difference, put_together, take_apart
 from aio_ckpt.leaves.objects import encode_object
+from aio_ckpt.leaves.tensor_memory import unwrapped
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.state.build import build, build_below
 from aio_ckpt.state.check_leaves import check_leaves
@@ -130,6 +131,22 @@ def test_a_wrapper_inside_a_wrapper_has_parts_below_parts_and_a_trusted_reader_m
     made = round_trip({"n": nested(3)}, plain=plain)["n"]
     assert (made["inner"]["scale"].tolist(), made["mask"].is_sparse) == ([3] * 4, True)
     assert plain == ["n.inner (wrapper_tensors.Blockwise)", "n (wrapper_tensors.Nested)"]
+
+
+@pytest.mark.parametrize(
+    ("local", "is_unwrapped"),
+    [
+        (Casting(torch.ones(2, 3)), True),
+        (Casting(torch.ones(2, 3), torch.ones(())), True),
+        (Casting(Casting(torch.ones(2, 3))), False),  # no case that anybody has
+        (blockwise(3), False),  # its values are no inner tensor
+        (nested(3), False),
+        (torch.ones(2, 3).as_subclass(Tagged), False),
+        (torch.nn.Parameter(torch.ones(2, 3)), False),
+    ],
+)
+def test_only_a_wrapper_of_one_tensor_of_its_own_shape_and_dtype_is_unwrapped(local, is_unwrapped):
+    assert unwrapped(local) is (local._tensor if is_unwrapped else local)
 
 
 def test_a_dtensor_over_a_subclass_is_refused_with_a_remedy_that_works():
