@@ -22,6 +22,7 @@ from watched_writes import WatchedStorage, watched_engine
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.format.safetensors_file import PACKED, dtype_names, parse_header
+from aio_ckpt.snapshot.capture import Capture
 
 MIB = 1 << 20
 
@@ -250,13 +251,20 @@ def test_a_tensor_with_the_name_of_the_metadata_is_refused(engine: SyncCheckpoin
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def test_files_that_together_exceed_the_budget_are_saved_within_it(tmp_path: Path) -> None:
-    """The memory of each file returns when its own copies and writes end."""
+@pytest.mark.parametrize("are_copies_pending", [False, True])
+def test_files_that_together_exceed_the_budget_are_saved_within_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_copies_pending: bool
+) -> None:
+    """The memory of each file returns when its own copies and writes end. Those from a GPU end in a thread."""
+    if are_copies_pending:
+        monkeypatch.setattr(Capture, "is_done", False)
     state = {f"w{number}": torch.full((500_000,), float(number)) for number in range(8)}
     held: list[int] = []
     storage = WatchedStorage(lambda _: held.append(engine.lifetime.arena_bytes))
     with watched_engine(tmp_path, storage, budget_bytes=5 * MIB, stall_timeout_secs=TIMEOUT) as engine:
-        engine.save_file(state, tmp_path / "m.safetensors", max_shard_bytes=4_000_000).result(TIMEOUT)
+        ticket = engine.save_file(state, tmp_path / "m.safetensors", max_shard_bytes=4_000_000)
+        ticket.staged.result(TIMEOUT)
+        ticket.result(TIMEOUT)
         assert engine.lifetime.leases == 0
     assert 4_000_000 <= max(held) <= 5 * MIB
     for number in range(8):
