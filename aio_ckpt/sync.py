@@ -43,6 +43,7 @@ class SyncCheckpointEngine(BaseEngine):
     Raises:
         RootError: ``root`` is a file, a URL of another kind, or cannot be made.
         ConfigError: a setting does not suit this machine or this number of ranks, or an argument has a wrong type.
+            Later, by a call that saves or loads: the engine was opened before the process group of its ranks.
         SystemLimitError: the system gives no thread, or no open file. The engine keeps none.
     """
 

@@ -24,6 +24,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.demo.model import GPT, Batches, ModelSize, read_corpus
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.leaves.values import PerRank
+from aio_ckpt.ranks.store_coordinator import SoloCoordinator
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.ticket import SaveTicket
 
@@ -189,7 +190,7 @@ async def train(spec: TrainSpec, emit: Emit) -> None:
     """Train to step ``spec.steps`` and save meanwhile. Every save is durable when this returns."""
     trainer = Trainer(spec)
     tickets: deque[SaveTicket] = deque()
-    async with CheckpointEngine(spec.root, EngineConfig(keep_last=3)) as engine:
+    async with CheckpointEngine(spec.root, EngineConfig(keep_last=3), coordinator=SoloCoordinator()) as engine:
         emit(await trainer.resume(engine) if spec.resumes else trainer.started())
         while trainer.step < spec.steps:
             begin = time.perf_counter()

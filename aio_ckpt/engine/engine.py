@@ -42,7 +42,7 @@ from aio_ckpt.plan.safetensors_plan import FileRename, SafetensorsOptions
 from aio_ckpt.ranks.agreed_poll import AgreedPreemption, AgreedTimer
 from aio_ckpt.ranks.agreed_work import AgreedWork, Failure, Work
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
+from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator, has_default_group
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import RootRescue
 from aio_ckpt.runtime.futures import cancellable_result, follow
@@ -73,6 +73,7 @@ class BaseEngine:
         check_kind("coordinator", coordinator, Coordinator)
         check_kind("storage", storage, Storage)
         config = config or EngineConfig()
+        is_solo_by_default = coordinator is None and not has_default_group()
         coordinator = coordinator or default_coordinator()
         check_staging(config.staging, config.shm_path, coordinator.world_size)
         path = usable_root(root)
@@ -84,29 +85,40 @@ class BaseEngine:
         )
         log_untried_torch()
         with self._portal.opening():
-            self._ctx = self._make_context(path, config, owner, coordinator, storage)
+            self._ctx = self._make_context(
+                path, config, owner, coordinator, storage, is_solo_by_default=is_solo_by_default
+            )
             self._make_parts()
             self._rescue.announce(self._portal)
             self._portal.at_exit(self._drain)
             self._frontend.meet()
 
     def _make_context(
-        self, root: Path, config: EngineConfig, owner: Owner, coordinator: Coordinator, storage: Storage | None
+        self,
+        root: Path,
+        config: EngineConfig,
+        owner: Owner,
+        coordinator: Coordinator,
+        storage: Storage | None,
+        *,
+        is_solo_by_default: bool,
     ) -> EngineContext:
         rules = {"when_busy": repr(config.when_busy), "step_dir": repr(config.step_dir)}
-        executor = self._portal.executor
+        executor, stall_secs = self._portal.executor, config.stall_timeout_secs
+        members = Membership(
+            coordinator,
+            owner,
+            stall_secs=stall_secs,
+            rules=rules,
+            differing=config.differing_replicas,
+            is_solo_by_default=is_solo_by_default,
+        )
         return EngineContext(
             root=root,
             names=StepNames(config.step_dir),
             owner=owner,
             storage=storage or LocalStorage(executor, config.direct_io),
-            members=Membership(
-                coordinator,
-                owner,
-                stall_secs=config.stall_timeout_secs,
-                rules=rules,
-                differing=config.differing_replicas,
-            ),
+            members=members,
             executor=executor,
             config=config,
         )
@@ -525,6 +537,7 @@ class BaseEngine:
     ) -> Future[LoadReport]:
         """Start a load and return its future. Once ``given_up`` is done, the load ends early."""
         self._portal.check_thread("load()")
+        self._ctx.members.check_group()
         load = functools.partial(self._loader.load, state, step, options, given_up or Future())
         return self._portal.submit(self._going_on, load, options.get("path"), self._frontend.in_flight.calls_by_path())
 
@@ -540,6 +553,7 @@ class BaseEngine:
     ) -> Future[Any]:
         """Start a read and return the future of the state; with ``with_report``, of the state and its report."""
         self._portal.check_thread("read()")
+        self._ctx.members.check_group()
         check_flag("skip_untrusted", skip_untrusted)
         check_flag("with_report", with_report)
         check_callback("progress", progress)
@@ -606,6 +620,7 @@ class CheckpointEngine(BaseEngine):
     Raises:
         RootError: ``root`` is a file, a URL of another kind, or cannot be made.
         ConfigError: a setting does not suit this machine or this number of ranks, or an argument has a wrong type.
+            Later, by a call that saves or loads: the engine was opened before the process group of its ranks.
         SystemLimitError: the system gives no thread, or no open file. The engine keeps none.
     """
 

@@ -269,7 +269,11 @@ class InFlight:
         """Return the number of a new call of ``save()``, or of the method ``kind`` that is numbered with it.
 
         The number is the same on every rank for the same call.
+
+        Raises:
+            ConfigError: the engine was opened before the process group of its ranks; nothing was touched.
         """
+        self._ctx.members.check_group()
         self._calls += 1
         self._ctx.members.coordinator.begin_call(f"{kind} {self._calls}", step=step if type(step) is int else None)
         return self._calls

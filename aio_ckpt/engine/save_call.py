@@ -339,6 +339,7 @@ class SaveFrontend:
         """See ``CheckpointEngine.prepare``."""
         self._portal.check_thread("prepare()")
         self._check_not_inside("prepare()")
+        self._ctx.members.check_group()
         with self._lock:
             self.in_flight.check_open()
             if step is not None:

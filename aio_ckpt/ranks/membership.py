@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 import anyio
 import msgspec
+import torch.distributed as dist
 
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import DifferingReplicas
@@ -63,9 +65,14 @@ class Membership:
         stall_secs: float,
         rules: Mapping[str, str] | None = None,
         differing: DifferingReplicas = "refuse",
+        is_solo_by_default: bool = False,
     ) -> None:
-        """``rules``: settings that must be the same on all ranks. ``differing``: see :class:`Ledger`."""
+        """``rules``: settings that must be the same on all ranks. ``differing``: see :class:`Ledger`.
+
+        ``is_solo_by_default``: there is one rank because neither a coordinator nor a process group was given.
+        """
         self._rules = rules or {}
+        self._is_solo_by_default = is_solo_by_default
         self.stall_secs = stall_secs
         """Time without a heartbeat after which a rank is lost."""
         self.coordinator = coordinator
@@ -97,6 +104,20 @@ class Membership:
     def on_host(self) -> int:
         """Number of ranks on this host, which share its memory and disk."""
         return ranks_on_host(self.coordinator.world_size)
+
+    def check_group(self) -> None:
+        """Raise ConfigError if this engine was opened before the process group of its ranks.
+
+        Each rank would be alone, and the first one would commit its part as a whole checkpoint.
+        """
+        group_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+        started = _processes_started(group_size, os.environ) if self._is_solo_by_default else ""
+        if started:
+            raise ConfigError(
+                "this engine was opened before init_process_group, so that it serves this process alone, and "
+                f"{started}: open it after init_process_group; for an engine of this process alone, with a root of "
+                "its own, give coordinator=SoloCoordinator()"
+            )
 
     def next_load(self) -> str:
         """Count a call of ``load()`` and return its name, the same on every rank for the same call."""
@@ -161,6 +182,19 @@ def different_roots(root: Path, blind: tuple[int, str], leader: tuple[int, str])
         f"{leader[1]}: give a directory on a file system that all of them share",
         str(root),
     )
+
+
+def _processes_started(group_size: int | None, environment: Mapping[str, str]) -> str:
+    """Return how it is known that this process is one of several; '' if it is alone.
+
+    ``group_size``: number of ranks of the default process group; None if there is no group. Then the variables count
+    that launchers such as torchrun set for each process. ``WORLD_SIZE`` alone may stand in an interactive shell.
+    """
+    if group_size is not None:
+        return f"the process group has {group_size} ranks" if group_size > 1 else ""
+    size = environment.get("WORLD_SIZE", "")
+    is_one_of_several = "RANK" in environment and size.isdecimal() and int(size) > 1
+    return f"WORLD_SIZE={size} processes were started" if is_one_of_several else ""
 
 
 def _differing_setting(rules: Sequence[Mapping[str, str]], leader: int) -> str:

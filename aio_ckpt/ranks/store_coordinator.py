@@ -381,6 +381,11 @@ def _world(group_store: Store | None) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+def has_default_group() -> bool:
+    """Return whether the default process group is initialised, of however many ranks."""
+    return default_store() is not None
+
+
 def default_coordinator() -> Coordinator:
     """Return a coordinator of the default process group if it has several ranks, else of this process alone."""
     store = default_store()
