@@ -221,7 +221,7 @@ def _sent(reports: Iterable[PlanMsg | Vote]) -> bytes:
 
 
 def _received(ledger: Ledger, data: bytes) -> list[PlanMsg | Vote]:
-    reports = [SAVE.message(frame.body, rank=frame.rank) for frame in unpack(data)]
+    reports = [SAVE.message(frame.body or b"", rank=frame.rank) for frame in unpack(data)]
     received = [report for report in reports if report is not None]
     ledger.check(received)
     return received

@@ -3,7 +3,7 @@
 In: a message of each rank. Out: the leader's decision, the same on every rank, or an error that names the rank that
 failed. One rank alone is a group with one member. Stores are used here only.
 
-- exchanges: ``coordinator``, and ``store_coordinator`` by ``store`` and ``messages``
+- exchanges: ``coordinator``, and ``store_coordinator`` by ``store``, ``store_values`` and ``messages``
 - members: ``membership``; ``liveness``: heartbeats, and the error about a rank that does not come;
   ``missing``: log lines while a wait lasts
 - a save: ``group_call`` until it is pending, then ``save_round``; ``save_ledger``: the leader's table of all shares

@@ -71,8 +71,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     """Rank that sent the frame."""
-    body: bytes
-    """The encoded message; empty if ``failure`` is set."""
+    body: bytes | None
+    """The encoded message; empty if ``failure`` is set; None if it is stored under a key of its own."""
     failure: Failure | None = None
     """Why the rank sends no message; None if it sends one."""
 

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
 
 import anyio
 import msgspec
+from torch.distributed import DistNetworkError
 
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError
-from aio_ckpt.ranks.messages import REPLIES, Heartbeat, Reply
+from aio_ckpt.ranks.messages import REPLIES, Frame, Heartbeat, Reply, pack, unpack
+from aio_ckpt.ranks.store_values import SMALL_BYTES, Store, delete_value, found, put_value, value_of
 from aio_ckpt.runtime.portal import Executor, run_blocking, unwatched
 from aio_ckpt.runtime.waiting import WaitLines
 
-__all__ = ["Rendezvous", "Store", "StoreClient", "StoreKeys", "companions", "found", "without"]
+__all__ = ["Rendezvous", "Store", "StoreClient", "StoreKeys", "companions", "without"]
 
 T = TypeVar("T")
-Store: TypeAlias = Any
-"""``torch.distributed.Store``, whose stubs know neither ``append`` nor values of bytes."""
-
-_NO_VALUE = "no value"
 _REPLIES_KEPT = 256
 """Replies that a rank remembers, because a call may ask for its reply again when it ends. Bounds the calls in
 flight."""
@@ -73,13 +71,16 @@ class StoreClient:
             ) from error
         except AioCkptError:
             raise
-        except RuntimeError as error:  # the stores of torch raise it for a lost connection
-            raise PeerFailedError(
-                f"the store of the ranks cannot be reached ({type(error).__name__}: {error}): the process that hosts "
-                f"it, mostly that of rank {self._host_rank} or its launcher, has ended; start all ranks again",
-                rank=self._host_rank,
-                stage="agree",
-            ) from error
+        except RuntimeError as error:
+            found, host = f"({type(error).__name__}: {error})", f"mostly that of rank {self._host_rank} or its launcher"
+            if isinstance(error, DistNetworkError):
+                text = (
+                    f"the store of the ranks cannot be reached {found}: the process that hosts it, {host}, has ended "
+                    "or has closed the connection; start all ranks again"
+                )
+            else:
+                text = f"the store of the ranks refused a request {found}: look at the process that hosts it, {host}"
+            raise PeerFailedError(text, rank=self._host_rank, stage="agree") from error
 
     def _line(self, waited: str) -> str:
         return (
@@ -117,21 +118,34 @@ class StoreKeys:
 
     # -- topics ---------------------------------------------------------------------------------------
 
-    def send(self, topic: str, data: bytes, *, wakes: bool) -> None:
-        """Append a message for the leader. The leader reads when all have sent, or when a message ``wakes`` it."""
-        store = self._store
+    def send(self, topic: str, frame: Frame) -> int:
+        """Append a frame for the leader; return the bytes stored.
+
+        The leader reads when all have sent, or when a frame tells of a failure. A large body is stored beside the
+        frames, which the leader reads again and again while it waits.
+        """
+        store, nbytes = self._store, 0
         self._sent.add(topic)
+        if frame.body is not None and len(frame.body) > SMALL_BYTES:
+            nbytes = put_value(store, _body_key(topic, frame.rank), frame.body)
+            frame = msgspec.structs.replace(frame, body=None)
+        data = pack(frame)
         store.append(f"{topic}/in", data)
-        if store.add(f"{topic}/n", 1) == self._world_size - 1 or wakes:
+        if store.add(f"{topic}/n", 1) == self._world_size - 1 or frame.failure is not None:
             store.set(f"{topic}/woken", "1")
+        return nbytes + len(data)
 
     def is_woken(self, topic: str) -> bool | None:
         """Return True if the leader is to read the messages, else None."""
         return True if self._store.check([f"{topic}/woken"]) else None
 
-    def messages(self, topic: str) -> bytes:
-        """Return the messages that were sent so far, packed."""
-        return found(self._store, f"{topic}/in")
+    def frames(self, topic: str) -> list[Frame]:
+        """Return the frames that were sent so far."""
+        return list(unpack(found(self._store, f"{topic}/in")))
+
+    def large_body(self, topic: str, rank: int) -> bytes:
+        """Return the body that ``rank`` has stored beside its frame."""
+        return value_of(self._store, _body_key(topic, rank)) or b""
 
     def tell(self, topic: str, reply: Reply, each: Sequence[bytes]) -> None:
         """Write the leader's reply and, if it differs by rank, the reply to ``each`` rank. The first reply stands."""
@@ -140,8 +154,8 @@ class StoreKeys:
         store = self._store
         for rank, data in enumerate(each):
             if rank != self._rank:
-                store.set(f"{topic}/out/{rank}", data)
-        store.set(f"{topic}/out", msgspec.msgpack.encode(reply))
+                put_value(store, f"{topic}/out/{rank}", data)
+        put_value(store, f"{topic}/out", msgspec.msgpack.encode(reply))
         self._remember(topic, reply)
         self._told.append(topic)
         if len(self._told) >= self._prune_at:
@@ -151,13 +165,13 @@ class StoreKeys:
     def reply(self, topic: str) -> Reply | None:
         """Return the leader's reply to this rank; None if there is none yet."""
         store = self._store
-        data = b"" if topic in self._known else found(store, f"{topic}/out")
-        if not data:
+        data = None if topic in self._known else value_of(store, f"{topic}/out")
+        if data is None:
             return self._known.get(topic)
         reply = REPLIES.decode(data)
         if reply.is_each:
-            reply = msgspec.structs.replace(reply, common=found(store, f"{topic}/out/{self._rank}"))
-            store.delete_key(f"{topic}/out/{self._rank}")
+            reply = msgspec.structs.replace(reply, common=value_of(store, f"{topic}/out/{self._rank}") or b"")
+            delete_value(store, f"{topic}/out/{self._rank}")
         self._remember(topic, reply)  # in the client's thread: the task that asked may have been cancelled
         if store.add(f"{topic}/taken", 1) == self._world_size - 1:
             self._delete_topic(topic)
@@ -173,7 +187,11 @@ class StoreKeys:
         return [topic for topic in self._told if self._store.check([f"{topic}/out"])]
 
     def _delete_topic(self, topic: str) -> None:
-        for key in ("in", "n", "woken", "out", "taken"):
+        for frame in self.frames(topic):
+            if frame.body is None:
+                delete_value(self._store, _body_key(topic, frame.rank))
+        delete_value(self._store, f"{topic}/out")
+        for key in ("in", "n", "woken", "taken"):
             self._store.delete_key(f"{topic}/{key}")
 
     # -- signs of life, flags -------------------------------------------------------------------------
@@ -216,24 +234,17 @@ class StoreKeys:
     def _clear(self) -> None:
         store, ranks = self._store, range(self._world_size)
         for topic in found(store, "rest").decode().splitlines():
-            reply = found(store, f"{topic}/out")
+            reply = value_of(store, f"{topic}/out")
             if reply and REPLIES.decode(reply).is_each:
                 for rank in ranks:
-                    store.delete_key(f"{topic}/out/{rank}")
+                    delete_value(store, f"{topic}/out/{rank}")
             self._delete_topic(topic)
         for key in (*(f"alive/{rank}" for rank in ranks), "flags", "rest", "left"):
             store.delete_key(key)
 
 
-def found(store: Store, key: str) -> bytes:
-    """Return the value of ``key``; empty if there is none.
-
-    It takes one request: between ``check`` and ``get`` another rank may delete the key, and ``get`` would wait for it.
-    """
-    value = bytes(
-        store.compare_set(key, _NO_VALUE, _NO_VALUE)
-    )  # a missing key is set only if the expected value is empty
-    return b"" if value == _NO_VALUE.encode() else value
+def _body_key(topic: str, rank: int) -> str:
+    return f"{topic}/in/{rank}"
 
 
 class Rendezvous:

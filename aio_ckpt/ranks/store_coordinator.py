@@ -27,7 +27,7 @@ from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.coordinator import Coordinator, Decide, SoloCoordinator
 from aio_ckpt.ranks.liveness import Liveness, LivenessTimer
-from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, failure_of, pack, unpack
+from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, failure_of
 from aio_ckpt.ranks.missing import MEETING, Awaited
 from aio_ckpt.ranks.store import Rendezvous, Store, StoreClient, StoreKeys
 
@@ -316,10 +316,8 @@ class StoreCoordinator(Liveness):
     async def _send(self, topic: str, frame: Frame) -> None:
         if self._is_leaving:  # after the last rank has left, no rank deletes the keys
             raise EngineClosedError(f"{self._name}: the engine was closed")
-        data, wakes = pack(frame), frame.failure is not None
-        await self._ask(functools.partial(self._the_keys().send, topic, data, wakes=wakes))
+        self.bytes_sent += await self._ask(functools.partial(self._the_keys().send, topic, frame))
         self.messages_sent += 1
-        self.bytes_sent += len(data)
 
     async def _receive(self, topic: str, stage: str) -> bytes:
         reply = await self._await_reply(topic, stage)
@@ -348,26 +346,32 @@ class StoreCoordinator(Liveness):
         if self.world_size == 1:
             return (message,)
         timer = LivenessTimer(self.stall_secs, topic, stage)
+        frames = functools.partial(self._the_keys().frames, topic)
 
         async def check() -> Awaited:
-            found = {frame.rank for frame in await self._frames(topic)}
+            found = {frame.rank for frame in await self._ask(frames)}
             return await self._check_alive(sorted(set(range(self.world_size)) - found - {self.rank}), timer)
 
         await self._wait_for(functools.partial(self._the_keys().is_woken, topic), check, topic)
-        frames = await self._frames(topic)
-        failures = [frame.failure for frame in frames if frame.failure is not None]
+        sent = await self._ask(frames)
+        failures = [frame.failure for frame in sent if frame.failure is not None]
         if failures:
             raise failures[0].error(topic, self.rank)
         self._is_met = True
         self._hear(topic)
         self._absent.clear()
-        by_rank = {frame.rank: frame.body for frame in frames}
-        return tuple(message if rank == self.rank else by_rank[rank] for rank in range(self.world_size))
+        by_rank = {self.rank: message}
+        for frame in sent:
+            by_rank[frame.rank] = await self._body(topic, frame)
+        return tuple(by_rank[rank] for rank in range(self.world_size))
 
-    async def _frames(self, topic: str) -> list[Frame]:
-        data = await self._ask(functools.partial(self._the_keys().messages, topic))
-        self.bytes_received += len(data)
-        return list(unpack(data))
+    async def _body(self, topic: str, frame: Frame) -> bytes:
+        if frame.body is None:
+            body = await self._ask(functools.partial(self._the_keys().large_body, topic, frame.rank))
+        else:
+            body = frame.body
+        self.bytes_received += len(body)
+        return body
 
     async def _tell(self, topic: str, decision: Decision) -> None:
         if self.world_size > 1:

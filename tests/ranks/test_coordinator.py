@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import threading
 import time
@@ -92,6 +93,37 @@ def test_the_keys_of_past_agreements_are_deleted(three: Ranks) -> None:
     three.run(tell_each)
     # 40 agreements; each opening keeps those of its last few, and its signs of life.
     assert three.store.num_keys() - before <= 4 * 16 + 3
+
+
+LARGE = 9 << 20
+"""More than a TCPStore takes in one request."""
+
+
+def exchange_large(rank: int, count: int) -> tuple[bool, bool]:
+    def message(rank: int) -> bytes:
+        return random.Random(rank).randbytes(LARGE)  # of which nothing can be compressed away
+
+    async def back(messages: tuple[bytes, ...]) -> Decision:
+        assert messages == tuple(map(message, range(count)))
+        return Decision(each=tuple(data[::-1] for data in messages))
+
+    async def joined(messages: tuple[bytes, ...]) -> Decision:
+        return Decision(common=b"".join(messages))
+
+    async def main() -> tuple[bool, bool]:
+        async with opened("large") as coordinator:
+            each = await coordinator.exchange("each", message(rank), back, stage="agree")
+            common = await coordinator.exchange("common", message(rank), joined, stage="agree")
+            await coordinator.leave()
+            return each == message(rank)[::-1], common == b"".join(map(message, range(count)))
+
+    return asyncio.run(main())
+
+
+def test_messages_and_replies_may_be_larger_than_a_request_to_the_store(three: Ranks) -> None:
+    before = three.store.num_keys()
+    assert three.run(exchange_large) == [(True, True)] * 3
+    assert three.store.num_keys() <= before + 1, "no piece stays; the queue may"
 
 
 def open_two(rank: int, count: int) -> list[bytes]:
@@ -689,6 +721,24 @@ def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
                 await coordinator.open("x", stall_secs=STALL_SECS)
         finally:
             coordinator.close()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_the_store_refuses_blames_no_dead_process() -> None:
+    class Refusing(dist.HashStore):
+        def append(self, key: str, value: str) -> None:
+            raise RuntimeError("the value is too large")
+
+    async def main() -> None:
+        async with two_here(STALL_SECS) as (_, other):
+            assert other._keys is not None
+            other._keys._store = Refusing()
+            with pytest.raises(
+                PeerFailedError, match=r"refused a request \(RuntimeError: the value is too large\)"
+            ) as raised:
+                await other.exchange("t", b"", never, stage="agree")
+            assert "has ended" not in str(raised.value)
 
     asyncio.run(main())
 

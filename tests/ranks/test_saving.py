@@ -252,6 +252,28 @@ def changed(rank: int, step: int) -> dict[str, Any]:
     return state
 
 
+def save_many_tensors(rank: int, count: int, root: Path, tensors: int) -> tuple[int, int]:
+    memory = torch.arange(2.0 * tensors)
+    name = "model.layers.{}.block_sparse_moe.experts.{}.feed_forward.w1.weight.moments.of_rank_{}"
+    state = {name.format(i // 100, i % 100, rank): memory[2 * i : 2 * i + 2] for i in range(tensors)}
+    with SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=10 * SECS)) as engine:
+        coordinator = engine._ctx.members.coordinator
+        assert isinstance(coordinator, StoreCoordinator)
+        engine.save(state, step=1).result(10 * SECS)
+        sent, received = coordinator.bytes_sent, coordinator.bytes_received
+        last = name.format((tensors - 1) // 100, (tensors - 1) % 100, rank)
+        assert engine.read(only=[last])[last].tolist() == [2 * tensors - 2, 2 * tensors - 1]
+    return sent, received
+
+
+@pytest.mark.parametrize("tensors", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
+def test_the_first_save_of_many_tensors_sends_a_fifth_of_their_names(two: Ranks, tmp_path: Path, tensors: int) -> None:
+    """200,000 are more than a request to the store takes, as names alone."""
+    (_, plan_bytes), (sent, _) = two.run(save_many_tensors, tmp_path, tensors, timeout=600)
+    assert plan_bytes > 150 * tensors
+    assert sent < plan_bytes / 5
+
+
 def change_on_one_rank(rank: int, count: int, root: Path) -> list[bool]:
     hits = []
     with engine_on(root, SECS) as engine:

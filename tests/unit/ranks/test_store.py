@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from log_lines import early_lines
 
 from aio_ckpt.errors import StallError
-from aio_ckpt.ranks.messages import Failure, Heartbeat, Reply
+from aio_ckpt.ranks.messages import Failure, Frame, Heartbeat, Reply
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
 from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.runtime.portal import ON_SUBMIT
@@ -90,7 +90,7 @@ def test_the_last_to_leave_clears_the_board_whatever_was_not_taken(order: list[i
     each = boards(store, 3)
     each[0].tell("told", Reply(b"x"), ())
     each[0].tell("apart", Reply(b"", is_each=True), (b"a", b"b", b"c"))
-    each[1].send("unanswered", b"m", wakes=True)
+    each[1].send("unanswered", Frame(1, b"m"))
     each[2].raise_flag("preempted")
     for keys, is_taken in zip(each, takes, strict=True):
         keys.beat(Heartbeat(1))
@@ -137,8 +137,8 @@ def test_nothing_on_a_board_or_in_a_lobby_waits_for_a_key() -> None:
     leader.beat(Heartbeat(1))
     assert list(map(bool, other.beats([0, 1]))) == [True, False]
     assert other.reply("apart") is None
-    other.send("apart", b"m", wakes=False)
-    assert leader.messages("apart")
+    other.send("apart", Frame(1, b"m"))
+    assert leader.frames("apart") == [Frame(1, b"m")]
     leader.tell("apart", Reply(b"", is_each=True), (b"a", b"\0b"))
     assert other.reply("apart") == Reply(b"\0b", is_each=True)
     assert not other.is_raised("preempted")
