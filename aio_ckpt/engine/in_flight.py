@@ -10,6 +10,7 @@ import contextlib
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -92,6 +93,7 @@ class InFlight:
         self._lock = Lock()
         self._changed = Condition(self._lock)
         self._calls = 0
+        self._saves: deque[int] = deque(maxlen=self._max + 1)  # numbers of the newest calls of save()
         self._pending: list[PendingSave] = []
         self._removals: list[Removal] = []
         # Of the last save that came into the table. An error that nobody was told yet keeps its ticket.
@@ -186,6 +188,14 @@ class InFlight:
             through = self._pending[0].number - 1 if self._pending else self._calls
             return len(self._pending) < self._max, through
 
+    @property
+    def settled_by_now(self) -> int:
+        """Number of the newest call of ``save()`` that has to be settled before the last one may enter; 0 for none.
+
+        Removals and other calls are numbered with the saves, and take no room.
+        """
+        return self._saves[0] if len(self._saves) > self._max else 0
+
     def wait_settled(self, step: object, through: int, deadline: Deadline) -> None:
         """Wait until no save of a call up to number ``through`` is pending. Errors name ``step`` if it is given."""
         lines = self.lines("save", step)
@@ -275,6 +285,8 @@ class InFlight:
         """
         self._ctx.members.check_group()
         self._calls += 1
+        if kind == "save":
+            self._saves.append(self._calls)
         self._ctx.members.coordinator.begin_call(f"{kind} {self._calls}", step=step if type(step) is int else None)
         return self._calls
 

@@ -292,7 +292,7 @@ class SaveFrontend:
         in_flight = self.in_flight
         if not self._ctx.members.are_several:
             return in_flight.wait_for_room(target, when_busy, deadline), number - 1
-        began, has_room, through = time.perf_counter(), True, number - self._ctx.config.max_in_flight
+        began, has_room, through = time.perf_counter(), True, in_flight.settled_by_now
         if when_busy != "wait":  # if the leader has room, every rank has, or will have once a message has arrived
             in_flight.check_open()
             has_room, through = joint.room(in_flight.room(), deadline)

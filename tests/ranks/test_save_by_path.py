@@ -12,7 +12,7 @@ from rank_engines import SECS, acting_engine, no_space, told
 from rank_processes import Ranks
 from rank_states import assert_same, mixed_state, zeroed
 
-from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, PeerFailedError, WriteError
+from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, PeerFailedError, StallError, WriteError
 
 
 def replace_and_remove(rank: int, count: int, top: Path) -> list[int]:
@@ -46,6 +46,28 @@ def test_ranks_replace_and_remove_checkpoints_by_path_beside_their_steps(two: Ra
     assert two.run(replace_and_remove, tmp_path) == [[1], [1]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.ckpt", "root"]
     assert len(list((tmp_path / "best.ckpt").glob("*.distcp"))) == 2
+
+
+def save_amid_calls(rank: int, count: int, top: Path) -> bool:
+    with acting_engine(top / "root", SECS, max_in_flight=2) as (engine, storage):
+        engine.save(mixed_state(rank, count, 1), step=1).result(SECS)
+        engine.save(mixed_state(rank, count, 2), path=top / "old.ckpt").result(SECS)
+        gate = storage.hold("sync")
+        first = engine.save(mixed_state(rank, count, 3), path=top / "new.ckpt")
+        removal = engine.remove(top / "old.ckpt")
+        second = engine.save(mixed_state(rank, count, 4), step=2, deadline_secs=SECS / 3)  # raises if it waits for one
+        are_both_pending = not first.done() and not second.done()
+        with pytest.raises(StallError):  # a third one has to wait
+            engine.save(mixed_state(rank, count, 5), step=3, deadline_secs=0.2)
+        gate.open()
+        for ended in (first, removal, second):
+            ended.result(SECS)
+    return are_both_pending
+
+
+def test_a_removal_between_two_saves_takes_no_room_of_theirs(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(save_amid_calls, tmp_path) == [True, True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.ckpt", "root"]
 
 
 def name_different_paths(rank: int, count: int, top: Path) -> list[tuple[str, int | None, str]]:
