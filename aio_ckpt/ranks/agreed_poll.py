@@ -15,6 +15,7 @@ import anyio
 from aio_ckpt.errors import AioCkptError, StallError
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.signals import Preemption
 
@@ -22,11 +23,8 @@ __all__ = ["AgreedPoll", "AgreedPreemption", "AgreedTimer"]
 
 _FIRST_POLL: Exchange[int, int] = Exchange(int, int, stage="agree")
 """Each rank sends the number of its polls so far; the leader replies with the first poll that returns True."""
-_FLAG_SECS = 0.2
-_FLAG_SECS_A_RANK = 1e-4
-"""Pause per rank between two questions for the flag: all ranks ask, and the store has one thread."""
-_QUIET_SHARE = 0.5
-"""Share of an interval in which the ranks do not ask whether it has ended."""
+_OWN_SECS = 0.2
+"""Pause between two looks whether the event has come to this rank. A signal handler can wake nothing."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -90,26 +88,35 @@ class AgreedPoll:
     def _is_found_by(self, number: int) -> bool:
         return self._first is not None and number >= self._first
 
-    def watch(self, quiet_secs: float = 0.0) -> None:
-        """Begin to watch for the event on all ranks; after ``quiet_secs``, in which none is expected."""
-        self._portal.submit(self._watch, quiet_secs)
+    def watch(self) -> None:
+        """Begin to watch for the event on all ranks."""
+        self._portal.submit(self._watch)
 
     async def agree(self) -> None:
         """Agree now. If the event has come to all ranks, each calls this in its loop, in place of :meth:`watch`."""
         await self._decide(self._members.met)
 
-    async def _watch(self, quiet_secs: float) -> None:
-        coordinator = self._members.coordinator
-        pause = max(_FLAG_SECS, _FLAG_SECS_A_RANK * coordinator.world_size)
+    async def _watch(self) -> None:
+        await self._decide(self._come)
 
-        async def come() -> None:
-            await self._members.met()
-            await anyio.sleep(quiet_secs)
-            while not (self._has_come() or await coordinator.is_raised(self._flag)):  # noqa: ASYNC110 - there is no event
-                await anyio.sleep(pause)
-            await coordinator.raise_flag(self._flag)
+    async def _come(self) -> None:
+        """Return once the event has come to any rank, and all ranks are about to know it."""
+        members = self._members
+        await members.met()
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._await_own, group.cancel_scope)
+                await members.coordinator.flag(self._flag)
+                group.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from None
+        if members.is_leader or self._has_come():
+            await members.coordinator.raise_flag(self._flag)
 
-        await self._decide(come)
+    async def _await_own(self, waiting: anyio.CancelScope) -> None:
+        while not self._has_come():  # noqa: ASYNC110 - a signal handler sets no event
+            await anyio.sleep(_OWN_SECS)
+        waiting.cancel()
 
     async def _decide(self, come: Callable[[], Awaitable[None]]) -> None:
         """Await ``come()``, then agree with the other ranks on the first poll that returns True."""
@@ -117,7 +124,7 @@ class AgreedPoll:
             await come()
             with self._lock:
                 self._is_held, polls = True, self._polls
-            self._first = await _FIRST_POLL.run(self._members.coordinator, self._topic, polls, _after_all)
+            self._first = await _FIRST_POLL.run(self._members.coordinator, self._topic, polls, self._after_all)
         except AioCkptError as error:
             self._on_error(error)
         finally:
@@ -127,9 +134,11 @@ class AgreedPoll:
                 self._is_held = False
             self._decided.set_result(None)
 
-
-async def _after_all(polls: Sequence[int]) -> int:
-    return max(polls) + 1
+    async def _after_all(self, polls: Sequence[int]) -> int:
+        """Return the first poll that returns True, on the leader."""
+        if self._flag:  # every rank has seen it, and has raised it before it sent the number of its polls
+            await self._members.coordinator.lower_flag(self._flag)
+        return max(polls) + 1
 
 
 class AgreedTimer:
@@ -166,7 +175,7 @@ class AgreedTimer:
             self._agreed = self._watched()
         is_over = self._agreed.poll()
         if self._errors:
-            raise self._errors[0]
+            raise self._errors[0].with_traceback(None)  # at each poll: a traceback that grows would keep the frames
         if is_over:
             self._agreed = None
         return is_over
@@ -190,7 +199,7 @@ class AgreedTimer:
             has_come=lambda: leads and self._is_over(),
             on_error=self._errors.append,
         )
-        agreed.watch(_QUIET_SHARE * self._secs)
+        agreed.watch()
         return agreed
 
 

@@ -113,7 +113,7 @@ class AgreedWork:
         """
         found = self._outcome.result() if self._outcome.done() else None
         if found is None and self._errors:
-            raise self._errors[0]
+            raise self._errors[0].with_traceback(None)
         return found
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import anyio
 import msgspec
 
 from aio_ckpt.errors import PeerFailedError
@@ -102,11 +103,19 @@ class Coordinator(Protocol):
         ...
 
     async def raise_flag(self, name: str) -> None:
-        """Set the flag ``name`` for all ranks. A flag is never cleared."""
+        """Set the flag ``name`` for all ranks. A rank that does not lead wakes the leader, which raises it, too."""
         ...
 
-    async def is_raised(self, name: str) -> bool:
-        """Return whether any rank has raised the flag ``name``."""
+    async def flag(self, name: str) -> None:
+        """Return once any rank has raised the flag ``name``. Nothing is asked again and again meanwhile.
+
+        Raises:
+            PeerFailedError: the store is gone.
+        """
+        ...
+
+    async def lower_flag(self, name: str) -> None:
+        """Delete the flag ``name``. The leader calls this once no rank waits for it or raises it any more."""
         ...
 
     async def beat(self) -> None:
@@ -166,9 +175,12 @@ class SoloCoordinator:
     async def raise_flag(self, name: str) -> None:
         """See :class:`Coordinator`."""
 
-    async def is_raised(self, name: str) -> bool:
+    async def flag(self, name: str) -> None:
         """See :class:`Coordinator`."""
-        return False
+        await anyio.sleep_forever()
+
+    async def lower_flag(self, name: str) -> None:
+        """See :class:`Coordinator`."""
 
     async def beat(self) -> None:
         """See :class:`Coordinator`."""

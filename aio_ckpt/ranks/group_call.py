@@ -171,4 +171,4 @@ def await_met(members: Membership, deadline: Deadline) -> None:
     except TimeoutError:
         deadline.check(None, "waiting for the other ranks to open their engines")
         raise StallError("the other ranks did not open their engines in time") from None
-    members.opened.result()
+    members.check_met()

@@ -130,7 +130,13 @@ class Membership:
         """Wait until all ranks have met; raise the error if they have not."""
         if not self.opened.done():
             await asyncio.wrap_future(follow(self.opened))
-        self.opened.result()
+        self.check_met()
+
+    def check_met(self) -> None:
+        """Raise the error with which :attr:`opened` ended, if any."""
+        error = self.opened.exception()
+        if error is not None:
+            raise error.with_traceback(None)  # by every later call: a traceback that grows would keep their frames
 
     async def meet(self, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]]) -> None:
         """Wait for all ranks, take over the leader's owner record, and check that all have the same settings.

@@ -15,6 +15,7 @@ import msgspec
 from torch.distributed import DistNetworkError
 
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError
+from aio_ckpt.ranks.flag_watch import bell_key, flag_key
 from aio_ckpt.ranks.messages import REPLIES, Frame, Heartbeat, Reply, pack, unpack
 from aio_ckpt.ranks.store_values import SMALL_BYTES, Store, delete_value, found, put_value, value_of
 from aio_ckpt.runtime.portal import Executor, run_blocking, unwatched
@@ -72,15 +73,19 @@ class StoreClient:
         except AioCkptError:
             raise
         except RuntimeError as error:
-            found, host = f"({type(error).__name__}: {error})", f"mostly that of rank {self._host_rank} or its launcher"
-            if isinstance(error, DistNetworkError):
-                text = (
-                    f"the store of the ranks cannot be reached {found}: the process that hosts it, {host}, has ended "
-                    "or has closed the connection; start all ranks again"
-                )
-            else:
-                text = f"the store of the ranks refused a request {found}: look at the process that hosts it, {host}"
-            raise PeerFailedError(text, rank=self._host_rank, stage="agree") from error
+            raise self.failure(error) from error
+
+    def failure(self, error: RuntimeError) -> PeerFailedError:
+        """Return the error to raise for an error of torch's store."""
+        found, host = f"({type(error).__name__}: {error})", f"mostly that of rank {self._host_rank} or its launcher"
+        if isinstance(error, DistNetworkError):
+            text = (
+                f"the store of the ranks cannot be reached {found}: the process that hosts it, {host}, has ended or "
+                "has closed the connection; start all ranks again"
+            )
+        else:
+            text = f"the store of the ranks refused a request {found}: look at the process that hosts it, {host}"
+        return PeerFailedError(text, rank=self._host_rank, stage="agree")
 
     def _line(self, waited: str) -> str:
         return (
@@ -114,6 +119,7 @@ class StoreKeys:
         self._known: dict[str, Reply] = {}
         self._told: list[str] = []
         self._sent: set[str] = set()
+        self._raised: set[str] = set()
         self._prune_at = _PRUNE_AT
 
     # -- topics ---------------------------------------------------------------------------------------
@@ -208,13 +214,25 @@ class StoreKeys:
         """Return the last heartbeat of each of ``ranks``, encoded; empty bytes for none."""
         return [found(self._store, f"alive/{rank}") for rank in ranks]
 
-    def raise_flag(self, name: str) -> None:
-        """Set a flag for all ranks. A flag is never cleared."""
-        self._store.append("flags", f"{name}\n")
+    def raise_flag(self, name: str, *, wakes: Iterable[int]) -> None:
+        """Set the flag ``name`` for all ranks, and wake the watches of the ranks ``wakes``."""
+        self._raised.add(name)
+        self._store.set(flag_key(name), "1")
+        self.ring(wakes)
 
-    def is_raised(self, name: str) -> bool:
-        """Return whether any rank has raised the flag."""
-        return name.encode() in found(self._store, "flags").splitlines()
+    def lower_flag(self, name: str) -> None:
+        """Delete the flag ``name``: no rank waits for it any more."""
+        self._raised.discard(name)
+        self._store.delete_key(flag_key(name))
+
+    def ring(self, ranks: Iterable[int]) -> None:
+        """Wake the watches of ``ranks``."""
+        for rank in ranks:
+            self._store.set(bell_key(rank), "1")
+
+    def connect(self) -> Store:
+        """Return the same keys through a connection of their own. Any thread may call this."""
+        return self._store.clone()
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -224,6 +242,8 @@ class StoreKeys:
         rest = [*self._untaken(), *self._sent]
         if rest:
             store.append("rest", "".join(f"{topic}\n" for topic in rest))
+        if self._raised:
+            store.append("flags", "".join(f"{name}\n" for name in self._raised))
         if store.add("left", 1) == self._world_size:
             self._clear()
 
@@ -239,7 +259,12 @@ class StoreKeys:
                 for rank in ranks:
                     delete_value(store, f"{topic}/out/{rank}")
             self._delete_topic(topic)
-        for key in (*(f"alive/{rank}" for rank in ranks), "flags", "rest", "left"):
+        for name in found(store, "flags").decode().splitlines():
+            store.delete_key(flag_key(name))
+        for rank in ranks:
+            store.delete_key(f"alive/{rank}")
+            store.delete_key(bell_key(rank))
+        for key in ("flags", "rest", "left"):
             store.delete_key(key)
 
 

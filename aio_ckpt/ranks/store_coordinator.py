@@ -26,10 +26,12 @@ from aio_ckpt._torch import PrefixStore, default_store
 from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.coordinator import Coordinator, Decide, SoloCoordinator
+from aio_ckpt.ranks.flag_watch import FlagWatch
 from aio_ckpt.ranks.liveness import Liveness, LivenessTimer
 from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, failure_of
 from aio_ckpt.ranks.missing import MEETING, Awaited
 from aio_ckpt.ranks.store import Rendezvous, Store, StoreClient, StoreKeys
+from aio_ckpt.runtime.futures import follow
 
 __all__ = ["Coordinator", "Decide", "Decision", "SoloCoordinator", "StoreCoordinator", "default_coordinator"]
 
@@ -38,6 +40,8 @@ T = TypeVar("T")
 _LEAVE_SECS = 5.0
 _GIVE_UP_SECS = 4.0
 """Both together are less than the time that an engine gives its coordinator to leave."""
+_RING_SECS = 2.0
+"""Seconds that closing waits for the watch of the flags. A store that is gone has ended it."""
 _OPEN = "the opening"
 
 
@@ -71,6 +75,7 @@ class StoreCoordinator(Liveness):
         kept."""
         self._registered: Future[Store] | None = None
         self._rendezvous: Rendezvous | None = None
+        self._flags: FlagWatch | None = None
         self._aborts: set[anyio.Event] = set()
         """One event for each abort that this rank has begun and not ended."""
         self._session = uuid.uuid4().hex[:16]
@@ -214,17 +219,28 @@ class StoreCoordinator(Liveness):
             return  # if this rank is still in the rendezvous, ``open`` ends itself
         with contextlib.suppress(AioCkptError):
             await self.beat(has_left=True)
+            await self._ask(self._end_flags)
             await self._ask(keys.leave)
             if self.rank != self.leader:
                 return
             await self._poll(keys.have_all_left, 0 if self._absent else _LEAVE_SECS)
 
     def close(self) -> None:
-        """End the thread. A thread that is stuck in the store is left behind."""
+        """End the threads. A thread that is stuck in the store is left behind."""
         connection, self._client = self._client, None
         if connection is not None:
+            if self._flags is not None:
+                connection.begin(self._end_flags, wait_secs=_RING_SECS)
+                self._flags.close(_RING_SECS)
             connection.close()
         self._keys = self._rendezvous = self._registered = None
+
+    def _end_flags(self) -> None:
+        """Let the watch of the flags end, and wake it. In the client's thread."""
+        if self._flags is not None and not self._flags.has_ended:
+            self._flags.end()
+            if self._keys is not None:
+                self._keys.ring((self.rank,))
 
     # -- agreement ------------------------------------------------------------------------------------
 
@@ -303,13 +319,32 @@ class StoreCoordinator(Liveness):
         """Return the leader's reply; None if there is none yet."""
         return await self._ask(functools.partial(self._the_keys().reply, topic))
 
-    async def raise_flag(self, name: str) -> None:
-        """See :class:`Coordinator`."""
-        await self._ask(functools.partial(self._the_keys().raise_flag, name))
+    # -- flags ----------------------------------------------------------------------------------------
 
-    async def is_raised(self, name: str) -> bool:
+    async def raise_flag(self, name: str) -> None:
+        """See :class:`Coordinator`. If all ranks are told to end at once, each sets two keys, and the leader all."""
+        wakes = range(self.world_size) if self.rank == self.leader else (self.leader,)
+        await self._ask(functools.partial(self._the_keys().raise_flag, name, wakes=wakes))
+
+    async def flag(self, name: str) -> None:
         """See :class:`Coordinator`."""
-        return await self._ask(functools.partial(self._the_keys().is_raised, name))
+        keys, client = self._the_keys(), self._client
+        assert client is not None, "there are keys"
+        try:
+            if self._flags is None:
+                self._flags = FlagWatch(f"aio_ckpt-ranks-{self._session}", keys.connect, rank=self.rank)
+            with self._flags.wait_for(name) as raised:
+                await self._ask(functools.partial(keys.ring, (self.rank,)))
+                await asyncio.wrap_future(follow(raised))
+                raised.result()
+        except AioCkptError:
+            raise
+        except RuntimeError as error:
+            raise client.failure(error) from error
+
+    async def lower_flag(self, name: str) -> None:
+        """See :class:`Coordinator`."""
+        await self._ask(functools.partial(self._the_keys().lower_flag, name))
 
     # -- what a rank does -----------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ def test_the_last_to_leave_clears_the_board_whatever_was_not_taken(order: list[i
     each[0].tell("told", Reply(b"x"), ())
     each[0].tell("apart", Reply(b"", is_each=True), (b"a", b"b", b"c"))
     each[1].send("unanswered", Frame(1, b"m"))
-    each[2].raise_flag("preempted")
+    each[2].raise_flag("preempted", wakes=[0, 1])
     for keys, is_taken in zip(each, takes, strict=True):
         keys.beat(Heartbeat(1))
         if is_taken and keys is not each[0]:
@@ -141,9 +141,8 @@ def test_nothing_on_a_board_or_in_a_lobby_waits_for_a_key() -> None:
     assert leader.frames("apart") == [Frame(1, b"m")]
     leader.tell("apart", Reply(b"", is_each=True), (b"a", b"\0b"))
     assert other.reply("apart") == Reply(b"\0b", is_each=True)
-    assert not other.is_raised("preempted")
-    other.raise_flag("preempted")
-    assert leader.is_raised("preempted")
+    other.raise_flag("preempted", wakes=[0])
+    leader.lower_flag("preempted")
     ones, others = Rendezvous(store, world_size=2, name="leads"), Rendezvous(store, world_size=2, name="comes")
     ones.enter(0, "world")
     others.enter(1, "world")
