@@ -7,7 +7,7 @@ never wait.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import TypeVar
 
 import anyio
@@ -19,7 +19,7 @@ from aio_ckpt.ranks.flag_watch import bell_key, flag_key
 from aio_ckpt.ranks.messages import REPLIES, Frame, Heartbeat, Reply, pack, unpack
 from aio_ckpt.ranks.store_values import SMALL_BYTES, Store, delete_value, found, put_value, value_of
 from aio_ckpt.runtime.portal import Executor, run_blocking, unwatched
-from aio_ckpt.runtime.waiting import WaitLines
+from aio_ckpt.runtime.waiting import WaitLines, duration_text
 
 __all__ = ["Rendezvous", "Store", "StoreClient", "StoreKeys", "companions", "without"]
 
@@ -44,9 +44,10 @@ class StoreClient:
         self._executor: Executor | None = Executor(name, 1)
 
     def begin(self, question: Callable[[], T], *, wait_secs: float) -> Future[T]:
-        """Make a request and block for at most ``wait_secs``; return its future, done or not."""
+        """Make a request and block for at most ``wait_secs``; return its future, done or not. Log lines meanwhile."""
         future = self._open_executor().submit(question)
-        wait([future], wait_secs)
+        limit = f"; this thread waits for {duration_text(wait_secs)} at most"
+        WaitLines(lambda waited: self._line(waited) + limit).wait_for([future], wait_secs)
         return future
 
     async def ask(self, question: Callable[[], T], *, limit_secs: float) -> T:

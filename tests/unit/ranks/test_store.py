@@ -50,6 +50,29 @@ async def test_a_store_that_does_not_answer_is_told_of() -> None:
     connection.close()
 
 
+def test_a_blocked_thread_is_told_of_the_store_and_of_its_own_deadline() -> None:
+    """As the constructor of an engine, which enters the rendezvous."""
+    connection, answer = StoreClient("ranks", host_rank=3), threading.Event()
+    opener = threading.Thread(target=lambda: connection.begin(answer.wait, wait_secs=SECS))
+    with early_lines() as lines:
+        opener.start()
+        try:
+            lines.wait_for(
+                r"the store of the ranks has not answered .* rank 3 .*; this thread waits for 10 s at most", 2
+            )
+        finally:
+            answer.set()
+            opener.join(SECS)
+    connection.close()
+
+
+def test_a_blocked_thread_goes_on_at_its_deadline() -> None:
+    connection, answer = StoreClient("ranks", host_rank=3), threading.Event()
+    assert not connection.begin(answer.wait, wait_secs=0.05).done()
+    answer.set()
+    connection.close()
+
+
 async def test_a_question_leaves_the_watcher_as_it_was() -> None:
     connection, told = StoreClient("ranks", host_rank=0), list[object]()
     token = ON_SUBMIT.set(told.append)
