@@ -332,6 +332,9 @@ class BaseEngine:
         save of the same names, types and shapes is a plan hit, and waits until the memory is mapped. ``await`` the
         returned milestone, or call its ``result()``, to wait for the memory. It waits for no save.
 
+        If there are several ranks, they agree in the first save which rank writes what. Until then, this maps no memory
+        and no save is a plan hit. The rest is done ahead.
+
         Args:
             state: a state like those to be saved.
             step: the step that the first save will have. It is checked as ``save()`` would check it, before anything

@@ -249,7 +249,7 @@ class SaveFrontend:
             target: Target = in_flight.claim_step(number, step) if call.path is None else call.path
             if step is not None:
                 in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
-        if planned.plan.local is not None and not planned.plan.share_id:  # other ranks hold shards, too
+        if _lacks_share(planned.plan):
             with trace.span("agree before the capture", CALLER):
                 planned = self._assign(planned, content, target, number, joint.agreement, deadline)
             content = ContentSums(content.objects)
@@ -353,7 +353,8 @@ class SaveFrontend:
                 self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
             self._tell_earlier_steps(step)
             self.in_flight.prepare_buffers(planned.plan)
-            mapped = self.lifetime.map_ahead(spec, arenas=1)
+            # How much memory this rank's share takes is known once the ranks have agreed, in the first save.
+            mapped = None if _lacks_share(planned.plan) else self.lifetime.map_ahead(spec, arenas=1)
         return _milestone_of(mapped, self._portal)
 
     def _check_first_step(self, step: int) -> None:
@@ -563,6 +564,7 @@ class SaveFrontend:
         self.statistics.settle(outcome, step)
         if isinstance(outcome, BaseException):
             self.cache.clear()
+            self._ctx.members.sent.forget()
             return
         if step is not None:
             self._ctx.members.newest = max(step, self._ctx.members.newest or 0)
@@ -597,6 +599,11 @@ async def _assign_under_one_root(ctx: EngineContext, number: int, agreement: Sav
     if not ctx.members.is_leader:
         await ctx.members.check_root(ctx.storage, ctx.root, pending)
     return reply
+
+
+def _lacks_share(plan: Plan) -> bool:
+    """Return whether other ranks hold shards, too, and it is not agreed yet which rank writes what."""
+    return plan.local is not None and not plan.share_id
 
 
 def _take_none() -> None:

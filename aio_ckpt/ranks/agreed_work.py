@@ -16,6 +16,7 @@ from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.liveness import while_beating
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.runtime.waiting import WaitLines
 from aio_ckpt.ticket import Milestone
 
 __all__ = ["WORK_STAGE", "AgreedWork", "Failure", "Work", "failure_of"]
@@ -96,12 +97,13 @@ class AgreedWork:
         """Count a poll, and return whether the work is done, or the ranks cannot agree whether it is.
 
         A blocking poll waits for the work of all ranks. They all make it at the same place, so it needs no agreement.
+        It has no deadline of its own: the work has one, and a rank without heartbeats ends the wait.
 
         Raises:
             StallError: another rank does not answer.
         """
         if blocking:
-            self.ended.exception()
+            self._lines().wait_for([self.ended])
             return True
         return self._agreed.poll() or bool(self._errors) or self._has_broken
 
@@ -115,6 +117,16 @@ class AgreedWork:
         if found is None and self._errors:
             raise self._errors[0].with_traceback(None)
         return found
+
+    def _lines(self) -> WaitLines:
+        """Return the lines about a blocking poll. Those about the other ranks are logged by the exchange."""
+
+        def describe(waited: str) -> str:
+            left = sum(not work.done() for work in self._works)
+            whose = f"{left} of {len(self._works)} works of this rank" if left else "the other ranks"
+            return f"{self.name} has waited {waited} for {whose}"
+
+        return WaitLines(describe, rank=self._members.coordinator.rank)
 
     @property
     def _has_broken(self) -> bool:

@@ -110,6 +110,10 @@ class SentExtents:
             return tuple((number, *span) for number, span in enumerate(spans))
         return tuple((number, *span) for number, span in enumerate(spans) if span != known[number])
 
+    def forget(self) -> None:
+        """Forget all places, after a save failed that the leader may have learned from. The next vote tells all."""
+        self._share_id, self._spans = b"", ()
+
     def confirm(self, share_id: bytes, spans: Sequence[Extent]) -> None:
         """Note that the save is committed: the leader knows ``spans``."""
         self._share_id, self._spans = share_id, spans

@@ -268,8 +268,11 @@ class StoreCoordinator(Liveness):
             return await self.broadcast(topic, await decide(messages) if is_leader else None, stage=stage)
         except BaseException as error:
             if is_leader:
-                with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
-                    await self.abort(topic, error, stage=stage)
+                with anyio.CancelScope(shield=True):
+                    try:
+                        await self.abort(topic, error, stage=stage)
+                    except Exception as untold:  # noqa: BLE001 - the first error is raised; this one is noted on it
+                        error.add_note(f"the other ranks could not be told: {type(untold).__name__}: {untold}")
             raise
 
     async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:

@@ -120,3 +120,13 @@ def test_work_of_an_engine_that_was_terminated_has_no_outcome(tmp_path: Path) ->
         assert agreed.is_done(blocking=True)
         with pytest.raises(EngineClosedError):
             agreed.failure()
+
+
+def test_a_blocking_poll_names_what_it_waits_for(tmp_path: Path) -> None:
+    work = Future[None]()
+    with ThreadPoolExecutor(1) as pool, SyncCheckpointEngine(tmp_path / "root") as engine, early_lines() as lines:
+        agreed = engine._agree([work], on_leader=Leader(), what="files")
+        polling = pool.submit(agreed.is_done, blocking=True)
+        lines.wait_for(r"agreement 1 on files has waited \d+ s for 1 of 1 works of this rank", 2)
+        work.set_result(None)
+        assert polling.result(SECS)

@@ -218,6 +218,27 @@ def test_a_leader_that_fails_raises_its_own_error_and_the_others_name_it(three: 
     assert all(text.startswith("PeerFailedError 0 commit ") and "No space" in text for text in others)
 
 
+def test_a_leader_that_cannot_tell_of_its_error_says_so_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(messages: tuple[bytes, ...]) -> Decision:
+        raise OSError(28, "No space left on device")
+
+    def broken(keys: StoreKeys, *_: object) -> None:
+        raise RuntimeError("the store is away")
+
+    async def main() -> list[str]:
+        async with two_here(STALL_SECS) as (leader, other):
+            sent = await other.gather("t", b"", stage="agree")
+            assert sent == ()
+            monkeypatch.setattr(StoreKeys, "tell", broken)
+            with pytest.raises(OSError, match="No space") as raised:
+                await leader.exchange("t", b"", full, stage="commit")
+            return raised.value.__notes__
+
+    (note,) = asyncio.run(main())
+    assert note.startswith("the other ranks could not be told: PeerFailedError")
+    assert "the store is away" in note
+
+
 # -- a rank is gone ---------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from rank_engines import acting_engine, held_engine, no_space, told
 from rank_processes import Ranks, error_of, ranks
 from rank_states import assert_same, mixed_state, zeroed
 
-from aio_ckpt import CheckpointEngine, EngineConfig, SaveTicket, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, PeerFailedError, StallError, StepOrderError, UnsafeObjectError
 from aio_ckpt.format.names import ENGINE_DIR, PENDING_DIR
 
@@ -90,6 +90,40 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_the_next_one_works(
     kind, rank, text = outcomes[1 - failing]
     assert (kind, rank) == ("PeerFailedError", failing)
     assert "No space" in text
+    assert visible(tmp_path) == ["step_000000001", "step_000000003"]
+
+
+def fail_behind_the_votes(rank: int, count: int, root: Path) -> str:
+    """The leader has learned where the objects of step 2 stand; those of step 3 stand where those of step 1 did."""
+
+    def state(text: str) -> dict[str, Any]:
+        return {"w": torch.ones(3), "text": [text], "last": [1], "mine": PerRank([text])}
+
+    with acting_engine(root, SECS, max_in_flight=2) as (engine, storage):
+        engine.save(state("short"), step=1).result(SECS)
+        is_leader = rank == 0
+        learned = storage.hold("write_file", ".metadata") if is_leader else None
+        if is_leader:
+            storage.fail("write_file", ".metadata", OSError(28, "No space left on device"))
+        storage.calls.clear()
+        failing = engine.save(state("much longer" * 1000), step=2)
+        storage.wait_for("sync", "*.distcp")
+        late = storage.hold("sync", "*.distcp")
+        going_on = engine.save(state("short"), step=3)
+        late.wait_reached()
+        dist.barrier()
+        if learned is not None:
+            learned.open()
+        error = failing.exception(SECS)
+        late.open()
+        report = going_on.result(SECS)
+        assert report is not None
+        assert report.plan_hit
+    return str(error)
+
+
+def test_a_save_that_failed_behind_the_votes_does_not_fail_the_save_beside_it(two: Ranks, tmp_path: Path) -> None:
+    assert all("No space" in text for text in two.run(fail_behind_the_votes, tmp_path))
     assert visible(tmp_path) == ["step_000000001", "step_000000003"]
 
 

@@ -375,6 +375,23 @@ def test_of_replicas_that_differ_those_of_rank_0_are_saved_and_named_if_they_are
     )
 
 
+def prepare_replicated(rank: int, count: int, root: Path) -> list[int]:
+    nbytes, found = 8 << 20, []
+    state = {f"w{number}": torch.ones(nbytes // 32, dtype=torch.uint8) for number in range(32)}
+    with engine_on(root, SECS) as engine:
+        engine.prepare(state, step=1).result(SECS)
+        found.append(engine.stats().memory_bytes)
+        engine.save(state, step=1).result(SECS)
+        found.append(engine.stats().memory_bytes)
+        engine.prepare(state).result(SECS)
+        found.append(engine.stats().memory_bytes)
+    return [round(count * mapped / nbytes) for mapped in found]
+
+
+def test_prepare_maps_no_memory_for_what_other_ranks_will_write(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(prepare_replicated, tmp_path) == [[0, 1, 1]] * 2
+
+
 # -- saves side by side (S7) -------------------------------------------------------------------------
 
 
