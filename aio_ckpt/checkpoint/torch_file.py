@@ -1,51 +1,103 @@
-"""The checksums of a ``torch.save`` file, which ``torch.load`` does not compare."""
+"""The checksums of a ``torch.save`` file, which ``torch.load`` does not compare, and the places of its records."""
 
 from __future__ import annotations
 
-import errno
-import zipfile
-import zlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from isal import isal_zlib
 
-from aio_ckpt.errors import CorruptCheckpointError, MismatchError
+from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, UnsupportedLeafError
+from aio_ckpt.format.zip_directory import CompressedError, Record, body_offset, read_directory, read_record
+from aio_ckpt.storage.data_file import translate_errors
 
-__all__ = ["check_torch_file"]
+__all__ = ["TorchFile", "check_torch_file", "is_zip"]
 
 _BLOCK_BYTES = 1 << 20
-_FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, UnicodeDecodeError, RuntimeError)
-"""What zipfile raises for changed bytes in the headers of a zip."""
+_MAGIC = b"PK\x03\x04"
 
 
-def check_torch_file(path: Path) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFile:
+    """A ``torch.save`` file whose checksums were compared."""
+
+    pickle: bytes
+    """Content of ``data.pkl``; empty if there is none."""
+    nbytes: Mapping[str, int]
+    """Length of each record by its name, such as ``data/0``."""
+
+
+def is_zip(path: Path) -> bool:
+    """Return whether the file at ``path`` begins as a zip does.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def check_torch_file(path: Path) -> TorchFile:
     """Compare the CRC32 of each record of the zip at ``path``. A record that torch stored without one passes.
 
     Raises:
         MismatchError: a record does not match its CRC32.
-        CorruptCheckpointError: ``path`` is no zip, or a damaged one.
+        CorruptCheckpointError: ``path`` is no zip, or a damaged one, or two of its records overlap.
+        UnsupportedLeafError: a record is compressed. torch.load(mmap=True) would take its bytes for those of a tensor.
         OSError: the file cannot be read.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                _check_record(archive, record, path)
-    except _FAULTS as error:
-        raise CorruptCheckpointError(f"{path} is damaged: {str(error) or 'it ends too early'}") from error
-    except OSError as error:
-        if error.errno != errno.EINVAL:
+    with path.open("rb", buffering=0) as file:
+        number = file.fileno()
+        data = _OpenFile(path, number, os.fstat(number).st_size)
+        try:
+            records = read_directory(data)
+            for record in records.values():
+                _check_record(data, record)
+            pickled = read_record(data, records["data.pkl"]) if "data.pkl" in records else b""
+        except MismatchError:
             raise
-        raise CorruptCheckpointError(f"{path} is damaged: a header tells a place before its begin") from error
+        except CompressedError as error:
+            raise UnsupportedLeafError(
+                f"{path}: {error}: write the file anew by torch.save(torch.load(f), f)"
+            ) from error
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{path} is damaged: {error}") from error
+    return TorchFile(pickle=pickled, nbytes={name: record.nbytes for name, record in records.items()})
 
 
-def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo, path: Path) -> None:
-    expected = record.CRC
-    if expected == 0:
+@dataclass(frozen=True, slots=True)
+class _OpenFile:
+    """Bytes of an open file."""
+
+    path: Path
+    number: int
+    nbytes: int
+
+    def get(self, start: int, nbytes: int) -> bytes:
+        """Return ``nbytes`` bytes from ``start``.
+
+        Raises:
+            ReadError: the disk failed.
+            CorruptCheckpointError: the file has become shorter.
+        """
+        blocks = []
+        while nbytes:
+            with translate_errors(ReadError, self.path):
+                block = os.pread(self.number, nbytes, start)
+            if not block:
+                raise CorruptCheckpointError("it ends too early")
+            blocks.append(block)
+            start, nbytes = start + len(block), nbytes - len(block)
+        return b"".join(blocks)
+
+
+def _check_record(data: _OpenFile, record: Record) -> None:
+    begin, found = body_offset(data, record), 0
+    if not record.crc32:
         return
-    record.CRC = None  # type: ignore[assignment]  # zipfile would compute the sum too, several times slower
-    found = 0
-    with archive.open(record) as file:
-        while block := file.read(_BLOCK_BYTES):
-            found = isal_zlib.crc32(block, found)
-    if found != expected:
-        raise MismatchError(f"{path} is damaged: the CRC32 of {record.filename} differs")
+    for at in range(begin, begin + record.nbytes, _BLOCK_BYTES):
+        found = isal_zlib.crc32(data.get(at, min(_BLOCK_BYTES, begin + record.nbytes - at)), found)
+    if found != record.crc32:
+        raise MismatchError(f"{data.path} is damaged: the CRC32 of {record.title} differs")

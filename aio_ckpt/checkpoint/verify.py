@@ -20,7 +20,13 @@ from aio_ckpt.checkpoint.foreign_items import Ends, check_inside, check_zip, par
 from aio_ckpt.checkpoint.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.checkpoint.requests import PieceRows, ReadRequest, ReassemblyBuffer
-from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
+from aio_ckpt.errors import (
+    AioCkptError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    ReadError,
+    UnsupportedLeafError,
+)
 from aio_ckpt.format.constants import PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_read import DTYPES
 from aio_ckpt.format.rank_manifest import RankManifest, block_sums
@@ -31,7 +37,7 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state.skeleton import decode_skeleton
 from aio_ckpt.storage.local import Storage, read_small_file
 
-__all__ = ["Fault", "verify_checkpoint"]
+__all__ = ["Fault", "fault_of", "verify_checkpoint"]
 
 _CHUNK_BYTES = 16 << 20
 _ITEMS_AT_ONCE = 1024
@@ -48,6 +54,8 @@ class Fault:
     """Name of the tensor or object; None if the fault belongs to none."""
     message: str
     """Description of the fault."""
+    is_damage: bool = True
+    """False if the system failed to read: that tells nothing of the bytes."""
 
 
 class _CheckedRange(NamedTuple):
@@ -132,7 +140,12 @@ def _collecting(faults: list[Fault], file: str, tensor: str | None = None) -> It
     try:
         yield
     except AioCkptError as error:
-        faults.append(Fault(file=file, tensor=tensor, message=str(error)))
+        faults.append(fault_of(error, file=file, tensor=tensor))
+
+
+def fault_of(error: AioCkptError, *, file: str, tensor: str | None) -> Fault:
+    """Return the fault that ``error`` tells."""
+    return Fault(file=file, tensor=tensor, message=str(error), is_damage=not isinstance(error, ReadError))
 
 
 @dataclass(slots=True)
@@ -299,7 +312,7 @@ class _Verification:
         def on_read(request: ReadRequest, error: AioCkptError | None) -> None:
             if error is not None:
                 failed.add(request.start)
-                self._note(file, None, str(error))
+                self.faults.append(fault_of(error, file=file, tensor=None))
             self.on_progress(min(request.stop, nbytes) - request.start)
 
         await fetch(self.files, requests, executor=self.executor, readers=self.readers, verify=True, on_read=on_read)

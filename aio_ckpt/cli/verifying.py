@@ -108,7 +108,7 @@ def _verify(
                 on_progress=on_progress,
             )
         except AioCkptError as error:  # an unreadable checkpoint must not hide the faults of the others
-            return (work.Fault(file=checkpoint.name, tensor=None, message=str(error)),)
+            return (work.fault_of(error, file=checkpoint.name, tensor=None),)
 
     async def verify_present(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
         nonlocal is_gone
@@ -137,7 +137,7 @@ def _bytes_now(checkpoint: Path) -> int:
 
 
 def _advise(path: Path, results: Sequence[_Verified], names: StepNames, screen: Screen) -> None:
-    damaged = [Path(result.path) for result in results if result.faults]
+    damaged = [Path(result.path) for result in results if any(fault.is_damage for fault in result.faults)]
     if damaged == [path]:  # one checkpoint was named: nothing is known of its siblings
         told = advice(path.parent, names, damaged, None)
     else:

@@ -18,20 +18,19 @@ from __future__ import annotations
 import math
 import struct
 import sys
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from aio_ckpt.errors import UnsupportedLeafError
 from aio_ckpt.format import zip_records
 from aio_ckpt.format.constants import MAX_DIMS, Envelope, TensorSpec
 from aio_ckpt.format.tensor_pickle import TensorView, read_pickle, render_pickle, storable_dtype
-from aio_ckpt.format.zip_records import END, LOCAL, MAX_U32
+from aio_ckpt.format.zip_directory import body_offset, corrupt, read_directory, read_record
+from aio_ckpt.format.zip_records import MAX_U32
 
 __all__ = [
     "HEAD_BYTES",
@@ -55,8 +54,6 @@ HEAD_BYTES = 32768
 TAIL_BYTES = 8192
 """Most bytes that :func:`parse` reads from an item's end."""
 
-_ENCRYPTED_FLAG = 0x01
-_UTF8_FLAG = 0x800
 _ZIP64_SLACK = 512
 """Upper bound of the bytes between the small records and the central directory, without the raw bytes."""
 _DATA_NAME = b"archive/data/0"
@@ -172,55 +169,34 @@ class ParsedItem:
     is_neg: bool = False
 
 
+@dataclass(frozen=True, slots=True)
 class _TwoEnds:
-    """File over an item, of which only the two ends can be read."""
+    """Bytes of an item, of which only the two ends were read."""
 
-    def __init__(self, head: bytes, tail: bytes, nbytes: int) -> None:
-        self._head = head
-        self._tail = tail
-        self._nbytes = nbytes
-        self._at = 0
+    head: bytes
+    tail: bytes
+    nbytes: int
 
     def get(self, start: int, nbytes: int) -> bytes | None:
-        """Return ``nbytes`` bytes from ``start``; None if neither end holds all of them.
-
-        Raises:
-            CorruptCheckpointError: the bytes lie outside the item.
-        """
-        if start < 0 or nbytes < 0 or start + nbytes > self._nbytes:
-            _corrupt(f"bytes {start} to {start + nbytes} lie outside its {self._nbytes} bytes")
-        if start + nbytes <= len(self._head):
-            return self._head[start : start + nbytes]
-        first = self._nbytes - len(self._tail)
-        return self._tail[start - first : start - first + nbytes] if start >= first else None
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Set the position, as a file does. :mod:`zipfile` seeks from the start or from the end."""
-        self._at = offset + (self._nbytes if whence == 2 else 0)
-        if self._at < 0:
-            raise OSError("before the start")
-        return self._at
-
-    def tell(self) -> int:
-        """Return the position, as a file does."""
-        return self._at
-
-    def read(self, nbytes: int = -1) -> bytes:
-        """Return the next bytes, as a file does.
-
-        Raises:
-            _BetweenError: neither end holds the bytes.
-        """
-        left = max(self._nbytes - self._at, 0)
-        found = self.get(self._at, left if nbytes < 0 else min(nbytes, left)) if left else b""
-        if found is None:
-            raise _BetweenError
-        self._at += len(found)
-        return found
+        """Return ``nbytes`` bytes from ``start``; None if neither end holds all of them."""
+        if start + nbytes <= len(self.head):
+            return self.head[start : start + nbytes]
+        first = self.nbytes - len(self.tail)
+        return self.tail[start - first : start - first + nbytes] if start >= first else None
 
 
-class _BetweenError(Exception):
-    """The requested bytes lie between the two ends of an item."""
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Bytes of a whole zip. Its parts are views."""
+
+    data: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def get(self, start: int, nbytes: int) -> memoryview:
+        return self.data[start : start + nbytes]
 
 
 def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
@@ -235,116 +211,54 @@ def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
             tensor, a subclass, several storages, the other byte order).
     """
     if len(head) != min(item_bytes, HEAD_BYTES) or len(tail) != min(item_bytes, TAIL_BYTES):
-        _corrupt(f"{len(head)} and {len(tail)} bytes were read of its {item_bytes}")
+        corrupt(f"{len(head)} and {len(tail)} bytes were read of its {item_bytes}")
     item = _TwoEnds(head, tail, item_bytes)
-    records, directory = _read_directory(item)
-    if "byteorder" in records and _read_record(item, records["byteorder"]) != sys.byteorder.encode():
+    records = read_directory(item)
+    if "byteorder" in records and read_record(item, records["byteorder"]) != sys.byteorder.encode():
         raise UnsupportedLeafError(f"a tensor item is not {sys.byteorder}-endian")
     if "data.pkl" not in records:
-        _corrupt("it has no data.pkl")
-    view = read_pickle(_read_record(item, records["data.pkl"]))
+        corrupt("it has no data.pkl")
+    view = read_pickle(read_record(item, records["data.pkl"]))
     data = records.get(f"data/{view.storage.key}")
     if data is None:
-        _corrupt(f"it has no record data/{view.storage.key[:40]!r}")
-    raw_offset = _body_offset(item, data)
-    if raw_offset + data.file_size > directory:
-        _corrupt("its raw bytes run into its directory")
-    _check_view(view, data.file_size)
-    place: dict[str, Any] = {"raw_offset": raw_offset, "raw_bytes": data.file_size, "crc32": data.CRC}
+        corrupt(f"it has no record data/{view.storage.key[:40]!r}")
+    raw_offset = body_offset(item, data)
+    _check_view(view, data.nbytes)
+    place: dict[str, Any] = {"raw_offset": raw_offset, "raw_bytes": data.nbytes, "crc32": data.crc32}
     bits: dict[str, Any] = {"is_conj": view.is_conj, "is_neg": view.is_neg}
     return ParsedItem(
         dtype=view.dtype, shape=view.shape, stride=view.stride, storage_offset=view.offset, **place, **bits
     )
 
 
-def records_of(data: bytes) -> dict[str, tuple[bytes, int]]:
-    """Return the records of a ``torch.save`` zip: bytes and CRC32 by name, without the archive's own name.
+def records_of(data: bytes) -> dict[str, tuple[memoryview, int]]:
+    """Return the records of a ``torch.save`` zip: views of their bytes, and CRC32, by name without the archive's own.
 
     The CRC32 is 0 if torch stored none.
 
     Raises:
-        CorruptCheckpointError: the zip is malformed or compressed, or a number points outside of ``data``.
+        CorruptCheckpointError: the zip is malformed or compressed, a number points outside of ``data``, or two records
+            overlap.
     """
-    item = _TwoEnds(data, b"", len(data))
-    records, _ = _read_directory(item)
-    bodies = {name: item.get(_body_offset(item, record), record.file_size) or b"" for name, record in records.items()}
-    return {name: (body, records[name].CRC) for name, body in bodies.items()}
-
-
-def _corrupt(what: str) -> NoReturn:
-    raise CorruptCheckpointError(f"its torch.save zip is damaged: {what}")
-
-
-def _read_directory(item: _TwoEnds) -> tuple[dict[str, zipfile.ZipInfo], int]:
-    """Return records by name, without the archive's own directory name, and the offset of the central directory."""
-    end = item.get(item.seek(0, 2) - END.size, END.size) or b""
-    if not end.startswith(b"PK\5\6") or any(end[-2:]):  # torch writes no comment; zipfile would search
-        _corrupt("it does not end in a zip end record")
-    try:
-        with zipfile.ZipFile(item) as archive:
-            found, directory = archive.infolist(), archive.start_dir
-    except _BetweenError:
-        raise UnsupportedLeafError("an item with so many records is not one plain tensor") from None
-    except MemoryError:
-        raise
-    except Exception as exc:  # forged numbers raise many types, from BadZipFile to struct.error
-        raise CorruptCheckpointError(f"its torch.save zip is damaged: {exc}") from exc
-    records: dict[str, zipfile.ZipInfo] = {}
-    for record in found:
-        name = record.orig_filename
-        if record.compress_type or record.flag_bits & _ENCRYPTED_FLAG or record.compress_size != record.file_size:
-            _corrupt("a record is compressed, encrypted or elsewhere")
-        if record.header_offset < 0 or record.header_offset + LOCAL.size + len(name) + record.file_size > directory:
-            _corrupt("a record runs into its directory")
-        _, slash, short = name.partition("/")
-        if not slash or short in records:
-            _corrupt("its directory names a record twice or not at all")
-        records[short] = record
-    return records, directory
-
-
-def _body_offset(item: _TwoEnds, record: zipfile.ZipInfo) -> int:
-    """Return the offset of a record's bytes in the item.
-
-    The local header may have another extra field than the directory.
-    """
-    name = record.orig_filename
-    encoded = name.encode("utf-8" if record.flag_bits & _UTF8_FLAG else "cp437")
-    local = item.get(record.header_offset, LOCAL.size + len(encoded))
-    if local is None:
-        raise UnsupportedLeafError(f"record {name[:40]!r} lies too deep in its item for one plain tensor")
-    magic, flags, method, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(local)
-    if magic != b"PK\3\4" or method or flags & _ENCRYPTED_FLAG or local[LOCAL.size :][:name_bytes] != encoded:
-        _corrupt(f"the local header of {name[:40]!r} does not match its directory")
-    return record.header_offset + LOCAL.size + int(name_bytes) + int(extra_bytes)
-
-
-def _read_record(item: _TwoEnds, record: zipfile.ZipInfo) -> bytes:
-    """Return the bytes of a small record, checked against its CRC32 if there is one."""
-    body = item.get(_body_offset(item, record), record.file_size)
-    if body is None:
-        raise UnsupportedLeafError(
-            f"record {record.orig_filename[:40]!r} of {record.file_size} bytes is no plain tensor's"
-        )
-    if record.CRC not in (0, zlib.crc32(body)):
-        _corrupt(f"record {record.orig_filename[:40]!r} does not match its CRC32")
-    return body
+    item = _Whole(memoryview(data))
+    found = ((name, record, body_offset(item, record)) for name, record in read_directory(item).items())
+    return {name: (item.get(at, record.nbytes), record.crc32) for name, record, at in found}
 
 
 def _check_view(view: TensorView, nbytes: int) -> None:
     """Check that a view stays inside its storage of ``nbytes`` bytes: the invariant of :class:`ParsedItem`."""
     slot_bytes = 1 if view.storage.dtype is None else view.storage.dtype.itemsize
     if view.storage.slots * slot_bytes != nbytes:
-        _corrupt(f"its pickle speaks of {view.storage.slots} slots, its record has {nbytes} bytes")
+        corrupt(f"its pickle speaks of {view.storage.slots} slots, its record has {nbytes} bytes")
     numbers = (view.offset, *view.shape, *view.stride)
     if len(view.shape) != len(view.stride) or not all(type(number) is int and number >= 0 for number in numbers):
-        _corrupt("its shape, stride or offset is none")
+        corrupt("its shape, stride or offset is none")
     if max(numbers) >= 1 << 63:
-        _corrupt("its shape, stride or offset does not fit 64 bits")
+        corrupt("its shape, stride or offset does not fit 64 bits")
     if 0 in view.shape:
         return
     last = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
     if (last + 1) * view.dtype.itemsize > nbytes:
-        _corrupt("elements lie outside its storage")
+        corrupt("elements lie outside its storage")
     if math.prod(view.shape) * view.dtype.itemsize > nbytes:
         raise UnsupportedLeafError("a tensor item holds an expanded tensor, whose elements share their bytes")

@@ -13,7 +13,7 @@ import zlib
 
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 
-__all__ = ["CENTRAL", "DEFERRED_FLAG", "END", "LOCAL", "MAX_U32"]
+__all__ = ["CENTRAL", "DEFERRED_FLAG", "END", "END64", "LOCAL", "LOCATOR64", "MAX_U32", "ZIP64_EXTRA"]
 __all__ += ["deferred_descriptor", "deferred_entry", "deferred_header", "end_of_zip", "needs_zip64", "padding_to_align"]
 __all__ += ["small_entry", "small_record"]
 
@@ -23,15 +23,15 @@ CENTRAL = struct.Struct("<4s4xHH4x3I4H6xI")
 """magic, flags, method, crc, packed, nbytes, name, extra, comment, disk, offset."""
 END = struct.Struct("<4s4x2H2I2x")
 """magic, records here, records, directory's length, directory's offset. No comment."""
-_END64 = struct.Struct("<4sQ12x4Q")
+END64 = struct.Struct("<4sQ12x4Q")
 """magic, [bytes that follow,] records here, records, directory's length, directory's offset."""
-_LOCATOR64 = struct.Struct("<4s4xQI")
+LOCATOR64 = struct.Struct("<4s4xQI")
 _EXTRA = struct.Struct("<2H")
 
 MAX_U32 = 0xFFFFFFFF
 _MAX_U16 = 0xFFFF
 DEFERRED_FLAG = 0x08
-_ZIP64_EXTRA = 1
+ZIP64_EXTRA = 1
 _PADDING_EXTRA = 0x4246
 """The id ("FB") under which torch pads its own records."""
 
@@ -45,7 +45,7 @@ def small_record(name: bytes, body: bytes) -> bytes:
 def small_entry(name: bytes, body: bytes, offset: int) -> bytes:
     """Return the entry in the central directory of a :func:`small_record` at ``offset``."""
     zip64 = offset >= MAX_U32
-    extra = struct.pack("<2HQ", _ZIP64_EXTRA, 8, offset) if zip64 else b""
+    extra = struct.pack("<2HQ", ZIP64_EXTRA, 8, offset) if zip64 else b""
     lengths = (len(name), len(extra), 0, 0)
     sizes = (zlib.crc32(body), len(body), len(body))
     return CENTRAL.pack(b"PK\1\2", 0, 0, *sizes, *lengths, MAX_U32 if zip64 else offset) + name + extra
@@ -53,7 +53,7 @@ def small_entry(name: bytes, body: bytes, offset: int) -> bytes:
 
 def deferred_header(name: bytes, *, zip64: bool, padding: int) -> bytes:
     """Return the local header of a deferred record, with ``padding`` more bytes at its end."""
-    size, extra = (MAX_U32, struct.pack("<2H2Q", _ZIP64_EXTRA, 16, 0, 0)) if zip64 else (0, b"")
+    size, extra = (MAX_U32, struct.pack("<2H2Q", ZIP64_EXTRA, 16, 0, 0)) if zip64 else (0, b"")
     extra += _EXTRA.pack(_PADDING_EXTRA, padding) + bytes(padding)
     return LOCAL.pack(b"PK\3\4", DEFERRED_FLAG, 0, 0, size, size, len(name), len(extra)) + name + extra
 
@@ -75,7 +75,7 @@ def deferred_entry(name: bytes, nbytes: int, offset: int, *, crc32: int = 0, zip
     """
     fields = [nbytes, nbytes] if zip64 else []
     fields += [offset] if offset >= MAX_U32 else []
-    extra = struct.pack(f"<2H{len(fields)}Q", _ZIP64_EXTRA, 8 * len(fields), *fields) if fields else b""
+    extra = struct.pack(f"<2H{len(fields)}Q", ZIP64_EXTRA, 8 * len(fields), *fields) if fields else b""
     size, place = MAX_U32 if zip64 else nbytes, min(offset, MAX_U32)
     lengths = (len(name), len(extra), 0, 0)
     return CENTRAL.pack(b"PK\1\2", DEFERRED_FLAG, 0, crc32, size, size, *lengths, place) + name + extra
@@ -87,8 +87,8 @@ def end_of_zip(count: int, size: int, offset: int, *, zip64: bool) -> bytes:
     end = END.pack(b"PK\5\6", few, few, min(size, MAX_U32), MAX_U32 if zip64 else offset)
     if not zip64:
         return end
-    record = _END64.pack(b"PK\6\6", _END64.size - 12, count, count, size, offset)
-    return record + _LOCATOR64.pack(b"PK\6\7", offset + size, 1) + end
+    record = END64.pack(b"PK\6\6", END64.size - 12, count, count, size, offset)
+    return record + LOCATOR64.pack(b"PK\6\7", offset + size, 1) + end
 
 
 def needs_zip64(count: int, offset: int) -> bool:

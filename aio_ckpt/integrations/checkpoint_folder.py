@@ -1,25 +1,26 @@
 """Folders of checkpoints that a framework names by steps: durable, summed, and visible by one rename.
 
 A folder is written as a draft beside its place. ``checksums.sfv`` in it holds the CRC32 of each file, in the common SFV
-format: ``name crc32``, one file a line. ``cksfv`` and ``rhash -c`` read it, too.
+format: ``name crc32``, one file a line. ``cksfv`` and ``rhash -c`` read it, too. Its last line is a comment that holds
+the number of the files, and the CRC32 of all lines before. So an emptied or shortened list does not pass.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from isal import isal_zlib
 
-from aio_ckpt.checkpoint.torch_file import check_torch_file
+from aio_ckpt.checkpoint.torch_file import check_torch_file, is_zip
 from aio_ckpt.engine.file_pipeline import TEMPORARY
-from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
+from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, UnsupportedLeafError, WriteError
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.durability import sync_dir, sync_file
@@ -61,9 +62,10 @@ def seal(folder: Path, known: Mapping[Path, int]) -> None:
         for path in sorted(_files(folder))
         if path.name != SUMS_FILE
     ]
+    text = "".join(lines).encode("utf-8", "surrogateescape")
     sums = folder / SUMS_FILE
     with translate_errors(WriteError, sums):
-        sums.write_text("".join(lines), encoding="utf-8")
+        sums.write_bytes(text + f"; {len(lines)} files, {isal_zlib.crc32(text):08x}\n".encode())
     sync_path(sums)
     for place, _, _ in os.walk(folder, topdown=False):
         sync_path(Path(place))
@@ -100,6 +102,7 @@ def newest_verified(folder: Path, prefix: str, marker: str) -> Path | None:
 
     Raises:
         CorruptCheckpointError: there are checkpoints, and none verifies.
+        ReadError: the disk failed, which tells nothing of the checkpoint that was read.
     """
     pattern = re.compile(rf"{re.escape(prefix)}-(\d+)")
     names = os.listdir(folder) if folder.is_dir() else []
@@ -108,7 +111,7 @@ def newest_verified(folder: Path, prefix: str, marker: str) -> Path | None:
     for step in sorted(steps, reverse=True):
         try:
             check(steps[step], marker)
-        except (CorruptCheckpointError, ReadError) as error:
+        except CorruptCheckpointError as error:
             _log.warning("%s is passed over: %s", steps[step], error)
             failed.append(f"{steps[step].name}: {error}")
         else:
@@ -144,15 +147,15 @@ def check(folder: Path, marker: str) -> None:
 
 
 def _sums(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Yield path and CRC32 of each file that the checksums name."""
-    text = (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        if line.startswith(";"):  # a comment of another tool
-            continue
-        found = re.fullmatch(r"(.+) ([0-9a-fA-F]{8})", line)
-        if found is None:
-            raise CorruptCheckpointError(f"{folder / SUMS_FILE} is damaged: {line[:80]!r} is no checksum")
-        yield folder / found[1], int(found[2], 16)
+    """Yield path and CRC32 of each file that the checksums name. Files that they do not name are the user's."""
+    sums = folder / SUMS_FILE
+    found = re.fullmatch(rb"(.*)(?<![^\n]); (\d+) files, ([0-9a-f]{8})\n", sums.read_bytes(), re.DOTALL)
+    lines = found[1].decode("utf-8", "surrogateescape").split("\n")[:-1] if found else []
+    if found is None or int(found[2]) != len(lines) or int(found[3], 16) != isal_zlib.crc32(found[1]):
+        raise CorruptCheckpointError(f"{sums} is damaged: it does not end in the count and the CRC32 of its own lines")
+    for line in lines:
+        name, _, crc32 = line.rpartition(" ")
+        yield folder / name, int(crc32, 16)
 
 
 def _check_sum(path: Path, crc32: int) -> None:
@@ -171,10 +174,9 @@ def _check_by_itself(path: Path) -> None:
             parse_header(header, path.stat().st_size)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{path} is damaged: {error}") from error
-    elif path.suffix in _ZIPPED and path.name != "training_args.bin" and not zipfile.is_zipfile(path):
-        raise CorruptCheckpointError(f"{path} is damaged: it has no end")
-    elif path.suffix in _ZIPPED and zipfile.is_zipfile(path):
-        check_torch_file(path)
+    elif path.suffix in _ZIPPED and (path.name != "training_args.bin" or is_zip(path)):
+        with contextlib.suppress(UnsupportedLeafError):  # a zip of another program, such as torch.jit.save
+            check_torch_file(path)
 
 
 def _files(folder: Path) -> Iterator[Path]:

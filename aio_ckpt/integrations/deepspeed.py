@@ -18,13 +18,12 @@ import importlib
 import inspect
 import logging
 import os
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
-from aio_ckpt.checkpoint.torch_file import check_torch_file
+from aio_ckpt.checkpoint.torch_file import check_torch_file, is_zip
 from aio_ckpt.checks import check_kind, shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
@@ -208,8 +207,9 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
 
         Raises:
             CorruptCheckpointError: a byte of the file has changed; names the file.
+            UnsupportedLeafError: another program has compressed the file.
         """
-        if self.config.verify == "load" and zipfile.is_zipfile(path):
+        if self.config.verify == "load" and is_zip(Path(path)):
             check_torch_file(Path(path))
         return self.stock.load(path, map_location)
 

@@ -28,7 +28,7 @@ import torch
 
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.shutdown import log_if_second_to
-from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, ReadError
 from aio_ckpt.integrations import checkpoint_folder
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator
 from aio_ckpt.sync import SyncCheckpointEngine
@@ -247,9 +247,13 @@ class AioTrainerMixin:
                     if os.path.isfile(os.path.join(str(wanted), checkpoint_folder.SUMS_FILE)):
                         checkpoint_folder.check(Path(str(wanted)), _STATE)
                     answer[0] = wanted
-            except (AioCkptError, OSError) as error:
+            except OSError as error:  # it tells nothing of the checkpoint
+                answer[1] = (error.errno, error.strerror, error.filename)
+            except AioCkptError as error:
                 answer[1] = f"{error}; resume_from_checkpoint=True takes the newest one that verifies"
         broadcast_object_list(answer)
+        if isinstance(answer[1], tuple):
+            raise ReadError(*answer[1])
         if answer[1] is not None:
             raise CorruptCheckpointError(answer[1])
         return answer[0]  # type: ignore[no-any-return]

@@ -157,7 +157,8 @@ def _check_stored(data: bytes, name: str) -> None:
     try:
         records = records_of(data)
         sizes = {key: len(record) for key, (record, _) in records.items()}
-        check_calls(records.get("data.pkl", (b"", 0))[0], lambda key: sizes.get(f"data/{key}"), STORAGE_ELEMENT_BYTES)
+        pickled = bytes(records.get("data.pkl", (b"", 0))[0])
+        check_calls(pickled, lambda key: sizes.get(f"data/{key}"), STORAGE_ELEMENT_BYTES)
     except CorruptCheckpointError as exc:
         raise CorruptCheckpointError(f"{name}: the stored object does not read: {exc}") from exc
     except UnsafeObjectError as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -241,6 +242,19 @@ def test_a_missing_file_is_a_fault_of_its_checkpoint(root, capsys, name):
     assert code == 1
     assert name in out
     assert "step_000000020: good" in out
+
+
+def test_a_disk_that_fails_is_a_fault_and_no_reason_to_delete(root, capsys, monkeypatch):
+    stock = os.preadv
+
+    def preadv(number, buffers, offset, *flags):
+        if "step_000000020" in os.readlink(f"/proc/self/fd/{number}"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return stock(number, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    code, out, _ = called(capsys, "verify", root)
+    assert (code, os.strerror(errno.ESTALE) in out, "aio-ckpt rm" in out) == (1, True, False), out
 
 
 def test_two_directories_that_were_swapped_are_a_fault_of_both_and_a_copy_of_another_name_is_none(root, capsys):

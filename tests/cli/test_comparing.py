@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from command_line import called, document, save_by_dcp
 
-from aio_ckpt.cli.work.differences import distance
+from aio_ckpt.checkpoint.catalog import StoredObject
+from aio_ckpt.cli.work import differences
+from aio_ckpt.cli.work.differences import distance, object_change
+from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.sync import SyncCheckpointEngine
 
 
@@ -46,6 +50,31 @@ def test_diff_names_what_one_lacks_and_what_has_another_shape_or_dtype(tmp_path,
     assert "only in A: only_a\n" in out
     assert "only in B: z\n" in out
     assert "float32 (3, 2)" in out
+
+
+@pytest.mark.parametrize("nbytes", [1 << 62, 1 << 40, 100_000])
+def test_a_forged_length_of_an_object_of_dcp_is_damage(tmp_path, nbytes):
+    """Nothing checks the length of an object of plain DCP before its bytes are compared."""
+    (tmp_path / "f").write_bytes(bytes(3000))
+    stored = StoredObject("o", "f", 0, nbytes, None, False)
+    catalog = SimpleNamespace(objects={"o": stored})
+    opened = [SimpleNamespace(path=tmp_path, catalog=catalog)] * 2
+    with pytest.raises(CorruptCheckpointError, match=f"{tmp_path}/f: ends before the object 'o' does"):
+        object_change("o", opened)
+
+
+def test_objects_of_dcp_that_differ_behind_a_block_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr(differences, "_BLOCK_BYTES", 1000)
+    for name, last in (("a", b"x"), ("b", b"y"), ("c", b"x")):
+        (tmp_path / name).write_bytes(bytes(2500) + last)
+    opened = {
+        name: SimpleNamespace(
+            path=tmp_path, catalog=SimpleNamespace(objects={"o": StoredObject("o", name, 0, 2501, None, False)})
+        )
+        for name in "abc"
+    }
+    assert object_change("o", [opened["a"], opened["b"]]) is not None
+    assert object_change("o", [opened["a"], opened["c"]]) is None
 
 
 def test_diff_tells_how_far_values_are_apart(tmp_path, capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,17 +14,20 @@ from aio_ckpt.checkpoint.catalog import StoredObject
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.cli.work.contents import LeafRow, leaves_of, use_newest
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.errors import CorruptCheckpointError, ReadError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.restore.read import read_leaves
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Comparison", "KindChange", "ValueChange", "compare", "distance"]
+__all__ = ["Comparison", "KindChange", "ValueChange", "compare", "distance", "object_change"]
 
 _BATCH_BYTES = 256 << 20
 """Bytes of one checkpoint that are read before they are compared, unless one tensor is larger."""
+_BLOCK_BYTES = 1 << 20
 _BLOCK_ELEMENTS = 1 << 22
 """Elements that are compared at once, so that a comparison takes little memory beside the tensors."""
 
@@ -169,7 +171,7 @@ async def _compare_values(
             if leaf.kind == "tensor":
                 change = await run_blocking(executor, _tensor_change, leaf.name, ours[leaf.name], theirs[leaf.name])
             else:
-                change = await run_blocking(executor, _object_change, leaf.name, opened)
+                change = await run_blocking(executor, object_change, leaf.name, opened)
             if change is not None:
                 changes.append(change)
         done += sum(leaf.nbytes for leaf in batch)
@@ -190,19 +192,31 @@ def _batches(leaves: Sequence[LeafRow]) -> Iterator[list[LeafRow]]:
         yield batch
 
 
-def _object_change(name: str, opened: Sequence[Checkpoint]) -> ValueChange | None:
+def object_change(name: str, opened: Sequence[Checkpoint]) -> ValueChange | None:
     """Compare the stored bytes of an object: to bring it back could run code."""
     found = [(checkpoint.path, checkpoint.catalog.objects[name]) for checkpoint in opened]
-    sums = {(stored.nbytes, stored.crc32) for _, stored in found}
-    has_sums = all(stored.crc32 is not None for _, stored in found)
-    if len(sums) == 1 if has_sums else len({_bytes_of(path, stored) for path, stored in found}) == 1:
-        return None
-    return ValueChange(name=name, differing=1, elements=1, largest=None, relative=None)
+    lengths = {stored.nbytes for _, stored in found}
+    sums = {stored.crc32 for _, stored in found}
+    are_alike = len(lengths) == 1 and (len(sums) == 1 if None not in sums else _are_equal(found))
+    return None if are_alike else ValueChange(name=name, differing=1, elements=1, largest=None, relative=None)
 
 
-def _bytes_of(path: Path, stored: StoredObject) -> bytes:
-    with (path / stored.file).open("rb") as file:
-        return os.pread(file.fileno(), stored.nbytes, stored.offset)
+def _are_equal(found: Sequence[tuple[Path, StoredObject]]) -> bool:
+    """Return whether the stored bytes, of one length, are equal."""
+    blocks = [_blocks(path / stored.file, stored) for path, stored in found]
+    return all(len(set(parts)) == 1 for parts in zip(*blocks, strict=True))
+
+
+def _blocks(path: Path, stored: StoredObject) -> Iterator[bytes]:
+    """Yield the bytes of an object. Each read is small, so that a forged length takes no memory."""
+    with translate_errors(ReadError, path), path.open("rb") as file:
+        file.seek(stored.offset)
+        for done in range(0, stored.nbytes, _BLOCK_BYTES):
+            wanted = min(_BLOCK_BYTES, stored.nbytes - done)
+            block = file.read(wanted)
+            if len(block) < wanted:
+                raise CorruptCheckpointError(f"{path}: ends before the object {stored.name!r} does")
+            yield block
 
 
 def _tensor_change(name: str, a: object, b: object) -> ValueChange | None:

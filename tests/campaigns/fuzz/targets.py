@@ -120,7 +120,7 @@ def _objects(_: Path) -> list[bytes]:
 
 
 def _pickles(folder: Path) -> list[bytes]:
-    return [records_of(data)["data.pkl"][0] for data in (*_objects(folder), *_items(folder))]
+    return [bytes(records_of(data)["data.pkl"][0]) for data in (*_objects(folder), *_items(folder))]
 
 
 def _skeletons(folder: Path) -> list[bytes]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from aio_ckpt.checkpoint.torch_file import check_torch_file
-from aio_ckpt.errors import CorruptCheckpointError, MismatchError
+from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, UnsupportedLeafError
 
 
 @pytest.fixture
@@ -40,6 +44,41 @@ def test_a_file_that_was_cut_off_is_no_zip(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(CorruptCheckpointError, match="is damaged"):
         check_torch_file(path)
+
+
+def test_a_compressed_file_is_refused_with_the_remedy(path: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed.pt"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    assert torch.load(packed)["n"] == 5
+    with pytest.raises(
+        UnsupportedLeafError, match=rf"{packed}: .*compressed.*: write .* torch\.save\(torch\.load\(f\), f\)"
+    ):
+        check_torch_file(packed)
+
+
+def test_the_lengths_of_the_records_are_told(path: Path) -> None:
+    found = check_torch_file(path)
+    assert (found.nbytes["data/0"], found.nbytes["data/1"]) == (1_200_000, 8)
+    assert len(found.pickle) == found.nbytes["data.pkl"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("failing", range(4))
+def test_a_disk_that_fails_is_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, code: int) -> None:
+    """The end record, the locator, the directory, a local header: each read."""
+    stock, calls = os.pread, itertools.count()
+
+    def pread(number: int, nbytes: int, offset: int) -> bytes:
+        if next(calls) == failing:
+            raise OSError(code, os.strerror(code))
+        return stock(number, nbytes, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(ReadError, match=str(path)) as raised:
+        check_torch_file(path)
+    assert (raised.value.errno, raised.value.filename) == (code, str(path))
 
 
 def test_any_changed_byte_of_a_header_is_damage(tmp_path: Path) -> None:

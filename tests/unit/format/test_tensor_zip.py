@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from aio_ckpt.format import zip_records
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.format.tensor_zip import (
     HEAD_BYTES,
@@ -39,6 +40,7 @@ from aio_ckpt.format.tensor_zip import (
     is_dense,
     parse,
     raw_bytes,
+    records_of,
     render,
     storable_dtype,
     stored_stride,
@@ -547,12 +549,13 @@ def test_a_compressed_item_is_corrupt(method):
 @pytest.mark.parametrize(
     ("magic", "at", "patch", "message"),
     [
-        (b"PK\1\2", 10, b"\x08", "compressed"),  # method
-        (b"PK\1\2", 8, b"\x01", "encrypted"),  # flags
+        (b"PK\1\2", 10, b"\x08", "local header"),  # method
+        (b"PK\1\2", 8, b"\x01", "local header"),  # flags
+        (b"PK\1\2", 20, b"\0", "two lengths"),
         (b"PK\3\4", 8, b"\x08", "local header"),
-        (b"PK\5\6", 12, b"\0\0", "no data.pkl"),  # length of the directory
+        (b"PK\5\6", 12, b"\0\0", "does not end where"),  # length of the directory
         (b"PK\5\6", 12, b"\xff\xff", "is damaged"),
-        (b"PK\5\6", 16, b"\0\0", "runs into its directory"),  # where the directory begins
+        (b"PK\5\6", 16, b"\0\0", "does not end where"),  # where the directory begins
     ],
 )
 def test_a_zip_field_that_disagrees_is_corrupt(magic, at, patch, message):
@@ -561,6 +564,47 @@ def test_a_zip_field_that_disagrees_is_corrupt(magic, at, patch, message):
     item[at : at + len(patch)] = patch
     with pytest.raises(CorruptCheckpointError, match=message):
         parse_whole(item)
+
+
+def overlapping(count: int, body: bytes) -> bytes:
+    """A zip whose local headers lie inside of each other's bytes: each record holds all that follow."""
+    names = [b"archive/data/%d" % number for number in range(count)]
+    after = b"".join(zip_records.LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, 0, len(name), 0) + name for name in names) + body
+    entries, at = b"", 0
+    for name in names:
+        nbytes = len(after) - at - zip_records.LOCAL.size - len(name)
+        entries += zip_records.CENTRAL.pack(b"PK\1\2", 0, 0, 0, nbytes, nbytes, len(name), 0, 0, 0, at) + name
+        at += zip_records.LOCAL.size + len(name)
+    return after + entries + zip_records.end_of_zip(count, len(entries), len(after), zip64=False)
+
+
+def test_records_that_overlap_are_refused_before_any_is_read():
+    for data in (overlapping(2, bytes(10)), overlapping(5000, bytes(100_000))):
+        with pytest.raises(CorruptCheckpointError, match="runs into another"):
+            records_of(data)
+        with pytest.raises(REFUSED, match=r"runs into another|so many records"):
+            parse_whole(data)
+    assert records_of(overlapping(1, b"abc"))["data/0"][0] == b"abc"
+
+
+def test_a_local_header_that_is_longer_than_the_directory_tells_runs_into_no_other_record():
+    item = bytearray(item_of(TensorSpec(torch.float32, (5,), (1,)), bytes(20)))
+    at = item.index(b"PK\3\4archive/version"[:4], item.index(b"archive/byteorder"))
+    struct.pack_into("<H", item, at + 28, 40)
+    with pytest.raises(CorruptCheckpointError, match="'archive/version' runs into another"):
+        records_of(bytes(item))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_directory_that_another_reader_would_find_elsewhere_is_refused(wide: bool):
+    """zipfile shifts all offsets by bytes before the zip, and torch does not."""
+    item = item_of(TensorSpec(torch.float32, (5,), (1,)), bytes(20))
+    if wide:
+        _, count, _, size, start = zip_records.END.unpack(item[-22:])
+        item = item[:-22] + zip_records.end_of_zip(count, size, start, zip64=True)
+        assert records_of(item).keys() >= {"data.pkl", "data/0"}
+    with pytest.raises(CorruptCheckpointError, match=r"does not end where|is elsewhere"):
+        records_of(b"before" + item)
 
 
 def test_a_length_beyond_the_item_is_corrupt_even_in_a_record_that_nobody_reads():

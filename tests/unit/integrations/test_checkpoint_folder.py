@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from aio_ckpt import CorruptCheckpointError, RootError, WriteError
+from aio_ckpt import CorruptCheckpointError, ReadError, RootError, WriteError
 from aio_ckpt.integrations import checkpoint_folder
 from aio_ckpt.integrations.checkpoint_folder import SUMS_FILE, check, newest_verified, publish, seal, sync_files
 
@@ -42,6 +44,7 @@ def test_the_checksums_are_those_of_all_files(tmp_path: Path) -> None:
     (folder / ".aio_ckpt-file-1" / "model.safetensors").write_text("not committed")
     seal(folder, {folder / "optimizer.pt": 0xAB})
     lines = (folder / SUMS_FILE).read_text().splitlines()
+    assert lines.pop().startswith("; 4 files, ")
     names = [line.rpartition(" ")[0] for line in lines]
     assert names == ["model.safetensors", "optimizer.pt", "sub/a name.txt", STATE]
     assert "optimizer.pt 000000ab" in lines
@@ -61,10 +64,56 @@ def test_each_damaged_or_missing_file_is_found(tmp_path: Path, name: str, act: o
         check(folder, STATE)
 
 
-def test_comments_of_other_tools_are_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shorten",
+    [
+        lambda text: b"",
+        lambda text: text[: len(text) // 2],
+        lambda text: text[: text.rindex(b"\n;") + 1],
+        lambda text: text[:-1],
+        lambda text: text[text.index(b"\n") + 1 :],
+        lambda text: text.replace(b"; 4", b"; 3"),
+        lambda text: text[text.rindex(b";") :],
+    ],
+)
+def test_a_list_of_checksums_that_lost_a_line_proves_nothing(tmp_path: Path, shorten: Callable[[bytes], bytes]) -> None:
     folder = draft(tmp_path / "d")
-    text = (folder / SUMS_FILE).read_text()
-    (folder / SUMS_FILE).write_text(f"; made by another tool\n{text}")
+    text = (folder / SUMS_FILE).read_bytes()
+    (folder / SUMS_FILE).write_bytes(shorten(text))
+    with pytest.raises(CorruptCheckpointError, match=f"{SUMS_FILE} is damaged"):
+        check(folder, STATE)
+
+
+def test_a_file_that_the_user_added_is_no_fault(tmp_path: Path) -> None:
+    folder = draft(tmp_path / "d")
+    (folder / "README.md").write_text("mine")
+    check(folder, STATE)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_disk_that_fails_is_no_damage_and_no_older_checkpoint_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, *, sealed: bool
+) -> None:
+    draft(tmp_path / "checkpoint-1")
+    folder = draft(tmp_path / "checkpoint-2", sealed=sealed)
+    stock = Path.open
+
+    def fail(self: Path, *args: object, **options: object) -> object:
+        if self == folder / "optimizer.pt":
+            raise OSError(code, os.strerror(code), str(self))
+        return stock(self, *args, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(ReadError, match=r"optimizer\.pt") as raised:
+        newest_verified(tmp_path, "checkpoint", STATE)
+    assert raised.value.errno == code
+
+
+def test_a_zip_of_another_program_beside_the_state_is_no_damage(tmp_path: Path) -> None:
+    folder = draft(tmp_path / "d", sealed=False)
+    with zipfile.ZipFile(folder / "script.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("script/code/model.py", "pass\n" * 1000)
     check(folder, STATE)
 
 
