@@ -48,6 +48,8 @@ def run(arguments: Sequence[str]) -> int:
         return _complain(str(error), 2)
     except (AioCkptError, OSError) as error:
         return _complain(_words(error), 1)
+    except MemoryError as error:
+        return _complain(f"this machine lacks the memory for it: {error}".removesuffix(": "), 1)
     return code if isinstance(code, int) else 0
 
 

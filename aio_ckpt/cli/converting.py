@@ -51,6 +51,9 @@ class _Place(click.Path):
 _branch = click.option("--branch", metavar="NAME", help="Only what is below NAME, under names that begin there.")
 _shards = click.option("--max-shard-bytes", type=click.IntRange(1), help="Most bytes of tensors in one .safetensors.")
 _dtype = click.option("--dtype", help="Cast floating-point tensors of a .safetensors, such as bfloat16.")
+_trusted = click.option(
+    "--trusted", is_flag=True, help="Run code of the source where an object needs it: only if you trust its writer."
+)
 _step = click.option("--step", type=click.IntRange(0), help="Its step in ROOT; by default its own, or the next one.")
 
 
@@ -61,6 +64,7 @@ _step = click.option("--step", type=click.IntRange(0), help="Its step in ROOT; b
 @_branch
 @_shards
 @_dtype
+@_trusted
 @step_dir_option
 @json_option
 def export_command(path: Path, out: Path, kind: str | None, names: StepNames, **options: Any) -> None:
@@ -78,14 +82,15 @@ def export_command(path: Path, out: Path, kind: str | None, names: StepNames, **
 @click.argument("file", type=_Place(must_exist=True))
 @click.argument("root", type=_Place(must_exist=False))
 @_step
+@_trusted
 @step_dir_option
 @json_option
-def import_command(file: Path, root: Path, step: int | None, names: StepNames, *, as_json: bool) -> None:
+def import_command(file: Path, root: Path, step: int | None, names: StepNames, *, trusted: bool, as_json: bool) -> None:
     """Save the content of a FILE as a step of ROOT.
 
-    FILE is of torch.save or safetensors, or the index of several. No code of it is run.
+    FILE is of torch.save or safetensors, or the index of several. No code of it is run without --trusted.
     """
-    _to_step(file, root, names, step=step, as_json=as_json)
+    _to_step(file, root, names, step=step, trusted=trusted, as_json=as_json)
 
 
 @click.command("convert", epilog=example("aio-ckpt convert pytorch_model.bin model.safetensors"))
@@ -95,10 +100,11 @@ def import_command(file: Path, root: Path, step: int | None, names: StepNames, *
 @_branch
 @_shards
 @_dtype
+@_trusted
 @step_dir_option
 @json_option
 def convert_command(
-    source: Path, out: Path, step: int | None, names: StepNames, *, as_json: bool, **options: Any
+    source: Path, out: Path, step: int | None, names: StepNames, *, trusted: bool, as_json: bool, **options: Any
 ) -> None:
     """Convert SOURCE to OUT, each of them a file or a directory.
 
@@ -109,7 +115,7 @@ def convert_command(
     if out.name.endswith(suffixes):
         if step is not None:
             raise ConfigError(f"--step is for a root, and {out.name} is a file: leave it away")
-        _to_file(source, out, names, as_json=as_json, **options)
+        _to_file(source, out, names, trusted=trusted, as_json=as_json, **options)
     elif close := difflib.get_close_matches(out.suffix.lower(), suffixes, n=1, cutoff=0.85):
         raise ConfigError(
             f"{out.name}: is that a file or a root? Give a file the suffix {close[0]}, and a root another"
@@ -117,7 +123,7 @@ def convert_command(
     elif given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
         raise ConfigError(f"{given[0]} is for files, and {out.name} is a root: leave it away, or give a file as OUT")
     else:
-        _to_step(source, out, names, step=step, as_json=as_json)
+        _to_step(source, out, names, step=step, trusted=trusted, as_json=as_json)
 
 
 def _to_file(
@@ -128,6 +134,7 @@ def _to_file(
     branch: str | None,
     max_shard_bytes: int | None,
     dtype: str | None,
+    trusted: bool,
     as_json: bool,
 ) -> None:
     import torch
@@ -140,18 +147,19 @@ def _to_file(
     is_safe = out.name.endswith(_SUFFIXES["safetensors"])
     if not is_safe and (dtype is not None or max_shard_bytes is not None):
         raise ConfigError(f"--dtype and --max-shard-bytes are for .safetensors files, and {out.name} is none")
-    screen, options = Screen(as_json=as_json), FileOptions(branch=branch, max_shard_bytes=max_shard_bytes, dtype=cast)
+    screen = Screen(as_json=as_json)
+    options = FileOptions(branch=branch, max_shard_bytes=max_shard_bytes, dtype=cast, trusted=trusted)
     with _interruptible(out), bytes_progress(screen, "read") as on_progress:
         converted = convert_to_file(source, out, names, options, on_progress=on_progress)
     _tell(screen, converted, as_json=as_json)
 
 
-def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, as_json: bool) -> None:
+def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, trusted: bool, as_json: bool) -> None:
     from aio_ckpt.cli.work.conversions import convert_to_step
 
     screen = Screen(as_json=as_json)
     with _interruptible(root), bytes_progress(screen, "read") as on_progress:
-        converted = convert_to_step(source, root, names, step=step, on_progress=on_progress)
+        converted = convert_to_step(source, root, names, step=step, trusted=trusted, on_progress=on_progress)
     _tell(screen, converted, as_json=as_json)
 
 

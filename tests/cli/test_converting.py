@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
+import struct
 import warnings
 import zipfile
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,6 +25,7 @@ from warm_python import run_warm
 import aio_ckpt
 from aio_ckpt.cli.work import conversions
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.format import zip_records
 from aio_ckpt.format.safetensors_file import PACKED
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.sync import SyncCheckpointEngine
@@ -258,11 +263,156 @@ def test_damaged_and_foreign_files_are_refused(tmp_path, capsys):
         ("old.pt", "old.pt: has the format of torch before 1.6: load it by torch.load and save it"),
         ("code.pt", "code.pt: only running code can read an object in it (WeightsUnpickler error: Unsupported global"),
         ("cut.pt", "cut.pt is damaged"),
-        ("zip.pt", "zip.pt: torch cannot read it"),
+        ("zip.pt", "zip.pt: cannot be read: [enforce fail"),
     ):
         code, _, err = called(capsys, "import", tmp_path / name, tmp_path / "root")
         assert (code, text in err) == (1, True), err
         assert not (tmp_path / "root").exists()
+
+
+NUMPY = {
+    "best": np.float64(0.1),
+    "count": np.int32(7),
+    "text": np.str_("text"),
+    "flag": np.bool_(True),
+    "history": np.arange(6.0).reshape(2, 3),
+    "transposed": np.arange(6, dtype=np.int16).reshape(2, 3).T,
+    "texts": np.array(["a", "bc"]),
+    "empty": np.zeros((0, 3), np.float32),
+    "rng": np.random.RandomState(3).get_state(),
+    "nested": [{"a": (np.float32(1.5), [np.ones(2)])}],
+    "kinds": [np.dtype("float32"), np.float64],
+    "lr": 0.1,
+}
+
+
+@pytest.mark.parametrize("core", ["numpy.core", "numpy._core"])
+def test_numpy_values_of_a_torch_file_need_no_trust_and_land_as_save_would_store_them(tmp_path, capsys, core):
+    torch.save({"w": torch.arange(5), **NUMPY}, tmp_path / "a.pt")
+    _rename_globals(tmp_path / "a.pt", core)
+    assert called(capsys, "import", tmp_path / "a.pt", tmp_path / "root")[0] == 0
+    assert called(capsys, "convert", tmp_path / "a.pt", tmp_path / "b.pt")[0] == 0
+    with SyncCheckpointEngine(tmp_path / "saved") as engine:
+        engine.save({"w": torch.arange(5), **NUMPY}, step=1).result()
+    wanted = aio_ckpt.read(tmp_path / "saved/step_000000001")
+    _, ours = document(capsys, "inspect", tmp_path / "root")
+    _, saved = document(capsys, "inspect", tmp_path / "saved")
+    assert ours["leaves"] == saved["leaves"]
+    for got in (aio_ckpt.read(tmp_path / "root/step_000000001"), torch.load(tmp_path / "b.pt", weights_only=False)):
+        assert got.keys() == wanted.keys()
+        for name in NUMPY:
+            assert _is_same(got[name], wanted[name]), name
+
+
+def _rename_globals(path: Path, core: str) -> None:
+    with zipfile.ZipFile(path) as source:
+        records = {entry.filename: source.read(entry) for entry in source.infolist()}
+    with zipfile.ZipFile(path, "w") as target:
+        for name, data in records.items():
+            target.writestr(name, data.replace(b"cnumpy._core.", f"c{core}.".encode()))
+
+
+def _is_same(a: object, b: object) -> bool:
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_is_same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and getattr(a, "dtype", None) == getattr(b, "dtype", None) and bool(np.all(a == b))
+
+
+class Made:
+    """A type of the user's."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Made)
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize(
+    "value", [Made(), np.array([1, None], dtype=object), np.zeros(2, "i4,f4"), np.datetime64("2026-01-01")]
+)
+def test_what_only_code_can_read_needs_the_flag_that_the_error_names(tmp_path, capsys, value):
+    torch.save({"w": torch.arange(5), "value": value}, tmp_path / "a.pt")
+    for command, out in (("import", "root"), ("convert", "b.pt")):
+        code, _, err = called(capsys, command, tmp_path / "a.pt", tmp_path / out)
+        assert (code, "a.pt: only running code can read an object" in err, "give --trusted" in err) == (1, 1, 1), err
+        assert not (tmp_path / out).exists()
+        assert called(capsys, command, tmp_path / "a.pt", tmp_path / out, "--trusted")[0] == 0
+    got = torch.load(tmp_path / "b.pt", weights_only=False)["value"]
+    assert np.all(got == value)
+
+
+def test_a_class_that_is_not_found_is_named(tmp_path, capsys):
+    torch.save({"w": torch.arange(5), "value": Made()}, tmp_path / "a.pt")
+    data = (tmp_path / "a.pt").read_bytes()
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as target, zipfile.ZipFile(io.BytesIO(data)) as source:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry).replace(b"\nMade\n", b"\nGone\n"))
+    code, _, err = called(capsys, "import", tmp_path / "b.pt", tmp_path / "root", "--trusted")
+    assert (code, "b.pt: an object in it needs a module or class" in err, "Gone" in err) == (1, True, True), err
+
+
+@pytest.mark.parametrize("slots", [64, 5, 3, -4, 1 << 62])
+def test_a_storage_that_is_not_as_long_as_its_record_is_refused(tmp_path, capsys, slots):
+    """torch.load(mmap=True) would take what lies behind the record for the values."""
+    number = pickle.dumps(slots, 2)[2:-1]
+    pickled = (
+        b"\x80\x02}X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+        b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpu"
+        + number
+        + b"tQK\x00K\x04\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtRs."
+    )
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        for name, body in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n"), ("data/0", bytes(16))):
+            archive.writestr(f"a/{name}", body)
+    code, _, err = called(capsys, "import", tmp_path / "a.pt", tmp_path / "root")
+    assert (code, f"a.pt: a storage of {slots} elements of torch.FloatStorage over 16 stored bytes" in err) == (1, True)
+
+
+def test_a_call_that_takes_memory_by_a_number_is_refused(tmp_path, capsys):
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x02\x85R.")
+        archive.writestr("a/version", b"3\n")
+    code, _, err = called(capsys, "import", tmp_path / "a.pt", tmp_path / "root")
+    assert (code, "a.pt: " in err) == (1, True), err
+
+
+CRAFTED = {
+    "deep.safetensors.index.json": b'{"weight_map":' + b'{"a":' * 100_000,
+    "nul.safetensors.index.json": b'{"weight_map":{"a":"x\\u0000y.safetensors"}}',
+    "surrogate.safetensors.index.json": b'{"weight_map":{"a":"\\ud800.safetensors"}}',
+    "names.bin.index.json": b'{"weight_map":[["a", ["b"]]]}',
+    "list.bin.index.json": b"[1]",
+    "long.bin.index.json": b'{"weight_map":{"a":"' + b"x" * 300 + b'"}}',
+    "shape.safetensors": {"a": {"dtype": "F32", "shape": [2**64, 0], "data_offsets": [0, 0]}},
+    "empty.safetensors": b"",
+    "eight.safetensors": bytes(8),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+@pytest.mark.parametrize("command", ["import", "convert"])
+def test_crafted_headers_end_in_one_line_that_names_the_file(tmp_path, capsys, name, command):
+    content = CRAFTED[name]
+    if isinstance(content, dict):
+        header = json.dumps(content).encode()
+        content = struct.pack("<Q", len(header)) + header
+    (tmp_path / name).write_bytes(content)
+    code, _, err = called(capsys, command, tmp_path / name, tmp_path / "out.pt")
+    assert (code, err.count("\n"), str(tmp_path) in err) == (1, 1, True), err
+
+
+def test_a_zip_whose_offset_is_2_to_the_63_is_damaged(tmp_path, capsys):
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    assert data[-42:-38] == b"PK\6\7" or data[-22:-18] == b"PK\5\6"
+    start = data.index(b"PK\1\2")
+    for place in (1 << 63, (1 << 64) - 100):
+        end = zip_records.end_of_zip(1, 10, place, zip64=True)
+        (tmp_path / "a.pt").write_bytes(bytes(data[:start]) + end)
+        code, _, err = called(capsys, "import", tmp_path / "a.pt", tmp_path / "root")
+        assert (code, err.count("\n"), "a.pt is damaged" in err) == (1, 1, True), err
 
 
 def test_what_other_ranks_saved_is_not_left_out_in_silence(tmp_path, capsys):
@@ -281,11 +431,10 @@ def test_an_object_that_needs_code_is_named_with_what_a_command_can_do(tmp_path,
     with SyncCheckpointEngine(tmp_path / "root") as engine:
         engine.save({"m": {"w": torch.ones(2)}, "when": torch.Generator}, step=1).result()
     code, _, err = called(capsys, "export", tmp_path / "root", tmp_path / "o.pt")
-    assert (code, "step_000000001: only running code can read 'when', and a conv" in err, "--branch" in err) == (
-        1,
-        1,
-        1,
-    )
+    assert (code, "step_000000001: only running code can read 'when': give --branch" in err) == (1, True), err
+    assert "or --trusted if you trust whoever wrote the checkpoint" in err
+    assert called(capsys, "export", tmp_path / "root", tmp_path / "all.pt", "--trusted")[0] == 0
+    assert torch.load(tmp_path / "all.pt", weights_only=False)["when"] is torch.Generator
     assert called(capsys, "export", tmp_path / "root", tmp_path / "o.pt", "--branch", "m")[0] == 0
 
 

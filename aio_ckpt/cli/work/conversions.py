@@ -52,6 +52,8 @@ class FileOptions:
     """Name of the branch that is converted; None: all. Names in the file begin below it."""
     max_shard_bytes: int | None = None
     dtype: torch.dtype | None = None
+    trusted: bool = False
+    """Whether code of the source may run."""
 
 
 def convert_to_file(
@@ -80,7 +82,10 @@ def convert_to_file(
             flat_tensors(objects)
 
     only = [options.branch] if options.branch else None
-    with opened(source, out, names, on_progress, only=only, check=check) as found, _writer(out.parent, names) as engine:
+    with (
+        opened(source, out, names, on_progress, only=only, check=check, trusted=options.trusted) as found,
+        _writer(out.parent, names) as engine,
+    ):
         state = _branch(found, options.branch) if options.branch else found.state
         obj = flat_tensors(state) if is_safe else state
         report = engine.save_file(obj, out, max_shard_bytes=options.max_shard_bytes, dtype=options.dtype).result()
@@ -89,9 +94,11 @@ def convert_to_file(
 
 
 def convert_to_step(
-    source: Path, root: Path, names: StepNames, *, step: int | None, on_progress: OnProgress
+    source: Path, root: Path, names: StepNames, *, step: int | None, trusted: bool, on_progress: OnProgress
 ) -> Converted:
     """Save the state at ``source`` as a step of ``root``; ``step``: None for that of the source, or the next one.
+
+    ``trusted``: whether code of the source may run.
 
     Raises:
         StepOrderError: the step does not exceed those of ``root``.
@@ -107,7 +114,7 @@ def convert_to_step(
                 "or a higher one, or another root"
             )
 
-    with opened(source, root, names, on_progress, check=check) as found:
+    with opened(source, root, names, on_progress, check=check, trusted=trusted) as found:
         state = found.state if isinstance(found.state, dict) else {"state": found.state}
         with _writer(root, names) as engine:
             report = engine.save(state, step if step is not None else found.step).result()

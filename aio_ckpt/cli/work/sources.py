@@ -21,6 +21,7 @@ from aio_ckpt.cli.work.loop import call
 from aio_ckpt.cli.work.partial import PartialTensors
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
+    AioCkptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MissingNameError,
@@ -29,7 +30,10 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.pickle_scan import check_calls
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
+from aio_ckpt.format.tensor_pickle import STORAGE_ELEMENT_BYTES
+from aio_ckpt.leaves.numpy_pickles import NUMPY_GLOBALS, real_values
 from aio_ckpt.leaves.objects import unsafe_reason
 from aio_ckpt.match.rank_names import unexpected_names
 from aio_ckpt.restore.fetch_values import FetchedValues
@@ -65,9 +69,18 @@ class Source:
 
 @contextlib.contextmanager
 def opened(
-    path: Path, out: Path, names: StepNames, on_progress: OnProgress, *, check: Check, only: list[str] | None = None
+    path: Path,
+    out: Path,
+    names: StepNames,
+    on_progress: OnProgress,
+    *,
+    check: Check,
+    trusted: bool,
+    only: list[str] | None = None,
 ) -> Iterator[Source]:
     """Yield the state at ``path``, of which a checkpoint is read beside ``out``; ``only``: the branches that are read.
+
+    ``trusted``: whether code of the source may run.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, root or file of a state.
@@ -80,14 +93,35 @@ def opened(
     if path.is_dir():
         with PartialTensors(out) as partial:
             yield call(
-                lambda storage, executor: _read(storage, executor, path, names, only, partial, check, on_progress)
+                lambda storage, executor: _read(
+                    storage, executor, path, names, only, partial, check, on_progress, trusted=trusted
+                )
             )
-    elif path.name.endswith(_INDEX):
-        yield Source(state=_mapped_shards(path), step=None, path=path)
-    elif path.name.endswith(SUFFIX):
-        yield Source(state=_with_tied(*_mapped(path)), step=None, path=path)
     else:
-        yield Source(state=_mapped_torch(path), step=None, path=path)
+        with _reading(path):
+            state = _mapped_state(path, trusted=trusted)
+        yield Source(state=state, step=None, path=path)
+
+
+def _mapped_state(path: Path, *, trusted: bool) -> Any:
+    """Return the state of a file, or of the index of several."""
+    if path.name.endswith(_INDEX):
+        return _mapped_shards(path, trusted=trusted)
+    if path.name.endswith(SUFFIX):
+        return _with_tied(*_mapped(path))
+    return _mapped_torch(path, trusted=trusted)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Translate the errors of many types that json, torch and numpy raise for crafted bytes, and name the file."""
+    try:
+        yield
+    except (AioCkptError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        text = str(error).partition("\n")[0][:200]
+        raise CorruptCheckpointError(f"{path}: cannot be read: {text or type(error).__name__}") from error
 
 
 async def _read(
@@ -99,9 +133,11 @@ async def _read(
     partial: PartialTensors,
     check: Check,
     on_progress: OnProgress,
+    *,
+    trusted: bool,
 ) -> Source:
     """Read a checkpoint into the mapped file. Every byte is verified before it is written anywhere else."""
-    ctx = ReadContext.of(EngineConfig(), storage, executor, rank=0, world_size=1)
+    ctx = ReadContext.of(EngineConfig(trusted_objects=trusted), storage, executor, rank=0, world_size=1)
 
     async def read(newest: Path) -> Source:
         contents = await describe(storage, executor, newest, names)
@@ -129,9 +165,8 @@ async def _read_leaves(
         first, *others = objects.untrusted
         more = f" (and {len(others)} more)" if others else ""
         raise UnsafeObjectError(
-            f"{checkpoint.path}: only running code can read {first!r}{more}, and a conversion runs none: "
-            "give --branch, such as --branch model; or, if you trust the checkpoint, load it with "
-            "EngineConfig(trusted_objects=True), and save_file() it"
+            f"{checkpoint.path}: only running code can read {first!r}{more}: give --branch, such as --branch model, "
+            "or --trusted if you trust whoever wrote the checkpoint"
         )
     await check(ctx.storage, contents.step, objects.values)
     groups = _groups(contents.leaves, set(wanted))
@@ -195,8 +230,11 @@ def _identity(path: Path, names: Sequence[str]) -> str:
     return f"{path} {hashlib.sha256(json.dumps([found, names]).encode()).hexdigest()}"
 
 
-def _mapped_torch(path: Path) -> Any:
-    """Return the object of a ``torch.save`` file, mapped, once its checksums were compared. Runs no code of it."""
+def _mapped_torch(path: Path, *, trusted: bool) -> Any:
+    """Return the object of a ``torch.save`` file, mapped, once its checksums were compared.
+
+    Runs code of the file only if ``trusted``.
+    """
     with path.open("rb") as file:
         begin = file.read(len(_OLD_FORMAT))
     if begin == _OLD_FORMAT:
@@ -205,18 +243,33 @@ def _mapped_torch(path: Path) -> Any:
         )
     if not begin.startswith(_ZIP):
         raise CheckpointNotFoundError(f"{path}: no torch.save file")
-    check_torch_file(path)
+    stored = check_torch_file(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if trusted:
+            return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+        check_calls(stored.pickle, lambda key: stored.nbytes.get(f"data/{key}"), STORAGE_ELEMENT_BYTES)
+        with torch.serialization.safe_globals(NUMPY_GLOBALS):  # noqa: TID251 - for this read, in a command's own process
+            return real_values(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{path}: {error}") from error
+    except UnsafeObjectError as error:
+        raise _needs_trust(path, str(error)) from error
     except pickle.UnpicklingError as error:
-        if not (reason := unsafe_reason(error)):
-            raise CorruptCheckpointError(f"{path}: does not unpickle: {str(error).partition(chr(10))[0]}") from error
+        if reason := unsafe_reason(error):
+            raise _needs_trust(path, reason) from error
+        raise CorruptCheckpointError(f"{path}: does not unpickle: {str(error).partition(chr(10))[0]}") from error
+    except (ImportError, AttributeError) as error:
         raise UnsafeObjectError(
-            f"{path}: only running code can read an object in it ({reason}): if you trust the file, load it by "
-            "torch.load(weights_only=False), and save what you need, such as its tensors, by torch.save"
+            f"{path}: an object in it needs a module or class that is not found here: {error}: give the directory of "
+            "its module in PYTHONPATH"
         ) from error
-    except (RuntimeError, ValueError) as error:
-        raise CorruptCheckpointError(f"{path}: torch cannot read it: {str(error).partition(chr(10))[0]}") from error
+
+
+def _needs_trust(path: Path, reason: str) -> UnsafeObjectError:
+    return UnsafeObjectError(
+        f"{path}: only running code can read an object in it ({reason}): give --trusted if you trust whoever wrote "
+        "the file"
+    )
 
 
 def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -257,17 +310,17 @@ def _with_tied(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) ->
     return tensors | tied
 
 
-def _mapped_shard(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _mapped_shard(path: Path, *, trusted: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return tensors and metadata of one of several files."""
     if path.name.endswith(SUFFIX):
         return _mapped(path)
-    state = _mapped_torch(path)
+    state = _mapped_torch(path, trusted=trusted)
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{path}: holds a {type(state).__name__}, where its index tells a dict of tensors")
     return dict(state), {}
 
 
-def _mapped_shards(index: Path) -> dict[str, torch.Tensor]:
+def _mapped_shards(index: Path, *, trusted: bool) -> dict[str, torch.Tensor]:
     try:
         by_name = dict(json.loads(index.read_bytes())["weight_map"])
         files = set(by_name.values())
@@ -278,7 +331,8 @@ def _mapped_shards(index: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
     for name in sorted(files):
-        found, texts = _mapped_shard(index.parent / name)
+        with _reading(index.parent / name):
+            found, texts = _mapped_shard(index.parent / name, trusted=trusted)
         tensors |= found
         metadata |= texts
     tensors = _with_tied(tensors, metadata)
