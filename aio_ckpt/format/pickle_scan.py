@@ -2,12 +2,14 @@
 
 Each of the three readers of pickles (``.metadata``, a tensor item, an object) scans first, by its own allow-list.
 An unpickler that itself runs no code can still end the process or take memory by a number of the file. The scanner
-refuses the following:
+counts the memory that an unpickler would take beyond a constant for each opcode, and refuses a pickle that takes more
+than ``BUDGET_FACTOR`` times its length. It counts these:
 
-- Tuples nested deeper than ``MAX_TUPLES``: a tuple hashes by recursion in C without a limit.
-- A memo index beyond the length of the pickle: the C unpickler sizes its memo by the index, 64 GiB by five bytes.
-- A call or a storage that a caller's callback refuses: ``bytearray(n)`` takes n bytes, and torch's reader of storages
-  believes the number of elements that the pickle gives.
+- The memo: the C unpickler sizes it by the index, 64 GiB by five bytes.
+- Copies: ``set(x)`` copies an ``x`` that the pickle holds once and names often.
+
+It also refuses tuples nested deeper than ``MAX_TUPLES``, as a tuple hashes by recursion in C without a limit. And it
+refuses what a caller's callback refuses: torch's reader of storages believes the number of elements of the pickle.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from typing import Any
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 
-__all__ = ["ALL_OPCODES", "MAX_TUPLES", "check_calls", "scan"]
+__all__ = ["ALL_OPCODES", "BUDGET_FACTOR", "MAX_TUPLES", "check_calls", "scan"]
+
+BUDGET_FACTOR = 64
+"""Bytes that the memo and the copies may take, by byte of the pickle. A sound pickle takes below 45."""
+_LEAST_BYTES = 1024
+"""A shorter pickle may take as much as one of this length."""
+_POINTER_BYTES = 8
 
 MAX_TUPLES = 1000
 """Most tuples inside each other. The hash of such a tuple takes 0.1 MiB of the C stack."""
@@ -26,9 +34,11 @@ MAX_TUPLES = 1000
 class _Value:
     """A tuple, a container or an instance on the stack."""
 
-    __slots__ = ("depth", "items")
+    __slots__ = ("depth", "items", "nbytes")
 
-    def __init__(self, depth: int, items: list[Any] | None = None) -> None:
+    def __init__(self, depth: int, items: list[Any] | None = None, *, nbytes: int | None = 0) -> None:
+        self.nbytes = nbytes
+        """Memory that a copy takes; None if nothing tells, as of a tensor."""
         self.depth = depth
         """Tuples inside each other, from this value down. The values of a container count: a hash may cover them."""
         self.items = items
@@ -51,6 +61,7 @@ def scan(
     on_global: Callable[[str, str], None] | None = None,
     on_call: Callable[[str, list[Any]], None] | None = None,
     on_storage: Callable[[list[Any]], None] | None = None,
+    copies: frozenset[str] = frozenset(),
 ) -> int:
     """Execute a pickle on stand-ins up to STOP.
 
@@ -60,16 +71,18 @@ def scan(
         on_global: gets module and name of each global.
         on_call: gets the full name of the called class or function, and the arguments.
         on_storage: gets the values of a persistent id.
+        copies: full names of functions whose result takes about as much memory as their arguments.
 
     Returns:
         The offset of STOP. If an opcode is not allowed, is malformed or lacks its operands, the offset of that opcode.
         If an argument ends after the data, the offset of that end.
 
     Raises:
-        CorruptCheckpointError: tuples nested too deep, or a memo index beyond the length of the pickle.
+        CorruptCheckpointError: tuples nested too deep, or the budget is spent.
+        UnsafeObjectError: a copy of a value whose length nothing tells.
         Exception: a callback raised it.
     """
-    return _Machine(data, on_global, on_call, on_storage).run(opcodes)
+    return _Machine(data, on_global, on_call, on_storage, copies).run(opcodes)
 
 
 def check_calls(data: bytes, storage_bytes: Callable[[str], int | None], element_bytes: dict[str, int]) -> None:
@@ -96,22 +109,28 @@ def check_calls(data: bytes, storage_bytes: Callable[[str], int | None], element
             case _:
                 raise CorruptCheckpointError("a storage that is none")
 
-    scan(data, ALL_OPCODES, on_call=_check_call, on_storage=on_storage)
+    scan(data, ALL_OPCODES, on_call=_check_call, on_storage=on_storage, copies=_COPIES)
 
 
 def _check_call(name: str, arguments: list[Any]) -> None:
-    first = arguments[0] if arguments else None
     codec = arguments[1] if len(arguments) > 1 else None
-    is_sized = name == "builtins.bytearray" and isinstance(first, int)
     is_odd_codec = name == "_codecs.encode" and codec not in ("latin1", "latin-1", "utf-8")
     is_mesh = name == _MESH and bool(arguments)  # its own pickles call it without
-    if is_sized or is_odd_codec or is_mesh or name in _REFUSED or name.endswith("Tensor"):
+    if is_odd_codec or is_mesh or name in _REFUSED or name.endswith("Tensor"):
         raise UnsafeObjectError(f"the pickle calls {name}, whose arguments nothing checks")
 
 
+_COPIES = frozenset(
+    {f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("bytearray", "set")}
+    | {"collections.Counter", "collections.OrderedDict", "torch.Size", "_codecs.encode"}
+)
 _MESH = "torch.distributed.device_mesh.DeviceMesh"
 """Torch allows it once ``torch.distributed.tensor`` is imported. Making one opens a rendezvous, and waits in it."""
-_REFUSED = frozenset({"torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_qtensor"})
+_REFUSED = frozenset(
+    f"torch._utils._rebuild_{kind}"
+    for kind in ("nested_tensor", "qtensor", "device_tensor_from_cpu_tensor", "device_tensor_from_numpy")
+)
+"""The last two copy a tensor, which may be one element that is expanded to a terabyte."""
 
 # -- the machine ------------------------------------------------------------------------------------
 
@@ -123,7 +142,7 @@ _SKIPPED_BYTES = {0x80: 1, 0x95: 8, b"G"[0]: 8}
 _INT_BYTES = {b"K"[0]: 1, b"M"[0]: 2, b"J"[0]: 4}
 _LENGTH_BYTES = {**dict.fromkeys(b"U\x8c\x8aC", 1), **dict.fromkeys(b"XTB\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
 """By opcode, the size of the length field that follows it."""
-_TEXTS = frozenset(b"UX\x8c\x8d")
+_TEXTS, _LONGS = frozenset(b"UX\x8c\x8d"), frozenset(b"\x8a\x8b")
 _PUT_BYTES = {b"q"[0]: 1, b"r"[0]: 4, 0x94: 0}
 _GET_BYTES = {b"h"[0]: 1, b"j"[0]: 4}
 _TUPLE_SIZES = {b")"[0]: 0, 0x85: 1, 0x86: 2, 0x87: 3}
@@ -147,14 +166,28 @@ class _Machine:
         on_global: Callable[[str, str], None] | None,
         on_call: Callable[[str, list[Any]], None] | None,
         on_storage: Callable[[list[Any]], None] | None,
+        copies: frozenset[str],
     ) -> None:
         self._data = data
+        self._copies = copies
         self._on_global = on_global
         self._on_call = on_call
         self._on_storage = on_storage
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+        self._memo_slots = 0
+        self._left_bytes = BUDGET_FACTOR * max(len(data), _LEAST_BYTES)
+
+    def take(self, nbytes: int) -> None:
+        """Count memory that the unpickler would take.
+
+        Raises:
+            CorruptCheckpointError: the budget is spent.
+        """
+        self._left_bytes -= nbytes
+        if self._left_bytes < 0:
+            raise CorruptCheckpointError(f"the pickle would take more than {BUDGET_FACTOR} times its length")
 
     def run(self, opcodes: frozenset[int]) -> int:
         """Execute the pickle up to STOP, and return the offset that :func:`scan` returns."""
@@ -183,20 +216,18 @@ class _Machine:
         start = at + _LENGTH_BYTES[op]
         stop = start + int.from_bytes(self._data[at:start], "little")
         raw = self._data[start:stop]
-        is_text = op in _TEXTS
-        self._stack.append(
-            raw.decode("utf-8", "replace") if is_text else int.from_bytes(raw, "little", signed=op == 0x8A)
-        )
+        is_text, is_number = op in _TEXTS, op in _LONGS
+        number = int.from_bytes(raw, "little", signed=True) if is_number else 0
+        self._stack.append(raw.decode("utf-8", "replace") if is_text else number if is_number else raw)
         return stop
 
     def put(self, op: int, at: int) -> int:
         """Execute BINPUT, LONG_BINPUT or MEMOIZE."""
         stop = at + _PUT_BYTES[op]
         index = int.from_bytes(self._data[at:stop], "little") if op != 0x94 else len(self._memo)
-        if index >= max(len(self._data), 256):
-            raise CorruptCheckpointError(
-                f"the pickle holds the opcode {op:#04x} at byte {at - 1}, whose memo index {index} is beyond its length"
-            )
+        if index >= self._memo_slots:
+            self.take(2 * _POINTER_BYTES * (index + 1 - self._memo_slots))  # it doubles when it grows
+            self._memo_slots = index + 1
         self._memo[index] = self._stack[-1]
         return stop
 
@@ -268,9 +299,15 @@ class _Machine:
         """Execute REDUCE, NEWOBJ or NEWOBJ_EX."""
         taken = [self._stack.pop() for _ in range(_CALLED[op])]
         function, arguments = taken[-1], taken[-2]
-        if self._on_call is not None and isinstance(function, _Global):
-            self._on_call(function.name, getattr(arguments, "items", None) or [])
-        self._stack.append(_Value(_depth_of(taken)))
+        nbytes = None
+        if isinstance(function, _Global):
+            values = getattr(arguments, "items", None) or []
+            if self._on_call is not None:
+                self._on_call(function.name, values)
+            if function.name in self._copies:
+                nbytes = sum(_copied_bytes(function.name, value) for value in values)
+                self.take(nbytes)
+        self._stack.append(_Value(_depth_of(taken), nbytes=nbytes))
         return at
 
     def push_storage(self, _: int, at: int) -> int:
@@ -278,7 +315,7 @@ class _Machine:
         pid = self._stack.pop()
         if self._on_storage is not None and isinstance(pid, _Value) and pid.items is not None:
             self._on_storage(pid.items)
-        self._stack.append(_Value(0))
+        self._stack.append(_Value(0, nbytes=None))
         return at
 
     def move(self, op: int, at: int) -> int:
@@ -329,9 +366,23 @@ def _tuple_of(items: list[Any]) -> _Value:
     depth = 1 + _depth_of(items)
     if depth > MAX_TUPLES:
         raise CorruptCheckpointError(f"the pickle nests tuples deeper than {MAX_TUPLES}")
-    return _Value(depth, items)
+    return _Value(depth, items, nbytes=_POINTER_BYTES * len(items))
 
 
 def _deepen(owner: Any, values: list[Any]) -> None:
     if isinstance(owner, _Value) and owner.items is None:
         owner.depth = max(owner.depth, _depth_of(values))
+        if owner.nbytes is not None:
+            owner.nbytes += _POINTER_BYTES * len(values)
+
+
+def _copied_bytes(function: str, value: Any) -> int:
+    """Return the memory that a copy of an argument takes.
+
+    Raises:
+        UnsafeObjectError: nothing tells it: ``bytearray(n)`` takes n bytes, and a tensor may expand one element.
+    """
+    nbytes: int | None = len(value) if isinstance(value, str | bytes) else getattr(value, "nbytes", None)
+    if nbytes is None:
+        raise UnsafeObjectError(f"the pickle calls {function} with a value whose length nothing tells")
+    return nbytes

@@ -25,7 +25,14 @@ _PLAIN_DTYPE = re.compile(r"[biufc][0-9]{1,2}|[SU][0-9]{1,9}")
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 
 
-class _PickledDtype:
+class _StandIn:
+    """Stand-in for a numpy value. One that :func:`real_values` did not find, as in a key, cannot be stored."""
+
+    def __reduce__(self) -> str:
+        raise UnsafeObjectError("it holds an array or dtype of numpy in a key or an attribute")
+
+
+class _PickledDtype(_StandIn):
     """Stand-in for ``numpy.dtype(text, align, copy)`` and its state."""
 
     def __init__(self, text: object, *_: object) -> None:
@@ -41,7 +48,7 @@ class _PickledDtype:
             self.real = self.real.newbyteorder(order)
 
 
-class _PickledArray:
+class _PickledArray(_StandIn):
     """Stand-in for an array: ``_reconstruct(ndarray, (0,), b"b")`` makes it empty, and its state fills it."""
 
     def __init__(self, kind: object, *_: object) -> None:
@@ -55,7 +62,7 @@ class _PickledArray:
 
 
 @dataclass(frozen=True, slots=True)
-class _PickledType:
+class _PickledType(_StandIn):
     """Stand-in for a class of numbers, which nothing can call."""
 
     real: type

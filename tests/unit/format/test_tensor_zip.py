@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import example, given
 from hypothesis import strategies as st
+from overlapping_zip import overlapping
 from property_examples import examples
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -564,18 +565,6 @@ def test_a_zip_field_that_disagrees_is_corrupt(magic, at, patch, message):
     item[at : at + len(patch)] = patch
     with pytest.raises(CorruptCheckpointError, match=message):
         parse_whole(item)
-
-
-def overlapping(count: int, body: bytes) -> bytes:
-    """A zip whose local headers lie inside of each other's bytes: each record holds all that follow."""
-    names = [b"archive/data/%d" % number for number in range(count)]
-    after = b"".join(zip_records.LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, 0, len(name), 0) + name for name in names) + body
-    entries, at = b"", 0
-    for name in names:
-        nbytes = len(after) - at - zip_records.LOCAL.size - len(name)
-        entries += zip_records.CENTRAL.pack(b"PK\1\2", 0, 0, 0, nbytes, nbytes, len(name), 0, 0, 0, at) + name
-        at += zip_records.LOCAL.size + len(name)
-    return after + entries + zip_records.end_of_zip(count, len(entries), len(after), zip64=False)
 
 
 def test_records_that_overlap_are_refused_before_any_is_read():
