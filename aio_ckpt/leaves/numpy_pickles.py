@@ -42,7 +42,7 @@ class _PickledDtype(_StandIn):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, order, *fields = state
-        if fields[:3] != [None, None, None] or type(order) is not str:
+        if fields[:3] != [None, None, None] or order not in ("<", ">", "|", "="):
             raise UnsafeObjectError("a structured numpy dtype is none of plain numbers or texts")
         if order in ("<", ">"):
             self.real = self.real.newbyteorder(order)

@@ -45,7 +45,7 @@ from aio_ckpt.state.names import is_selected
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Check", "OnProgress", "Source", "opened"]
+__all__ = ["Check", "OnProgress", "Source", "mapped_state", "opened"]
 
 _GROUP_BYTES = 256 << 20
 """Least length of the tensors that are read together. A killed conversion loses as much."""
@@ -98,18 +98,21 @@ def opened(
                 )
             )
     else:
-        with _reading(path):
-            state = _mapped_state(path, trusted=trusted)
-        yield Source(state=state, step=None, path=path)
+        yield Source(state=mapped_state(path, trusted=trusted), step=None, path=path)
 
 
-def _mapped_state(path: Path, *, trusted: bool) -> Any:
-    """Return the state of a file, or of the index of several."""
-    if path.name.endswith(_INDEX):
-        return _mapped_shards(path, trusted=trusted)
-    if path.name.endswith(SUFFIX):
-        return _with_tied(*_mapped(path))
-    return _mapped_torch(path, trusted=trusted)
+def mapped_state(path: Path, *, trusted: bool) -> Any:
+    """Return the state of a file, or of the index of several, by the end of its name. Its tensors are mapped.
+
+    Raises:
+        Exception: see :func:`opened`.
+    """
+    with _reading(path):
+        if path.name.endswith(_INDEX):
+            return _mapped_shards(path, trusted=trusted)
+        if path.name.endswith(SUFFIX):
+            return _with_tied(*_mapped(path))
+        return _mapped_torch(path, trusted=trusted)
 
 
 @contextlib.contextmanager

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from safetensors.torch import save as safetensors_bytes
 
 from aio_ckpt.checkpoint.catalog import catalog_of_manifests
 from aio_ckpt.checkpoint.foreign_items import catalog_of_metadata, check_zip
+from aio_ckpt.cli.work.sources import mapped_state
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.rank_manifest import block_sums, decode_rank
@@ -96,6 +100,18 @@ def _archive(pickled: bytes) -> bytes:
     return made.getvalue()
 
 
+def _file(name: str) -> Callable[[bytes], None]:
+    """Return a reader of what ``aio-ckpt import`` takes, by the end of its name."""
+
+    def read(data: bytes) -> None:
+        with tempfile.TemporaryDirectory(prefix="aio_ckpt-fuzz-") as folder:
+            path = Path(folder, name)
+            path.write_bytes(data)
+            mapped_state(path, trusted=False)
+
+    return read
+
+
 # -- seeds ----------------------------------------------------------------------------------------
 
 
@@ -127,6 +143,17 @@ def _skeletons(folder: Path) -> list[bytes]:
     return [decode_rank(data, name="m").skeleton for data in _files("*/*/aio_ckpt.0.bin")(folder)]
 
 
+def _torch_files(_: Path) -> list[bytes]:
+    made = io.BytesIO()
+    values = {"w": torch.arange(6), "best": np.float64(0.5), "history": np.ones((2, 3)), "texts": np.array(["a", "bc"])}
+    torch.save({**values, "dtype": np.dtype("f4"), "empty": np.ones(0), "none": [(None, {1: torch.ones(2)})]}, made)
+    return [made.getvalue()]
+
+
+def _safetensors(_: Path) -> list[bytes]:
+    return [safetensors_bytes({"a": torch.arange(6), "b": torch.ones(2, 3)}, {"c": "a"})]
+
+
 TARGETS: Mapping[str, Target] = {
     "metadata": Target(read=_metadata, seeds=_files("*/*/.metadata")),
     "rank-manifest": Target(read=_rank, seeds=_files("*/*/aio_ckpt.0.bin")),
@@ -136,4 +163,6 @@ TARGETS: Mapping[str, Target] = {
     "tensor-pickle": Target(read=read_pickle, seeds=_pickles),
     "object": Target(read=_object, seeds=_objects),
     "object-pickle": Target(read=_object_pickle, seeds=_pickles),
+    "torch-file": Target(read=_file("a.pt"), seeds=_torch_files),
+    "safetensors-file": Target(read=_file("a.safetensors"), seeds=_safetensors),
 }
