@@ -309,6 +309,15 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(arguments, capsys):
     assert err.count("\n") == 1
 
 
+def test_too_little_memory_is_one_line_and_exit_code_1(root, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(verify, "verify_checkpoint", fail)
+    code, _, err = called(capsys, "verify", root)
+    assert (code, err) == (1, "aio-ckpt: this machine lacks the memory for it\n")
+
+
 def test_a_corrupt_checkpoint_is_one_line_and_exit_code_1(root, capsys):
     (root / "step_000000020" / ".metadata").write_bytes(b"no pickle")
     code, out, err = called(capsys, "inspect", root / "step_000000020")

@@ -52,14 +52,16 @@ def test_diff_names_what_one_lacks_and_what_has_another_shape_or_dtype(tmp_path,
     assert "float32 (3, 2)" in out
 
 
-@pytest.mark.parametrize("nbytes", [1 << 62, 1 << 40, 100_000])
-def test_a_forged_length_of_an_object_of_dcp_is_damage(tmp_path, nbytes):
-    """Nothing checks the length of an object of plain DCP before its bytes are compared."""
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 1 << 62), (0, 100_000), (1 << 64, 5), (2900, 101)])
+def test_a_forged_place_of_an_object_of_dcp_is_damage(tmp_path, offset, nbytes):
+    """Nothing checks the place of an object of plain DCP before its bytes are compared."""
     (tmp_path / "f").write_bytes(bytes(3000))
-    stored = StoredObject("o", "f", 0, nbytes, None, False)
+    stored = StoredObject("o", "f", offset, nbytes, None, False)
     catalog = SimpleNamespace(objects={"o": stored})
     opened = [SimpleNamespace(path=tmp_path, catalog=catalog)] * 2
-    with pytest.raises(CorruptCheckpointError, match=f"{tmp_path}/f: ends before the object 'o' does"):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"{tmp_path}/f: 'o' at bytes {offset} to .* is not inside the file"
+    ):
         object_change("o", opened)
 
 

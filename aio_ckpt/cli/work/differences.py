@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import msgspec
 import torch
 
 from aio_ckpt.checkpoint.catalog import StoredObject
+from aio_ckpt.checkpoint.foreign_items import check_inside
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.cli.work.contents import LeafRow, leaves_of, use_newest
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.errors import CorruptCheckpointError, ReadError
+from aio_ckpt.errors import ReadError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.restore.read import read_leaves
@@ -208,15 +210,17 @@ def _are_equal(found: Sequence[tuple[Path, StoredObject]]) -> bool:
 
 
 def _blocks(path: Path, stored: StoredObject) -> Iterator[bytes]:
-    """Yield the bytes of an object. Each read is small, so that a forged length takes no memory."""
+    """Yield the bytes of an object, block by block.
+
+    Raises:
+        MismatchError: the object lies outside of its file.
+        ReadError: the system failed.
+    """
     with translate_errors(ReadError, path), path.open("rb") as file:
+        check_inside(stored.name, str(path), stored.offset, stored.nbytes, {str(path): os.fstat(file.fileno()).st_size})
         file.seek(stored.offset)
         for done in range(0, stored.nbytes, _BLOCK_BYTES):
-            wanted = min(_BLOCK_BYTES, stored.nbytes - done)
-            block = file.read(wanted)
-            if len(block) < wanted:
-                raise CorruptCheckpointError(f"{path}: ends before the object {stored.name!r} does")
-            yield block
+            yield file.read(min(_BLOCK_BYTES, stored.nbytes - done))
 
 
 def _tensor_change(name: str, a: object, b: object) -> ValueChange | None:
