@@ -73,6 +73,9 @@ class SyncCheckpointEngine(BaseEngine):
         Tensors are filled as they are read, once the templates of all ranks match: after an error with
         ``target_modified`` they may hold anything. Objects and Stateful values are set once everything was verified.
 
+        Pending saves of this engine that may be loaded end first: those of ``step`` or ``path``, or of all steps. If
+        one fails, this goes on with what is committed, and the next ``save()`` or ``close()`` raises the failure.
+
         Args:
             state: the template, with the names, shapes and dtypes of the saved state.
             step: step of the checkpoint; None takes the newest that verifies.

@@ -25,7 +25,6 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.in_flight import CallsByPath
 from aio_ckpt.engine.load import Loader, selection, wanted_checkpoint
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, usable_root
@@ -541,8 +540,10 @@ class BaseEngine:
         """Start a load and return its future. Once ``given_up`` is done, the load ends early."""
         self._portal.check_thread("load()")
         self._ctx.members.check_group()
-        load = functools.partial(self._loader.load, state, step, options, given_up or Future())
-        return self._portal.submit(self._going_on, load, options.get("path"), self._frontend.in_flight.calls_by_path())
+        path = options.get("path")
+        before = self._frontend.before_load("load", step, path)
+        load = functools.partial(self._loader.load, state, step, options, given_up or Future(), before)
+        return self._portal.submit(self._going_on, load, path)
 
     def _submit_read(
         self,
@@ -561,16 +562,12 @@ class BaseEngine:
         check_flag("with_report", with_report)
         check_callback("progress", progress)
         wanted = wanted_checkpoint(step, path)
-        read = functools.partial(self._loader.read, wanted, selection(only), skip_untrusted, with_report, progress)
-        return self._portal.submit(self._going_on, read, path, self._frontend.in_flight.calls_by_path())
+        names, before = selection(only), self._frontend.before_load("read", step, path)
+        read = functools.partial(self._loader.read, wanted, names, skip_untrusted, with_report, progress, before=before)
+        return self._portal.submit(self._going_on, read, path)
 
-    async def _going_on(self, load: Callable[[], Awaitable[T]], path: object, before: CallsByPath) -> T:
-        """Return the result of ``load``. If no path is given, note that this run goes on from the steps of its root.
-
-        ``before``: the calls by path that were pending at this call. Those of ``path`` end first.
-        """
-        if path is not None and before:
-            await self._frontend.in_flight.await_calls(path, before)
+    async def _going_on(self, load: Callable[[], Awaitable[T]], path: object) -> T:
+        """Return the result of ``load``. If no path is given, note that this run goes on from the steps of its root."""
         loaded = await load()
         if path is None:
             self._frontend.earlier_steps.go_on()
@@ -655,6 +652,9 @@ class CheckpointEngine(BaseEngine):
 
         Tensors are filled as they are read, once the templates of all ranks match: after an error with
         ``target_modified`` they may hold anything. Objects and Stateful values are set once everything was verified.
+
+        Pending saves of this engine that may be loaded end first: those of ``step`` or ``path``, or of all steps. If
+        one fails, this goes on with what is committed, and the next ``save()`` or ``close()`` raises the failure.
 
         Args:
             state: the template, with the names, shapes and dtypes of the saved state.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from aio_ckpt.checks import MAX_SECS, check_path
+from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.by_path import is_same_place
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
@@ -481,12 +482,18 @@ class InFlight:
         with self._lock:
             return [removal.ended for removal in self._removals]
 
-    async def await_calls(self, path: object, calls: CallsByPath) -> None:
-        """Wait for those of ``calls`` that save or remove at ``path``. A path that is none names no call."""
-        with contextlib.suppress(ConfigError), self.lines("load").on_loop():
-            place = check_path("path", path)
+    async def await_calls(self, call: str, path: object, calls: CallsByPath) -> None:
+        """Wait for those of ``calls`` that save or remove at ``path``; for all of them if that is None.
+
+        A path that is none names no call. A call that fails ends the wait, too. The wait has no deadline of its own,
+        because each pending save has its limits. ``call`` names the waiting call in lines of the log.
+        """
+        with contextlib.suppress(ConfigError), self.lines(call).on_loop():
+            place = None if path is None else check_path("path", path)
             for other, settled in calls:
-                if not settled.done() and await run_blocking(self._ctx.executor, is_same_place, place, other):
+                if settled.done():
+                    continue
+                if place is None or await run_blocking(self._ctx.executor, is_same_place, place, other):
                     await asyncio.wrap_future(follow(settled))
 
     def calls_by_path(self) -> CallsByPath:
@@ -495,6 +502,19 @@ class InFlight:
             saves = [(save.call.path, save.settled) for save in self._pending]
             removals = [(removal.path, removal.settled) for removal in self._removals]
         return tuple((path, settled) for path, settled in (*saves, *removals) if path is not None)
+
+    def calls_before_load(self, step: object, path: object) -> CallsByPath:
+        """Return the pending calls that a load of ``step`` or ``path`` may wait for: those that change what it finds.
+
+        Without a path, these are the pending saves of ``step``, or of any step if that is None.
+        """
+        wanted, ctx = step_numbers.whole_number(step), self._ctx
+        with self._lock:
+            saves = [(save.step, save.settled) for save in self._pending if save.step is not None]
+        if type(wanted) is int:
+            saves = [(own, settled) for own, settled in saves if own == wanted]
+        steps = tuple((ctx.root / ctx.names.name(own), settled) for own, settled in saves)
+        return steps if path is None else (*steps, *self.calls_by_path())
 
     # -- steps ----------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 
@@ -32,6 +32,7 @@ from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
 from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.match.match import OnMatched, at_once
+from aio_ckpt.ranks.liveness import while_beating
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
@@ -40,7 +41,10 @@ from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = ["LoadCall", "Loader", "load_report", "read_report", "selection", "wanted_checkpoint"]
+__all__ = ["BeforeLoad", "LoadCall", "Loader", "load_report", "read_report", "selection", "wanted_checkpoint"]
+
+BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]
+"""Waits for the pending calls that change what a load finds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -76,25 +80,27 @@ class Loader:
     quarantine: Quarantine
     """Gets the checkpoints that were proven damaged."""
 
-    async def load(self, state: object, step: object, options: Mapping[str, Any], given_up: Future[None]) -> LoadReport:
+    async def load(
+        self, state: object, step: object, options: Mapping[str, Any], given_up: Future[None], before: BeforeLoad
+    ) -> LoadReport:
         """Fill ``state`` from ``step``, or from the newest checkpoint that verifies, until ``given_up`` is done.
 
-        ``options``: ``path``, ``fallback``, ``progress`` and the fields of :class:`LoadOptions`. However the load ends,
-        no thread touches ``state`` afterwards.
+        ``options``: ``path``, ``fallback``, ``progress`` and the fields of :class:`LoadOptions`. ``before`` is awaited
+        first. However the load ends, no thread touches ``state`` afterwards.
 
         Raises:
             StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
             SaveCancelledError: the load was given up.
         """
         began = time.perf_counter()
-        report = await run_cancellable(given_up, lambda: self._load(state, step, options))
+        report = await run_cancellable(given_up, lambda: self._load(state, step, options, before))
         self._log(report, began)
         return report
 
-    async def _load(self, state: object, step: object, options: Mapping[str, Any]) -> LoadReport:
+    async def _load(self, state: object, step: object, options: Mapping[str, Any], before: BeforeLoad) -> LoadReport:
         """Accept the call, search a checkpoint, read it, apply it."""
         ctx, quarantine = self.ctx, self.quarantine
-        call = await self._accept(state, step, options)  # on all ranks, or on none
+        call = await self._accept(state, step, options, before)  # on all ranks, or on none
         async with metered(call.progress, ctx.executor) as meter:
             if ctx.members.are_several:  # no rank fetches before all have matched, nor applies before all have decoded
                 use_jointly = functools.partial(self._read, call, meter)
@@ -114,8 +120,11 @@ class Loader:
         skip_untrusted: bool = False,
         with_report: bool = False,
         progress: OnProgress | None = None,
+        *,
+        before: BeforeLoad,
     ) -> Any:
         """Return the state of the checkpoint ``wanted``; with ``with_report``, (state, ReadReport)."""
+        await before()
         ctx, began = self.ctx, time.perf_counter()
 
         async def read(meter: Meter, candidate: CommittedCheckpoint, again: bool) -> ReadOutcome:
@@ -142,8 +151,8 @@ class Loader:
 
     # -- accept ---------------------------------------------------------------------------------------
 
-    async def _accept(self, state: object, step: object, options: Mapping[str, Any]) -> LoadCall:
-        members = self.ctx.members
+    async def _accept(self, state: object, step: object, options: Mapping[str, Any], before: BeforeLoad) -> LoadCall:
+        ctx, members = self.ctx, self.ctx.members
         name = members.next_load()  # first: a call that only this rank refuses counts on all ranks
         try:
             rest = dict(options)
@@ -158,6 +167,10 @@ class Loader:
                 progress=progress,
             )
             await members.met()
+            if members.are_several:  # the other ranks may be in the load already
+                await while_beating(members.coordinator, ctx.config.stall_timeout_secs, before)
+            else:
+                await before()
         except BaseException as error:
             await self._refuse(name, error)
             raise

@@ -11,7 +11,7 @@ import logging
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -379,6 +379,17 @@ class SaveFrontend:
         self._check_not_inside("delete()")
         with self._lock:
             self._change_steps("delete", step, self._root_session.delete, allow_newest=allow_newest)
+
+    def before_load(self, kind: str, step: object, path: object) -> Callable[[], Awaitable[None]]:
+        """Return what a load or read awaits first: the pending calls that change what it finds. ``kind`` names it.
+
+        Raises:
+            WrongThreadError: the call stands inside a save of the same thread, which may be one of these.
+        """
+        calls = self.in_flight.calls_before_load(step, path)
+        if calls:
+            self._check_not_inside(f"{kind}()")
+        return functools.partial(self.in_flight.await_calls, kind, path, calls)
 
     def check_delete(self) -> None:
         """Raise WrongThreadError if :meth:`delete` would wait for the calling thread."""

@@ -995,3 +995,25 @@ def test_all_ranks_load_one_directory_and_none_loads_where_they_name_two(two: Ra
     for message in two.run(load_directory, tmp_path / "root", [moved.name, "other"]):
         assert "rank 1 loads" in message
         assert "the same step, path and fallback" in message
+
+
+# -- beside a save ------------------------------------------------------------------------------------
+
+
+def load_beside_saves(rank: int, count: int, root: Path) -> tuple[list[int | None], float]:
+    """Both ranks load while step 2 is pending; rank 1 loads a committed step meanwhile, in another order of ends."""
+    with engine_over(ActingStorage, root, SECS, max_in_flight=2) as (engine, storage):
+        engine.save(weights(1), step=1).result(SECS)
+        gate = storage.hold("rename", "pending/*")  # the leader alone comes here
+        engine.save(weights(2), step=2)
+        newest = engine.submit_load(template := weights(0), None, **OPTIONS)
+        first = engine.submit_load(weights(0), 1, **OPTIONS)
+        assert first.result(SECS).step == 1
+        assert not newest.done()
+        dist.barrier()
+        gate.open()
+        return [newest.result(SECS).step, engine.latest_step()], float(template["w"][0])
+
+
+def test_ranks_that_load_beside_a_pending_save_load_it_all(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(load_beside_saves, tmp_path) == [([2, 2], 2.0)] * 2
