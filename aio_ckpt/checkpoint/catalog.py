@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TypeAlias, TypeVar
 
 import msgspec
 import torch
 
+from aio_ckpt.checkpoint.boxes import check_boxes
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.dcp_metadata_read import DTYPES
 from aio_ckpt.format.rank_manifest import RankManifest, block_sums
@@ -28,6 +30,7 @@ __all__ = [
 
 
 V = TypeVar("V")
+_box = attrgetter("offsets", "shape")
 
 
 class Item(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -135,13 +138,20 @@ class Catalog:
         return replace(self, shards=_renamed(self.shards, names), objects=_renamed(self.objects, names))
 
     def check(self) -> None:
-        """Raise CorruptCheckpointError for a name of two kinds, or a tensor of two dtypes or numbers of dimensions."""
+        """Check what is stored against itself.
+
+        Raises:
+            CorruptCheckpointError: a name of two kinds, a tensor of two dtypes or numbers of dimensions, or shards that
+                overlap.
+        """
         both = self.shards.keys() & self.objects.keys()
         if both:
             raise CorruptCheckpointError(f"{min(both)!r} is stored as a tensor and as an object")
-        for name, found in self.shards.items():
-            if len(found) > 1 and len({(shard.dtype, len(shard.shape)) for shard in found}) > 1:
+        several = {name: found for name, found in self.shards.items() if len(found) > 1}
+        for name, found in several.items():
+            if len({(shard.dtype, len(shard.shape)) for shard in found}) > 1:
                 raise CorruptCheckpointError(f"the shards of {name!r} differ in dtype or number of dimensions")
+        check_boxes((name, map(_box, found)) for name, found in several.items())
 
 
 def _renamed(found: Mapping[str, V], names: Mapping[str, str | None]) -> dict[str, V]:

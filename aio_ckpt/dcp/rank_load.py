@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from aio_ckpt._torch import StorageInfo, narrow_tensor_by_index
+from aio_ckpt.checkpoint.boxes import Box, check_boxes
 from aio_ckpt.checkpoint.catalog import Item, StoredObject, UnparsedItem, items_of
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch, synchronize
@@ -38,6 +40,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.rank_manifest import RankManifest
 from aio_ckpt.format.root_manifest import METADATA_FILE, FileEntry
+from aio_ckpt.leaves.tensor_memory import span_of
 from aio_ckpt.restore.page_cache import is_read_by_several
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import run_blocking
@@ -69,22 +72,24 @@ class Load:
     def run(self, plan: LoadPlan, planner: LoadPlanner, transforms: Any) -> None:
         """Read all items of the plan. The planner is called on this thread only. See :meth:`Reader.read_data`."""
         located = self._wait(lambda: self._locate(plan))
-        reads = ReadPlan()
         targets = [
             (item, _target(item, planner))
             for item in plan.items
             if item.type is LoadItemType.TENSOR and item.storage_index in located.items
         ]
-        for item, target in targets:
-            reads.add_part(located.items[item.storage_index], item.storage_offsets, target)
+        rounds = _rounds(targets)
+        plans = [ReadPlan() for _ in range(max(rounds, default=0) + 1)]
+        for (item, target), number in zip(targets, rounds, strict=True):
+            plans[number].add_part(located.items[item.storage_index], item.storage_offsets, target)
         streams: dict[MetadataIndex, bytes] = {}
         for index, stored in located.streams.items():
-            reads.add_object(stored, lambda data, index=index: streams.__setitem__(index, data))  # type: ignore[misc]
+            plans[0].add_object(stored, lambda data, index=index: streams.__setitem__(index, data))  # type: ignore[misc]
         devices = {target.device for _, target in targets if not target.is_cpu}
         synchronize(devices)
-        self._wait(lambda: self._fetch(reads))
+        for reads in plans:
+            self._wait(functools.partial(self._fetch, reads))
         synchronize(devices)
-        increment_version(reads.filled)
+        increment_version([tensor for reads in plans for tensor in reads.filled])
         for item, target in targets:
             planner.commit_tensor(item, target)
         for item in plan.items:
@@ -123,6 +128,7 @@ class Load:
     async def _locate(self, plan: LoadPlan) -> _Located:
         places = self.metadata.storage_data
         wanted = {item.storage_index: place_of(item.storage_index, places) for item in plan.items}
+        check_boxes(_boxes(self.metadata, {index.fqn for index in wanted}))
         used = {place.relative_path for place in wanted.values()}
         manifests = {ours.file.name: ours for ours in self.checkpoint.ranks if ours.file and ours.file.name in used}
         located = _Located()
@@ -184,6 +190,40 @@ def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
             f"{item.dest_index.fqn!r}: a target of shape {tuple(target.shape)} where {tuple(item.lengths)} is read"
         )
     return target
+
+
+def _boxes(metadata: Metadata, names: Iterable[str]) -> Iterator[tuple[str, list[Box]]]:
+    """Yield (name, boxes of its shards) for each of these tensors that has several."""
+    for name in names:
+        entry = metadata.state_dict_metadata.get(name)
+        if isinstance(entry, TensorStorageMetadata) and len(entry.chunks) > 1:
+            yield name, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+
+
+def _rounds(targets: Sequence[tuple[ReadItem, torch.Tensor]]) -> list[int]:
+    """Return the number of the round in which each target is read. Targets of several names in one memory wait.
+
+    Reads of one round run at once. If tied tensors hold two values, the last of the plan counts, as with stock DCP.
+    The targets of one name never overlap, as its shards do not.
+    """
+    spans: dict[tuple[str, str], tuple[int, int]] = {}
+    for item, target in targets:
+        key, (start, nbytes) = (str(target.device), item.dest_index.fqn), span_of(target)
+        if nbytes:
+            low, high = spans.get(key, (start, start))
+            spans[key] = min(low, start), max(high, start + nbytes)
+    groups: list[list[tuple[str, str]]] = []
+    device, end = "", 0
+    for key in sorted(spans, key=lambda key: (key[0], spans[key])):
+        start, stop = spans[key]
+        if key[0] != device or start >= end:
+            groups.append([])
+            end = 0
+        groups[-1].append(key)
+        device, end = key[0], max(end, stop)
+    order = {key: number for number, key in enumerate(spans)}
+    rounds = {key: number for group in groups for number, key in enumerate(sorted(group, key=order.__getitem__))}
+    return [rounds.get((str(target.device), item.dest_index.fqn), 0) for item, target in targets]
 
 
 def _locate_ours(

@@ -110,6 +110,8 @@ class Match:
     """Other tensors that are read into memory of the template."""
     shared: list[SharedTarget] = field(default_factory=list)
     """Tensors that share memory with themselves or each other. They are read before any tensor is touched."""
+    tied: list[tuple[str, str]] = field(default_factory=list)
+    """Names of one tensor of the template that plain DCP stores twice. Their checksums are compared once read."""
     arrays: list[ReplacedArray] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
     """Names of the leaves that a decoded object replaces."""
@@ -359,6 +361,7 @@ def _separate_overlapping(catalog: Catalog, found: Match, template: Template) ->
     for before, later in overlapping(tensors):
         is_tied = signature_of(tensors[later]) == signature_of(tensors[before])
         if is_tied and _may_be_equal(catalog.shards[names[later]], catalog.shards[names[before]]):
+            found.tied += _unproven(catalog, names[before], names[later])
             continue
         moved |= {before, later}
         if not (can_be_shared(named[before][1]) and can_be_shared(named[later][1])):
@@ -376,14 +379,20 @@ def _separate_overlapping(catalog: Catalog, found: Match, template: Template) ->
 
 
 def _may_be_equal(one: Shards, other: Shards) -> bool:
-    """Return whether two tied names may hold the same values, judged by dtype, shape and checksums.
+    """Return whether two tied names may hold the same values, judged by dtype, shape and the checksums that are known.
 
-    Items of plain DCP may: their checksums are not read yet.
+    Those of plain DCP are not read yet.
     """
-    return all(
-        type(a) is not Item or type(b) is not Item or (a.dtype, a.shape, a.sums) == (b.dtype, b.shape, b.sums)
-        for a, b in zip(one, other, strict=False)
+    return len(one) == len(other) and all(
+        (a.dtype, a.shape) == (b.dtype, b.shape) and (type(a) is not Item or type(b) is not Item or a.sums == b.sums)
+        for a, b in zip(one, other, strict=True)
     )
+
+
+def _unproven(catalog: Catalog, before: str, later: str) -> list[tuple[str, str]]:
+    """Return both names of one tensor if only checksums that are not read yet tell whether their values are equal."""
+    shards = *catalog.shards[before], *catalog.shards[later]
+    return [(before, later)] if any(type(shard) is not Item for shard in shards) else []
 
 
 def _whole_addresses(values: Sequence[object], stored: Sequence[Shards | None]) -> list[int]:

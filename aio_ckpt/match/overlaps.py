@@ -6,15 +6,16 @@ Therefore they are read into memory of their own, before any other target is tou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.errors import TemplateMismatchError
 from aio_ckpt.leaves.tensor_memory import overlaps_itself, span_of
 
-__all__ = ["SharedTarget", "can_be_shared", "check_agreement", "write_shared"]
+__all__ = ["SharedTarget", "can_be_shared", "check_agreement", "check_tied", "write_shared"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Length of an element in bytes -> a dtype of that length, in which its bits are copied; see :func:`_equal_bits`."""
@@ -63,6 +64,27 @@ def check_agreement(targets: Sequence[SharedTarget], values: Mapping[str, torch.
                 raise TemplateMismatchError(
                     _fault(target, [other.name for other in group if other.name != target.name])
                 )
+
+
+def check_tied(pairs: Iterable[tuple[str, str]], items: Mapping[str, Sequence[Item]]) -> None:
+    """Check that the two values that plain DCP stores for one tensor of the template have the same checksums.
+
+    Raises:
+        TemplateMismatchError: the values differ, or have no checksums.
+    """
+    for before, later in pairs:
+        one, other = ({item.offsets: _content(item) for item in items.get(name, ())} for name in (before, later))
+        if one and one == other and all(item.record_crc32 is not None for item in items[later]):
+            continue
+        holds = "holds other values for it" if one != other else "has no checksums that tell whether their values agree"
+        raise TemplateMismatchError(
+            f"{later!r} shares memory with {before!r} in the template, and the checkpoint {holds}: give it memory of "
+            "its own, or leave it out"
+        )
+
+
+def _content(item: Item) -> tuple[object, ...]:
+    return item.record_crc32, item.raw_bytes, item.storage_offset, item.stride, item.is_conj, item.is_neg
 
 
 def write_shared(targets: Sequence[SharedTarget], values: Mapping[str, torch.Tensor]) -> None:

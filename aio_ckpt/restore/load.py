@@ -7,8 +7,9 @@ block, each block once it is verified. Objects and ``load_state_dict`` come last
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from aio_ckpt.checkpoint.requests import ReadRequest
 from aio_ckpt.errors import TemplateMismatchError
 from aio_ckpt.match.compounds import stored_compounds
 from aio_ckpt.match.match import Match, OnMatched, at_once, match_template
-from aio_ckpt.match.overlaps import check_agreement
+from aio_ckpt.match.overlaps import check_agreement, check_tied
 from aio_ckpt.match.rename import Rename, renamed
 from aio_ckpt.restore.apply import prepare_apply, target_modified
 from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
@@ -182,11 +183,18 @@ async def _fetch_ahead(
     requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
     fetched = await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)
     shared = {name: cast("torch.Tensor", fetched.values[name]).to(tensor.dtype) for name, tensor in found.shared}
-    try:
+    with _naming(checkpoint):
         await run_blocking(ctx.executor, check_agreement, found.shared, shared)
+    return fetched, shared
+
+
+@contextlib.contextmanager
+def _naming(checkpoint: Checkpoint) -> Iterator[None]:
+    """Name the checkpoint in a TemplateMismatchError of the block."""
+    try:
+        yield
     except TemplateMismatchError as error:
         raise TemplateMismatchError(f"{checkpoint.path}: {error}") from error
-    return fetched, shared
 
 
 async def _plan(
@@ -195,8 +203,11 @@ async def _plan(
     """Return the plan of the tensors and its read requests. ``values``: names of tensors outside the template."""
     names = [*(target.name for target in found.tensors), *values]
     await files.measure({item.file for item, _, _ in found.whole}, checkpoint.catalog.files)
+    source = await locate(ctx, files, checkpoint, names)
+    with _naming(checkpoint):
+        check_tied(found.tied, source.items)
     plan = LoadPlan(
-        source=await locate(ctx, files, checkpoint, names),
+        source=source,
         live=found.live,
         live_at=found.live_at,
         layouts=found.layouts,

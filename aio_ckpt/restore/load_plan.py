@@ -158,6 +158,7 @@ class LoadPlan:
                 raise TemplateMismatchError(
                     f"{name!r}: written through an extension of DCP, whose reader fills no Shard: give the whole tensor"
                 )
+            _check_cover(name, self.source.transformed[name])
             self.by_dcp[name] = target
             return
         tensor = target.tensor if isinstance(target, Shard) else target
@@ -199,6 +200,13 @@ def new_tensor(name: str, shards: Shards, like: Target | None, memory: HostMemor
     if memory is None or 0 in shape:
         return torch.empty_strided(shape, stride, dtype=first.dtype)
     return torch.as_strided(memory(math.prod(shape) * first.dtype.itemsize).view(first.dtype), shape, stride)
+
+
+def _check_cover(name: str, shards: Shards) -> None:
+    """Raise CorruptCheckpointError if shards, which do not overlap, leave a hole: DCP's own reader looks for none."""
+    covered, total = sum(math.prod(shard.shape) for shard in shards), math.prod(global_shape(shards))
+    if covered != total:
+        raise CorruptCheckpointError(f"{name!r}: the stored shards cover {covered} of {total} elements")
 
 
 def check_trusted(untrusted: Mapping[str, str], *, skip_untrusted: bool) -> None:
