@@ -143,7 +143,8 @@ class LoadReport:
     bytes_read: int = 0
     """Bytes read from data files."""
     verified: bool = True
-    """Whether sums were there and were checked."""
+    """Whether every byte of tensors and objects that was read was compared with a stored checksum. False with
+    ``verify="never"``, and if stock DCP stored none for a part: it has one for a whole tensor, or none."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """JSON values that ``save(extra=)`` stored with the step; empty if it stored none."""
 
@@ -166,7 +167,8 @@ class ReadReport:
     bytes_read: int = 0
     """Bytes read from data files."""
     verified: bool = True
-    """Whether sums were there and were checked."""
+    """Whether every byte of tensors and objects that was read was compared with a stored checksum. False with
+    ``verify="never"``, and if stock DCP stored none for a part: it has one for a whole tensor, or none."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """JSON values that ``save(extra=)`` stored with the step; empty if it stored none."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import anyio
 import numpy as np
@@ -22,20 +21,10 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.waiting import disk_lines
 
-__all__ = ["Fetched", "fetch", "synchronize"]
+__all__ = ["fetch", "synchronize"]
 
 _COPIERS = 2
 """Requests that are verified and copied while the allowed number of reads stays in flight."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
-    """Result of running a read plan."""
-
-    bytes_read: int
-    """Bytes read from data files, alignment included."""
-    sums_checked: int
-    """Number of checksums that were stored and matched."""
 
 
 async def fetch(
@@ -48,8 +37,10 @@ async def fetch(
     devices: Sequence[torch.device] = (),
     on_read: Callable[[ReadRequest, AioCkptError | None], None] | None = None,
     on_fetched: Callable[[int], None] | None = None,
-) -> Fetched:
+) -> int:
     """Run every request, ``readers`` at a time, and finish each reassembly buffer when it is full.
+
+    Returns the bytes read from data files, alignment included.
 
     A fetch, cancelled or not, returns only when no thread or device writes to a target any more.
 
@@ -74,7 +65,7 @@ async def fetch(
         except BaseExceptionGroup as errors:
             _free_scratch(requests)
             raise first_cause(errors) from None
-    return Fetched(bytes_read=run.bytes_read, sums_checked=run.sums_checked)
+    return run.bytes_read
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
@@ -110,7 +101,6 @@ class _Run:
         self._on_read = on_read
         self._on_fetched = on_fetched
         self.bytes_read = 0
-        self.sums_checked = 0
         self._last = time.monotonic()
         """Time of the last progress."""
 
@@ -159,13 +149,11 @@ class _Run:
             _check_length(request, request.start + got)
         finally:
             self._reading.release()
-        self.sums_checked += await run_blocking(self._executor, copy_pieces, request, view, self._verify, self._copies)
+        await run_blocking(self._executor, copy_pieces, request, view, self._verify, self._copies)
         full = [reassembly for reassembly, count in reassemblies.items() if _count_down(reassembly, count)]
         complete = [reassembly for reassembly in full if reassembly.needs_finish]
         if complete:
-            self.sums_checked += await run_blocking(
-                self._executor, finish_buffers, complete, self._verify, self._copies
-            )
+            await run_blocking(self._executor, finish_buffers, complete, self._verify, self._copies)
 
 
 def _free_scratch(requests: Sequence[ReadRequest]) -> None:

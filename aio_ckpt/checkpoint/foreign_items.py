@@ -207,8 +207,10 @@ def parse_item(unparsed: UnparsedItem, head: bytearray, tail: bytearray) -> Item
     )
 
 
-def check_zip(name: str, data: bytes) -> None:
-    """Compare the checksums of an object of stock DCP: its ``torch.save`` zip has one for each record.
+def check_zip(name: str, data: bytes) -> bool:
+    """Compare the checksums of an object of stock DCP: its ``torch.save`` zip may have one for each record.
+
+    Returns whether every record had one.
 
     Raises:
         CorruptCheckpointError: the bytes are no such zip, or a record does not match its CRC32.
@@ -220,6 +222,7 @@ def check_zip(name: str, data: bytes) -> None:
     for record, (body, crc32) in records.items():
         if crc32 not in (0, isal_zlib.crc32(body)):
             raise MismatchError(f"object {name!r}: record {record} does not match its CRC32")
+    return all(crc32 or not body for body, crc32 in records.values())
 
 
 def check_object_zip(name: str, data: bytes) -> None:

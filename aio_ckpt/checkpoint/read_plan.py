@@ -47,6 +47,8 @@ class ReadPlan:
     """Targets that are written without an operation of torch, so that their version must be incremented."""
     devices: list[torch.device] = field(default_factory=list)
     """Devices of the targets outside of host memory."""
+    has_unchecked: bool = False
+    """Whether bytes of a tensor are read that no checksum covers: plain DCP has none, or one for the whole item."""
 
     def add_tensor(self, items: Sequence[Item], offsets: Sequence[int], target: torch.Tensor) -> None:
         """Fill ``target``, the box of the global tensor that begins at ``offsets``, from the shards that cover it.
@@ -108,7 +110,7 @@ class ReadPlan:
         else:
             self._add_box(item, start, target)
 
-    def add_object(self, stored: StoredObject, then: Callable[[bytes], None]) -> None:
+    def add_object(self, stored: StoredObject, then: Callable[[bytes], object]) -> None:
         """Read an object and call ``then`` with its bytes, once they are verified."""
         label = f"{stored.file}: object {stored.name!r}"
         buffer = ReassemblyBuffer(
@@ -149,6 +151,7 @@ class ReadPlan:
     def _add_raw(self, item: Item, target: torch.Tensor, device: int) -> None:
         """Fill ``target`` from an item that has one checksum for all blocks, or none."""
         if item.raw_bytes:
+            self.has_unchecked |= item.record_crc32 is None
             buffer = ReassemblyBuffer(
                 label=_label(item), start=item.raw_offset, nbytes=item.raw_bytes, crc32=item.record_crc32
             )
@@ -168,12 +171,13 @@ class ReadPlan:
         runs = _touched_blocks(item, start, view.shape)
         low, high = runs[0][0], runs[-1][1]
         first = item.storage_offset + sum(a * b for a, b in zip(start, item.stride, strict=True))
-        is_all = runs == [(0, item.raw_bytes)]
+        crc32 = item.record_crc32 if runs == [(0, item.raw_bytes)] else None
+        self.has_unchecked |= not item.sums and crc32 is None
         buffer = ReassemblyBuffer(
             label=_label(item),
             start=item.raw_offset + low,
             nbytes=high - low,
-            crc32=item.record_crc32 if is_all and not item.sums else None,
+            crc32=None if item.sums else crc32,
             then=functools.partial(_copy_box, view, item, first - low // item.dtype.itemsize),
             device=self._number_of(view),
         )

@@ -79,23 +79,20 @@ class ReassemblyBuffer:
         """Whether :meth:`finish` has a sum to compare or bytes to pass on."""
         return self.crc32 is not None or self.then is not None
 
-    def finish(self, combine: Callable[[int, int, int], int] | None, copies: Copies) -> bool:
-        """Compare the sum of all pieces (if ``combine`` is given) and call ``then``; return whether there was a sum.
+    def finish(self, combine: Callable[[int, int, int], int] | None, copies: Copies) -> None:
+        """Compare the sum of all pieces (if ``combine`` is given) and call ``then``.
 
         Raises:
             MismatchError: the sum does not match; names file and tensor or object.
         """
-        is_summed = False
         if combine is not None and self.crc32 is not None:
             total = 0
             for crc, nbytes in self.sums:
                 total = combine(total, crc, nbytes)
             if total != self.crc32:
                 raise MismatchError(f"{self.label} does not match its CRC32")
-            is_summed = True
         if self.then is not None and self.scratch is not None:
             self.then(self.scratch, copies)
-        return is_summed
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)

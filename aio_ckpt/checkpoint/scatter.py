@@ -21,8 +21,8 @@ _SMALL_COPY_BYTES = 64 << 10
 """Longest copy that is made together with others in one call. A longer one is one ``memmove``."""
 
 
-def copy_pieces(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence[Copies]) -> int:
-    """Verify the pieces of a request, then copy them to their targets. Returns the number of matched checksums.
+def copy_pieces(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence[Copies]) -> None:
+    """Verify the pieces of a request, then copy them to their targets.
 
     ``copies``: the copies to each device, by its number in ``Pieces.devices``. The loops take 1 us a piece.
 
@@ -31,7 +31,8 @@ def copy_pieces(request: ReadRequest, view: memoryview, verify: bool, copies: Se
     """
     pieces = request.pieces
     begins = pieces.starts - request.start
-    checked = _verify(request, view, begins) if verify else 0
+    if verify:
+        _verify(request, view, begins)
     addresses, devices = _places(pieces)
     moves = np.stack([addresses, begins + address_of(view), pieces.nbytes], axis=1)
     is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # pieces that are not moved stay in the view
@@ -42,14 +43,14 @@ def copy_pieces(request: ReadRequest, view: memoryview, verify: bool, copies: Se
             copies[number].copy_vectors(0, _runs(moves[is_moved & (devices == number)]).astype(np.uint64))
     finally:  # the view is read into anew afterwards
         _wait_for(copies[number] for number in numbers)
-    return checked
 
 
-def finish_buffers(reassemblies: Sequence[ReassemblyBuffer], verify: bool, copies: Sequence[Copies]) -> int:
-    """Finish full reassembly buffers and free their memory. Returns the number of matched checksums."""
+def finish_buffers(reassemblies: Sequence[ReassemblyBuffer], verify: bool, copies: Sequence[Copies]) -> None:
+    """Finish full reassembly buffers and free their memory."""
     try:
         combine = isal_zlib.crc32_combine if verify else None
-        return sum(buffer.finish(combine, copies[buffer.device]) for buffer in reassemblies)
+        for buffer in reassemblies:
+            buffer.finish(combine, copies[buffer.device])
     finally:
         _wait_for(copies[number] for number in {buffer.device for buffer in reassemblies})
         for buffer in reassemblies:
@@ -91,7 +92,7 @@ def _runs(moves: IntArray) -> IntArray:
     return np.column_stack([moves[first, :2], np.add.reduceat(moves[:, 2], first)])
 
 
-def _verify(request: ReadRequest, view: memoryview, begins: IntArray) -> int:
+def _verify(request: ReadRequest, view: memoryview, begins: IntArray) -> None:
     pieces, crc32 = request.pieces, isal_zlib.crc32
     ends = begins + pieces.nbytes
     is_summed = pieces.crcs >= 0
@@ -104,7 +105,6 @@ def _verify(request: ReadRequest, view: memoryview, begins: IntArray) -> int:
         buffer = pieces.reassemblies[row]
         if buffer is not None and buffer.sums:
             buffer.sums[pieces.positions[row]] = (crc32(view[begins[row] : ends[row]]), int(pieces.nbytes[row]))
-    return len(rows)
 
 
 def _mismatch(request: ReadRequest, row: int) -> MismatchError:

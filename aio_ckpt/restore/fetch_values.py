@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from aio_ckpt.checkpoint.data_files import Files
-from aio_ckpt.checkpoint.fetch import Fetched, fetch, synchronize
+from aio_ckpt.checkpoint.fetch import fetch, synchronize
 from aio_ckpt.checkpoint.foreign_items import check_zip
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.requests import ReadRequest
@@ -39,8 +39,8 @@ class FetchedValues:
     """Whether such objects are left out."""
     bytes_read: int = 0
     """Bytes read from data files."""
-    sums_checked: int = 0
-    """Checksums that were compared."""
+    has_unchecked: bool = False
+    """Whether bytes were read that no checksum covers."""
 
     @property
     def skipped(self) -> dict[str, str] | None:
@@ -48,8 +48,8 @@ class FetchedValues:
         return self.untrusted if self.skip_untrusted else None
 
     def is_verified(self, *, verify: bool) -> bool:
-        """Return whether checksums were compared: not if ``verify`` is off, or if no bytes that were read have one."""
-        return verify and (self.sums_checked > 0 or not self.bytes_read)
+        """Return whether all that was read was compared with checksums: not if ``verify`` is off."""
+        return verify and not self.has_unchecked
 
     def joined_with(self, other: FetchedValues) -> FetchedValues:
         """Return the values of both reads of one load."""
@@ -58,7 +58,7 @@ class FetchedValues:
             untrusted=self.untrusted | other.untrusted,
             skip_untrusted=self.skip_untrusted,
             bytes_read=self.bytes_read + other.bytes_read,
-            sums_checked=self.sums_checked + other.sums_checked,
+            has_unchecked=self.has_unchecked or other.has_unchecked,
         )
 
 
@@ -77,7 +77,7 @@ async def fetch_values(
         CorruptCheckpointError, ReadError: see :func:`aio_ckpt.checkpoint.fetch.fetch`.
         UnsafeObjectError: an object needs trust.
     """
-    fetched = await fetch(
+    bytes_read = await fetch(
         files,
         requests,
         executor=ctx.executor,
@@ -86,19 +86,20 @@ async def fetch_values(
         devices=plan.reads.devices,
         on_fetched=meter.add,
     )
-    return await run_blocking(ctx.executor, _decode, ctx, checkpoint, plan, fetched)
+    return await run_blocking(ctx.executor, _decode, ctx, checkpoint, plan, bytes_read)
 
 
-def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, fetched: Fetched) -> FetchedValues:
+def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, bytes_read: int) -> FetchedValues:
     """Decode objects. Wait for the devices, and increment the version of tensors that were filled without torch."""
     values, untrusted = dict(plan.values), dict(plan.untrusted)
     if plan.by_dcp:
         values |= _load_by_dcp(checkpoint, plan)
     synchronize(plan.devices)
     increment_version(plan.reads.filled)
+    has_unchecked = plan.reads.has_unchecked or bool(plan.by_dcp)
     for name, data in plan.undecoded.items():
         if checkpoint.is_plain_dcp:
-            check_zip(name, data)
+            has_unchecked |= not check_zip(name, data)
         try:
             values[name] = decode_object(data, name=name, trusted=ctx.trusted)
         except UnsafeObjectError as error:
@@ -108,8 +109,8 @@ def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, fetched: F
         values=values,
         untrusted=untrusted,
         skip_untrusted=plan.skip_untrusted,
-        bytes_read=fetched.bytes_read,
-        sums_checked=fetched.sums_checked + (len(plan.undecoded) if checkpoint.is_plain_dcp else 0),
+        bytes_read=bytes_read,
+        has_unchecked=has_unchecked,
     )
 
 

@@ -56,7 +56,7 @@ class LoadOutcome:
     bytes_read: int
     """Bytes read from data files."""
     verified: bool
-    """Whether checksums were compared; False if ``verify`` is off, or if no bytes that were read have a checksum."""
+    """Whether all that was read was compared with checksums; False if ``verify`` is off, or if a part has none."""
     identity: str
     """Identity of the save that was read. A checkpoint that replaces it has another identity."""
     apply: Callable[[], None]

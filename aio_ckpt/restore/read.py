@@ -40,7 +40,7 @@ class ReadOutcome:
     bytes_read: int
     """Bytes read from data files."""
     verified: bool
-    """Whether checksums were compared; False if ``verify`` is off, or if no bytes that were read have a checksum."""
+    """Whether all that was read was compared with checksums; False if ``verify`` is off, or if a part has none."""
 
 
 async def read_state(

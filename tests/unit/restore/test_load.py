@@ -524,8 +524,8 @@ async def read_box(storage, path, name, starts, lengths):
         await files.measure({item.file for item in items}, checkpoint.catalog.files)
         plan = ReadPlan()
         plan.add_tensor(items, starts, target)
-        fetched = await fetch(files, plan.requests(2), executor=storage._executor, readers=2, verify=True)
-    return target, fetched.bytes_read
+        bytes_read = await fetch(files, plan.requests(2), executor=storage._executor, readers=2, verify=True)
+    return target, bytes_read
 
 
 @pytest.mark.parametrize(
