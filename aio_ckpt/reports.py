@@ -138,6 +138,8 @@ class LoadReport:
     """Template names absent from the checkpoint (only with ``allow_missing=True``)."""
     unexpected: tuple[str, ...] = ()
     """Names of the checkpoint that the template lacks."""
+    dropped: tuple[str, ...] = ()
+    """``PerRank`` values of ranks that saved and that this load lacks, as fewer ranks load."""
     untrusted: tuple[str, ...] = ()
     """Objects that only running code reads, left as they were in the template (only with ``skip_untrusted=True``)."""
     bytes_read: int = 0

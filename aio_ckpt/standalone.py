@@ -87,7 +87,7 @@ def load(
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return report
 
-    return _run(path, config, progress, use)
+    return _run(path, config, progress, use, *_own_rank())
 
 
 def read(
@@ -100,6 +100,8 @@ def read(
     config: EngineConfig | None = None,
 ) -> Any:
     """Return the nested state of the checkpoint in the directory ``path``, in new host memory. Blocks.
+
+    It has the names of all ranks that saved, and of ``PerRank`` values those of this rank.
 
     Args:
         path: directory of a checkpoint, of an engine or of stock ``dcp.save``; of a root, give one of its steps.
@@ -125,7 +127,7 @@ def read(
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return (outcome.state, report) if with_report else outcome.state
 
-    return _run(path, config, progress, use)
+    return _run(path, config, progress, use, _own_rank()[0], 1)  # the whole state, whatever the number of ranks
 
 
 def _own_rank() -> tuple[int, int]:
@@ -133,12 +135,19 @@ def _own_rank() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def _run(path: str | os.PathLike[str], config: EngineConfig | None, progress: OnProgress | None, use: _Use[T]) -> T:
+def _run(
+    path: str | os.PathLike[str],
+    config: EngineConfig | None,
+    progress: OnProgress | None,
+    use: _Use[T],
+    rank: int,
+    world_size: int,
+) -> T:
     """Return the result of ``use``, run on threads that end with this call. After Ctrl-C, no thread fills a tensor."""
     check_kind("config", config, EngineConfig)
     check_callback("progress", progress)
     settings = config or EngineConfig()
-    directory, (rank, world_size), given_up = check_path("path", path), _own_rank(), Future[None]()
+    directory, given_up = check_path("path", path), Future[None]()
     portal = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", settings.workers + HOUSEKEEPING_THREADS)
 
     async def work() -> T:

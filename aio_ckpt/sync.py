@@ -131,7 +131,10 @@ class SyncCheckpointEngine(BaseEngine):
         with_report: bool = False,
         progress: OnProgress | None = None,
     ) -> Any:
-        """Return the nested state of a checkpoint, without a template: this rank's, or that of rank 0 if it saved none.
+        """Return the nested state of a checkpoint, without a template.
+
+        If as many ranks read as saved, each gets the state that the same rank saved. Otherwise it gets the names of all
+        ranks, and of ``PerRank`` values its own. Pending saves of this engine that may be read end first.
 
         Args:
             step: step of the checkpoint; None takes the newest that verifies.

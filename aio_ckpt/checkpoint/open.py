@@ -29,6 +29,7 @@ from aio_ckpt.format.root_manifest import (
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.waiting import disk_lines
+from aio_ckpt.state.skeleton import Skeleton
 from aio_ckpt.storage.local import Storage, read_small_file
 
 __all__ = [
@@ -60,6 +61,9 @@ class Checkpoint:
     """Rank manifests by rank; empty for plain DCP."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Stored name -> name in the template, if they differ; None if another leaf took the name."""
+
+    union: Skeleton | None = None
+    """Skeleton of what all ranks hold, if it is read in the place of that of each rank."""
 
     @property
     def identity(self) -> str:

@@ -244,7 +244,7 @@ def load_report(
 ) -> LoadReport:
     """Return the report of a load from the checkpoint ``chosen``."""
     common = _common_fields(chosen, skipped, outcome)
-    return LoadReport(**common, missing=outcome.missing, unexpected=outcome.unexpected)
+    return LoadReport(**common, missing=outcome.missing, unexpected=outcome.unexpected, dropped=outcome.dropped)
 
 
 def read_report(

@@ -35,7 +35,7 @@ from aio_ckpt.match.live import fillable, layouts_below, tensors_below
 from aio_ckpt.match.narrowing import narrowed
 from aio_ckpt.match.open_places import OpenPlace, names_at
 from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
-from aio_ckpt.match.rank_names import empty_containers, skeleton_of, unexpected_names, wanted_names
+from aio_ckpt.match.rank_names import dropped_names, empty_containers, skeleton_of, unexpected_names, wanted_names
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.state.flatten import Template, read_template
 from aio_ckpt.state.names import MARK, below_each, branches_of, is_below, marked_name, node_names
@@ -136,6 +136,8 @@ class Match:
     """Template names that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
     """Names that the template lacks."""
+    dropped: tuple[str, ...] = ()
+    """``PerRank`` values of ranks that this load lacks, by their stored names."""
     narrowed: tuple[str, ...] = ()
     """Targets of a cast to a dtype of smaller range, as messages name them."""
 
@@ -199,9 +201,12 @@ def match_template(
     below = _names_below(found)
     known = below.union(template.names) if below else template.names  # names of a template differ
     if missing or checkpoint.names or len(known) < len(checkpoint.catalog.shards) + len(checkpoint.catalog.objects):
-        beyond = unexpected_names(checkpoint, set(known), rank, world_size)
+        known = set(known)
+        beyond = unexpected_names(checkpoint, known, rank, world_size)
         beyond = {checkpoint.stored_names.get(name, name) for name in beyond}
         found.unexpected = tuple(sorted(beyond.union(name for name, new in checkpoint.names.items() if new is None)))
+        dropped = dropped_names(checkpoint, known, world_size)
+        found.dropped = tuple(checkpoint.stored_names.get(name, name) for name in dropped)
     if strict and found.unexpected:
         raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {listed(found.unexpected)}")
     return found

@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Set
+from dataclasses import replace
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.format.root_manifest import rank_manifest_name
 from aio_ckpt.state.names import branches_of, copy_names, find_named, is_below, is_selected, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton
+from aio_ckpt.state.union import united
 
-__all__ = ["empty_containers", "skeleton_of", "unexpected_names", "wanted_names"]
+__all__ = ["as_one_state", "dropped_names", "empty_containers", "skeleton_of", "unexpected_names", "wanted_names"]
+
+_log = logging.getLogger("aio_ckpt")
+_SHOWN = 5
 
 
 def skeleton_of(checkpoint: Checkpoint, rank: int) -> Skeleton:
-    """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank, or if it saved ``{}``."""
+    """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank, or if it saved ``{}``.
+
+    If ranks of another number read, it is the union of all.
+    """
+    if checkpoint.union is not None:
+        return checkpoint.union
     for number in (rank, 0) if 0 < rank < len(checkpoint.ranks) else (0,):
-        skeleton = decode_skeleton(checkpoint.ranks[number].skeleton, name=rank_manifest_name(number))
+        skeleton = _saved_skeleton(checkpoint, number)
         if isinstance(skeleton, tuple) and skeleton[2]:
             break
     return skeleton
+
+
+def _saved_skeleton(checkpoint: Checkpoint, rank: int) -> Skeleton:
+    return decode_skeleton(checkpoint.ranks[rank].skeleton, name=rank_manifest_name(rank))
+
+
+def as_one_state(checkpoint: Checkpoint, *, rank: int, world_size: int) -> Checkpoint:
+    """Return the checkpoint with the union of what its ranks hold, if ranks of another number read it.
+
+    Stages of a pipeline and experts hold names of their own. If as many ranks read as saved, each gets its own state.
+    """
+    owners: dict[bytes, list[int]] = {}
+    for number, manifest in enumerate(checkpoint.ranks):
+        owners.setdefault(manifest.skeleton, []).append(number)
+    if len(owners) < 2 or world_size == len(checkpoint.ranks):
+        return checkpoint
+    skeletons = {_saved_skeleton(checkpoint, ranks[0]): ranks for ranks in owners.values()}
+    union, lost = united(skeletons, rank)
+    if lost:
+        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+        _log.warning(
+            "%s: ranks hold a container and a leaf under one name; left out: %s%s", checkpoint.path, lost[:_SHOWN], more
+        )
+    return replace(checkpoint, union=union)
 
 
 def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | None) -> list[str]:
@@ -80,7 +115,15 @@ def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_s
         return beyond
     if world_size == len(checkpoint.ranks):
         return beyond.intersection(_names_of(checkpoint, rank))
-    return beyond.difference(checkpoint.as_named(_per_rank_names(checkpoint)))
+    return beyond.difference(checkpoint.as_named(_per_rank_names(checkpoint, since=0)))
+
+
+def dropped_names(checkpoint: Checkpoint, known: Set[str], world_size: int) -> list[str]:
+    """Return the names of the ``PerRank`` values of ranks beyond ``world_size`` that are not among ``known``."""
+    if world_size >= len(checkpoint.ranks) or not checkpoint.has_skeleton:
+        return []
+    names = _per_rank_names(checkpoint, since=world_size) & checkpoint.catalog.names()
+    return sorted(names.difference(known))
 
 
 def _copies(checkpoint: Checkpoint) -> set[str]:
@@ -88,19 +131,21 @@ def _copies(checkpoint: Checkpoint) -> set[str]:
     owners: dict[bytes, list[int]] = {}
     for rank, manifest in enumerate(checkpoint.ranks):
         owners.setdefault(manifest.skeleton, []).append(rank)
-    found = [copy_names(skeleton_of(checkpoint, ranks[0]), ranks=ranks) for ranks in owners.values()]
+    found = [copy_names(_saved_skeleton(checkpoint, ranks[0]), ranks=ranks) for ranks in owners.values()]
     return set().union(*found)
 
 
-def _per_rank_names(checkpoint: Checkpoint) -> set[str]:
+def _per_rank_names(checkpoint: Checkpoint, *, since: int) -> set[str]:
+    """Return the names of the ``PerRank`` values of the ranks from ``since`` on."""
     mark = 1 << 62  # no rank has this number, so a name that holds it is the name of a PerRank value
     marked: dict[bytes, list[str]] = {}
     for rank, manifest in enumerate(checkpoint.ranks):
         if manifest.skeleton not in marked:
-            names = skeleton_names(skeleton_of(checkpoint, rank), rank=mark)
+            names = skeleton_names(_saved_skeleton(checkpoint, rank), rank=mark)
             marked[manifest.skeleton] = [name for name in names if f"rank{mark}" in name]
     return {
         name.replace(f"rank{mark}", f"rank{rank}")
         for rank, manifest in enumerate(checkpoint.ranks)
+        if rank >= since
         for name in marked[manifest.skeleton]
     }

@@ -103,6 +103,14 @@ def prepare_apply(
                 checkpoint.path,
                 first_of(found.narrowed),
             )
+        if found.dropped and rank == 0:
+            _log.warning(
+                "%s: %d ranks saved, and %d load: the PerRank values of the others are not loaded: %s",
+                checkpoint.path,
+                len(checkpoint.ranks),
+                ctx.world_size,
+                listed(found.dropped),
+            )
         if found.unexpected and rank == 0:  # only rank 0 logs; the report of every rank lists its own
             _log.warning(
                 "%s: the template lacks %s; not loaded (strict=True refuses this)",

@@ -51,6 +51,8 @@ class LoadOutcome:
     """Template names that the checkpoint lacks (only with ``allow_missing``)."""
     unexpected: tuple[str, ...]
     """Names of the checkpoint that the template lacks."""
+    dropped: tuple[str, ...]
+    """``PerRank`` values of ranks that this load lacks."""
     untrusted: tuple[str, ...]
     """Objects that were left as they are (only with ``skip_untrusted``)."""
     bytes_read: int
@@ -96,6 +98,7 @@ async def load_checkpoint(
     meter.restart()
     async with ctx.files(path, past_page_cache=past_page_cache) as files:
         checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
+        checkpoint = await run_blocking(ctx.executor, ctx.as_one_state, checkpoint)
         if options.rename is not None:
             checkpoint = await run_blocking(ctx.executor, _renamed, checkpoint, options.rename, ctx.rank)
         found = await run_blocking(ctx.executor, _match, ctx, checkpoint, state, options)
@@ -116,6 +119,7 @@ async def load_checkpoint(
         extra=checkpoint.extra,
         missing=found.missing,
         unexpected=found.unexpected,
+        dropped=found.dropped,
         untrusted=tuple(fetched.untrusted),
         bytes_read=fetched.bytes_read,
         verified=fetched.is_verified(verify=ctx.verify),

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checks import check_flag
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.match.rank_names import as_one_state
 from aio_ckpt.match.rename import Rename, check_rename
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
@@ -58,6 +60,10 @@ class ReadContext:
             verify=config.verify == "load",
             trusted=config.trusted_objects,
         )
+
+    def as_one_state(self, checkpoint: Checkpoint) -> Checkpoint:
+        """See :func:`aio_ckpt.match.rank_names.as_one_state`."""
+        return as_one_state(checkpoint, rank=self.rank, world_size=self.world_size)
 
     def files(self, directory: Path, *, past_page_cache: bool) -> Files:
         """Return the data files in ``directory``; with ``past_page_cache``, all is read from the disk."""

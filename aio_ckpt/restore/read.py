@@ -63,6 +63,7 @@ async def read_state(
     """
     meter.restart()
     checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
+    checkpoint = await run_blocking(ctx.executor, ctx.as_one_state, checkpoint)
     names = await run_blocking(ctx.executor, stored_names, ctx, checkpoint, only)
     fetched = await read_leaves(
         ctx, checkpoint, names, skip_untrusted=skip_untrusted, past_page_cache=past_page_cache, meter=meter

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
+from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.checkpoint.torch_file import check_torch_file
 from aio_ckpt.cli.work.contents import Contents, LeafRow, describe, use_newest
 from aio_ckpt.cli.work.loop import call
@@ -24,7 +24,6 @@ from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    MissingNameError,
     ReadError,
     UnsafeObjectError,
 )
@@ -35,13 +34,11 @@ from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUF
 from aio_ckpt.format.tensor_pickle import STORAGE_ELEMENT_BYTES
 from aio_ckpt.leaves.numpy_pickles import NUMPY_GLOBALS, real_values
 from aio_ckpt.leaves.objects import unsafe_reason
-from aio_ckpt.match.rank_names import unexpected_names
 from aio_ckpt.restore.fetch_values import FetchedValues
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.restore.read import assemble, read_leaves, stored_names
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.state.names import is_selected
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 
@@ -160,8 +157,8 @@ async def _read_leaves(
 ) -> Source:
     executor = ctx.executor
     checkpoint = await open_checkpoint(ctx.storage, Path(contents.path), executor=executor, step=contents.step)
+    checkpoint = await run_blocking(executor, ctx.as_one_state, checkpoint)
     wanted = await run_blocking(executor, stored_names, ctx, checkpoint, only)
-    await run_blocking(executor, _check_ranks, checkpoint, set(wanted), only)
     names = [name for name in wanted if name in checkpoint.catalog.objects]
     objects = await read_leaves(ctx, checkpoint, names, skip_untrusted=True)
     if objects.untrusted:
@@ -188,18 +185,6 @@ async def _read_leaves(
     rest = await read_leaves(ctx, checkpoint, [name for name in wanted if name not in values])
     state = assemble(ctx, checkpoint, FetchedValues(values=values).joined_with(rest), only=only).state
     return Source(state=state, step=contents.step, path=checkpoint.path)
-
-
-def _check_ranks(checkpoint: Checkpoint, wanted: set[str], only: Sequence[str] | None) -> None:
-    """Raise MissingNameError if ranks other than 0 alone saved a part of the result, such as a stage of a pipeline."""
-    beyond = unexpected_names(checkpoint, wanted, 0, 1)
-    lost = sorted(name for name in beyond if only is None or is_selected(name, set(only)))
-    if lost:
-        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        raise MissingNameError(
-            f"{checkpoint.path}: {lost[0]!r}{more} is what another rank saved, and a conversion takes what rank 0 did: "
-            "give --branch, or load() a template with all names, and save_file() that"
-        )
 
 
 @dataclass(slots=True)

@@ -744,20 +744,55 @@ async def test_an_empty_template_takes_what_its_rank_saved(direct, tmp_path):
     assert state["stage0"]["w"].tolist() == [1.0, 1.0]
 
 
-async def test_a_name_of_another_rank_is_said_to_be_so_and_a_template_gets_it(direct, tmp_path):
-    stages = [{f"stage{rank}": {"w": torch.full((2,), rank + 1.0)}, "rng": PerRank(rank)} for rank in range(2)]
-    path = write_checkpoint(tmp_path / "c", [content_of(stage, rank) for rank, stage in enumerate(stages)])
+async def test_a_name_of_another_rank_is_said_to_be_so_where_each_rank_reads_its_own_state(direct, tmp_path):
+    path = staged(tmp_path)
     for only in ("stage1", "stage1.w", "rng.rank1"):
         with pytest.raises(MissingNameError, match=rf"'{only}' is what rank 1 saved.* rank 0 did: load\(\).*rank 1$"):
-            await read(direct, path, only=[only])
-        with pytest.raises(MissingNameError, match=r"is what rank 1 saved, and read\(\) gives what rank 0 did"):
-            await read(direct, path, only=[only], rank=4, world_size=5)
+            await read(direct, path, only=[only], world_size=2)
     state = {"stage1": {"w": torch.zeros(2)}}
     await load(direct, path, state)
     assert state["stage1"]["w"].tolist() == [2, 2]
     assert "stage0" not in await read(direct, path, rank=1, world_size=2, only=["stage1"])
     with pytest.raises(MissingNameError, match="holds nothing named or below 'stage2'; aio-ckpt inspect"):
         await read(direct, path, only=["stage2"])
+
+
+def staged(tmp_path):
+    """A checkpoint of two stages of a pipeline, with a name and a PerRank value of their own each."""
+    stages = [
+        {
+            f"stage{rank}": {"w": torch.full((2,), rank + 1.0)},
+            "net": {f"{rank}.w": torch.full((1,), rank + 1.0)},
+            "rng": PerRank(rank),
+            f"own{rank}": [PerRank(rank)],
+        }
+        for rank in range(2)
+    ]
+    return write_checkpoint(tmp_path / "c", [content_of(stage, rank) for rank, stage in enumerate(stages)])
+
+
+async def test_ranks_of_another_number_read_and_load_what_all_ranks_saved(direct, tmp_path):
+    path = staged(tmp_path)
+    for rank, world_size in ((0, 1), (1, 3)):
+        found = await read(direct, path, rank=rank, world_size=world_size)
+        assert (found["stage0"]["w"].tolist(), found["stage1"]["w"].tolist()) == ([1, 1], [2, 2])
+        assert sorted(found["net"]) == ["0.w", "1.w"]
+        assert found["rng"] == rank, "of this rank"
+        assert found[f"own{1 - rank}"] == [{f"rank{1 - rank}": 1 - rank}]
+    assert list(await read(direct, path, only=["stage1"])) == ["stage1"]
+    net = torch.nn.ModuleDict({name: torch.nn.Module() for name in "01"})
+    for module in net.values():
+        module.w = torch.nn.Parameter(torch.zeros(1))
+    outcome = await load(direct, path, state := {"net": net, "stage0": {}, "stage1": None, "rng": PerRank(None)})
+    assert [module.w.item() for module in net.values()] == [1, 2]
+    assert (state["stage0"]["w"].tolist(), state["stage1"]["w"].tolist()) == ([1, 1], [2, 2])
+    assert outcome.dropped == ("own1.0.rank1", "rng.rank1")
+    assert outcome.unexpected == ()
+
+
+async def test_as_many_ranks_as_saved_drop_nothing(direct, tmp_path):
+    outcome = await load(direct, staged(tmp_path), {"rng": PerRank(None)}, rank=0, world_size=2)
+    assert outcome.dropped == ()
 
 
 # -- damage -----------------------------------------------------------------------------------------

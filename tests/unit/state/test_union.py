@@ -1,0 +1,66 @@
+"""Union of the skeletons of several ranks: what all of them hold, built as one state."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from aio_ckpt.leaves.values import PerRank
+from aio_ckpt.state.build import build
+from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.names import skeleton_names
+from aio_ckpt.state.union import united
+
+
+def as_one(*states: object, rank: int = 0) -> tuple[Any, list[str]]:
+    """The union of what ranks hold, built for one of them."""
+    flats = [flatten(state, rank=number) for number, state in enumerate(states)]
+    owners: dict[Any, list[int]] = {}
+    leaves: dict[str, object] = {}
+    for number, flat in enumerate(flats):
+        owners.setdefault(flat.skeleton, []).append(number)
+        leaves = dict(zip(flat.names, flat.values, strict=True)) | leaves
+    union, lost = united(owners, rank)
+    assert set(skeleton_names(union, rank=rank)) <= leaves.keys()
+    return build(union, leaves, rank=rank), lost
+
+
+def test_names_of_their_own_are_joined_in_dicts_of_any_depth_and_in_lists() -> None:
+    one = {"m": OrderedDict(a=1, both=2), "l": [{"x": 1}], "e": {}}
+    other = {"m": OrderedDict(both=2, b=3), "l": [{"y": 2}, 7], "e": {"z": []}}
+    assert as_one(one, other) == (
+        {"m": OrderedDict(a=1, both=2, b=3), "l": [{"x": 1, "y": 2}, 7], "e": {"z": []}},
+        [],
+    )
+
+
+def test_values_of_other_ranks_alone_stand_in_a_dict_by_rank() -> None:
+    other = {"rng": PerRank(8), "own": (PerRank({"v": 9}),)}
+    states = {"rng": PerRank(7)}, other, other
+    assert as_one(*states) == ({"rng": 7, "own": ({"rank1": {"v": 9}, "rank2": {"v": 9}},)}, [])
+    assert as_one(*states, rank=1) == ({"rng": 8, "own": ({"v": 9},)}, [])
+
+
+def test_what_is_a_container_on_one_rank_and_a_leaf_on_another_is_named_if_it_is_left_out() -> None:
+    states = {"o": None, "p": {"a": 1}, "t": ({},)}, {"o": {"x": {"z": 1}}, "p": 5, "t": ({}, {"u": 2})}
+    assert as_one(*states) == (states[0], ["o.x.z", "p", "t.1.u"])
+
+
+def test_containers_that_are_shared_stay_shared() -> None:
+    shared = {"w": torch.ones(1)}
+    one: dict[str, Any] = {"a": {"first": torch.zeros(1)}, "shared": shared, "again": shared}
+    theirs = {"v": torch.ones(1)}
+    other: dict[str, Any] = {"a": {"second": {"deep": torch.zeros(1)}}, "theirs": theirs, "also": [theirs]}
+    other["theirs"]["itself"] = theirs
+    found, lost = as_one(one, other)
+    assert lost == []
+    assert sorted(found["a"]) == ["first", "second"]
+    assert found["shared"] is found["again"]
+    assert found["theirs"] is found["also"][0]
+    assert found["theirs"]["itself"] is found["theirs"]
+
+
+def test_keys_that_are_equal_as_text_are_one_name_between_ranks() -> None:
+    assert as_one({"m": {0: 1}}, {"m": {"0": 1, "1": 2}}) == ({"m": {0: 1, "1": 2}}, [])
