@@ -135,7 +135,10 @@ class LoadReport:
     skipped: tuple[SkippedCheckpoint, ...] = ()
     """Newer checkpoints that did not verify, newest first."""
     missing: tuple[str, ...] = ()
-    """Template names absent from the checkpoint (only with ``allow_missing=True``)."""
+    """Template names absent from the checkpoint, also those below modules, optimizers and other Stateful values (only
+    with ``allow_missing=True``)."""
+    mismatched: tuple[str, ...] = ()
+    """Tensors of another shape than the stored ones, left as they were (only with ``skip_mismatched=True``)."""
     unexpected: tuple[str, ...] = ()
     """Names of the checkpoint that the template lacks."""
     dropped: tuple[str, ...] = ()

@@ -44,6 +44,7 @@ def load(
     strict: bool = False,
     allow_missing: bool = False,
     skip_untrusted: bool = False,
+    skip_mismatched: bool = False,
     cast: bool = False,
     rename: Rename | None = None,
     progress: OnProgress | None = None,
@@ -59,6 +60,7 @@ def load(
         strict: refuse names of the checkpoint that the template lacks.
         allow_missing: leave template names that the checkpoint lacks as they are.
         skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
+        skip_mismatched: leave tensors of another shape as they are, and list them in the report.
         cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
             Values beyond the range of the template's dtype are not kept; a warning names such tensors.
         rename: names in the template of stored leaves: a mapping from stored names of leaves or branches, or a function
@@ -74,7 +76,12 @@ def load(
         raise ConfigError(f"path={shown(path)}: the first argument is the path, the second is the template")
     began = time.perf_counter()
     options = LoadOptions(
-        strict=strict, allow_missing=allow_missing, skip_untrusted=skip_untrusted, cast=cast, rename=rename
+        strict=strict,
+        allow_missing=allow_missing,
+        skip_untrusted=skip_untrusted,
+        skip_mismatched=skip_mismatched,
+        cast=cast,
+        rename=rename,
     )
 
     async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, again: bool) -> LoadReport:

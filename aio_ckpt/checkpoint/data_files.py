@@ -61,9 +61,14 @@ class Files:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._close()
+        await self.close()
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Close the open files. A later use opens them anew.
+
+        Raises:
+            ReadError: the operating system reports an error. The ``async with`` closes the other files.
+        """
         with anyio.CancelScope(shield=True):
             while self._kept:
                 _, opened = self._kept.popitem()
@@ -76,7 +81,7 @@ class Files:
         """
         self._page_cache = "fill"
         self.sizes.clear()
-        await self._close()
+        await self.close()
 
     async def measure(self, names: Iterable[str], expected: Mapping[str, int | None]) -> None:
         """Measure the real length of files. Offsets into a file are checked against it before they are used.

@@ -47,7 +47,7 @@ class ReassemblyBuffer:
     """Length in bytes, gaps between pieces included."""
     crc32: int | None = None
     """CRC32 of all pieces together; the pieces have none of their own then. None if each piece has its own, or none."""
-    then: Callable[[torch.Tensor, Copies], None] | None = None
+    then: Callable[[torch.Tensor, Copies], object] | None = None
     """Called with the complete bytes and the copies of the device. None if the pieces have addresses of their own."""
     device: int = 0
     """Device of the target of ``then``, numbered as in :class:`Pieces`."""

@@ -644,6 +644,7 @@ class CheckpointEngine(BaseEngine):
         allow_missing: bool = False,
         fallback: bool = True,
         skip_untrusted: bool = False,
+        skip_mismatched: bool = False,
         cast: bool = False,
         rename: Rename | None = None,
         progress: OnProgress | None = None,
@@ -661,10 +662,13 @@ class CheckpointEngine(BaseEngine):
             step: step of the checkpoint; None takes the newest that verifies.
             path: the directory of a checkpoint, which may lie anywhere, in the place of a step.
             strict: refuse names of the checkpoint that the template lacks.
-            allow_missing: leave template names that the checkpoint lacks as they are.
+            allow_missing: leave template names that the checkpoint lacks as they are, also keys of modules and other
+                Stateful values: these get them from their own ``state_dict()``.
             fallback: with ``step=None``, pass damaged ones by (:mod:`aio_ckpt.commit.quarantine`);
                 False raises at the newest.
             skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
+            skip_mismatched: leave tensors of another shape as they are, and list them in the report. Those of modules
+                and of optimizers that hold state count, too.
             cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
                 Values beyond the range of the template's dtype are not kept; a warning names such tensors.
             rename: what the template calls a stored leaf: a mapping from stored names of leaves or branches, or a
@@ -694,6 +698,7 @@ class CheckpointEngine(BaseEngine):
             "allow_missing": allow_missing,
             "fallback": fallback,
             "skip_untrusted": skip_untrusted,
+            "skip_mismatched": skip_mismatched,
             "path": path,
             "cast": cast,
             "rename": rename,

@@ -244,7 +244,13 @@ def load_report(
 ) -> LoadReport:
     """Return the report of a load from the checkpoint ``chosen``."""
     common = _common_fields(chosen, skipped, outcome)
-    return LoadReport(**common, missing=outcome.missing, unexpected=outcome.unexpected, dropped=outcome.dropped)
+    return LoadReport(
+        **common,
+        missing=outcome.missing,
+        unexpected=outcome.unexpected,
+        dropped=outcome.dropped,
+        mismatched=outcome.mismatched,
+    )
 
 
 def read_report(

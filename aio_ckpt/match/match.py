@@ -136,6 +136,10 @@ class Match:
     """Template names that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
     """Names that the template lacks."""
+    mismatched: list[str] = field(default_factory=list)
+    """Names of tensors of another shape, which stay as they are."""
+    kept: dict[str, Target] = field(default_factory=dict)
+    """Name below a Stateful value -> its own tensor, of another shape than the stored one, which it keeps."""
     dropped: tuple[str, ...] = ()
     """``PerRank`` values of ranks that this load lacks, by their stored names."""
     narrowed: tuple[str, ...] = ()
@@ -157,12 +161,14 @@ def match_template(
     allow_missing: bool,
     trusted: bool,
     casts: bool,
+    skips_mismatched: bool,
 ) -> Match:
     """Find every leaf of ``state`` in the checkpoint.
 
     Args:
         trusted: whether objects that only running code reads may be decoded.
         casts: whether a tensor of the template takes values of another dtype, as far as ``torch.can_cast`` allows.
+        skips_mismatched: whether tensors of another shape, also those of modules and optimizers, stay as they are.
 
     Raises:
         MissingNameError: the checkpoint lacks names (unless ``allow_missing``).
@@ -172,13 +178,13 @@ def match_template(
     """
     named = named_as_stored(checkpoint, read_template(state, rank=rank), rank)
     template, found = named.template, Match(names=named.names, empty=named.template.empty)
-    missing, misfits = _match_leaves(checkpoint, template, found, trusted, casts)
+    missing, misfits = _match_leaves(checkpoint, template, found, trusted, casts, skips_mismatched)
     missing, open_faults = _match_open(checkpoint, template, found, missing, rank)
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
     faults += misfits + open_faults
     faults += named.faults
     faults += _separate_overlapping(checkpoint.catalog, found, template)
-    unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts)
+    unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts, skips_mismatched)
     missing, faults = [named.stand_ins.get(name, name) for name in missing] + unmatched, faults + misfits
     found.own, misfits = own_below(
         checkpoint, [(target.name, target.value) for target in found.stateful], rank=rank, trusted=trusted
@@ -247,7 +253,7 @@ def _shape(tensor: Target) -> tuple[int, ...]:
 
 
 def _match_leaves(
-    checkpoint: Checkpoint, template: Template, into: Match, trusted: bool, casts: bool
+    checkpoint: Checkpoint, template: Template, into: Match, trusted: bool, casts: bool, skips_mismatched: bool
 ) -> tuple[list[str], list[str]]:
     """Add the leaves to ``into``. Returns the names that are missing, and the other faults."""
     catalog = checkpoint.catalog
@@ -274,7 +280,9 @@ def _match_leaves(
                 into.open[name] = OpenPlace(names=[name], branch=checkpoint.stored_name(name))
         else:
             tensor = cast("Target", value) if kind is LeafKind.TENSOR else as_tensor(value, kind)
-            if fault := _tensor_fault(tensor, shards, casts):
+            if skips_mismatched and kind is not LeafKind.SCALAR_ARRAY and _has_other_shape(tensor, shards):
+                into.mismatched.append(name)
+            elif fault := _tensor_fault(tensor, shards, casts):
                 if kind is LeafKind.SCALAR_ARRAY:
                     into.open[name] = OpenPlace(names=[name], branch=checkpoint.stored_name(name))
                 else:
@@ -449,8 +457,14 @@ def _tensor_fault(tensor: Target, shards: Shards, casts: bool) -> str | None:
         return f"is {bare.dtype} in the template and {stored} in the checkpoint{remedy}"
     shape = global_shape(shards)
     if _shape(tensor) != shape:
-        return f"has shape {_shape(tensor)} in the template and {shape} in the checkpoint"
+        remedy = "leave it out, or skip_mismatched=True leaves it as it is"
+        return f"has shape {_shape(tensor)} in the template and {shape} in the checkpoint: {remedy}"
     return memory_fault(bare)
+
+
+def _has_other_shape(tensor: Target, shards: Shards) -> bool:
+    bare = tensor.tensor if isinstance(tensor, Shard) else tensor
+    return not (is_lazy(bare) or bare.is_nested) and _shape(tensor) != global_shape(shards)
 
 
 def _overlap_fault(tensor: torch.Tensor) -> str:
@@ -466,7 +480,7 @@ def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def _match_stateful(
-    checkpoint: Checkpoint, template: Template, into: Match, rank: int, casts: bool
+    checkpoint: Checkpoint, template: Template, into: Match, rank: int, casts: bool, skips_mismatched: bool
 ) -> tuple[list[str], list[str]]:
     """Add the Stateful values to ``into``. Returns the names of those of which nothing is stored, and the faults."""
     if not template.stateful:
@@ -498,6 +512,10 @@ def _match_stateful(
                 found = tensors_below(prefix, value, tensors, rank=rank)
                 layouts = layouts_below(prefix, value, tensors, found)
                 faults += _meta_fault(prefix, value, layouts | found)
+                if skips_mismatched and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+                    kept = {name: own for name, own in found.items() if _has_other_shape(own, shards[name])}
+                    into.kept |= kept
+                    into.mismatched += kept
                 into.layouts |= layouts
                 there |= found
         else:

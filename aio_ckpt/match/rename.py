@@ -91,12 +91,16 @@ def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, bran
     missing, unexpected = [key for key in keys if key not in given], sorted(set(given).difference(keys))
     if not missing or not unexpected:
         return ""
-    rename = "rename= maps stored names to those of the template"
     if branch is not None and (prefix := _prefix(unexpected, missing)):
+        pair = missing[0], missing[0].removeprefix(f"{prefix}.")
         rename = f"rename={{{branch!r}: {_joined(name, prefix)!r}}} adds the prefix"
     elif branch is not None and (prefix := _prefix(missing, unexpected)):
+        pair = missing[0], f"{prefix}.{missing[0]}"
         rename = f"rename={{{_joined(branch, prefix)!r}: {name!r}}} takes the prefix off"
-    return f"the template has {missing[0]!r} where {unexpected[0]!r} is stored: {rename}"
+    else:  # other names do not tell which of them belong together
+        rename = "rename= maps stored names to those of the template"
+        return f"{missing[0]!r} is not stored, and the template lacks {unexpected[0]!r}: {rename}"
+    return f"the template has {pair[0]!r} where {pair[1]!r} is stored: {rename}"
 
 
 def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:

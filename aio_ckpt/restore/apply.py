@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.leaves.compound import settle
 from aio_ckpt.leaves.objects import from_tensor, type_name
-from aio_ckpt.leaves.values import UntrustedObject
+from aio_ckpt.leaves.values import OwnedShard, UntrustedObject
 from aio_ckpt.match.compounds import check_targets
 from aio_ckpt.match.match import Match, StatefulTarget, first_of, listed
 from aio_ckpt.match.open_places import build_at, nested_at, with_int_keys
@@ -41,11 +42,14 @@ def prepare_apply(
     found: Match,
     fetched: FetchedValues,
     shared: Mapping[str, torch.Tensor],
-) -> Callable[[], None]:
+    *,
+    fills_missing: bool,
+) -> tuple[Callable[[], None], list[str]]:
     """Return a function that writes what the reads did not fill, and calls each ``load_state_dict``.
 
     That is shared memory, compound tensors and objects. All values are built before this returns, because building
-    finds damage. ``shared``: the values of targets that share memory, by name.
+    finds damage. ``shared``: the values of targets that share memory, by name. ``fills_missing``: whether a Stateful
+    value gets from its own ``state_dict()`` what is not stored for it; the names of these values are returned, too.
 
     Raises:
         CorruptCheckpointError: a value cannot be built.
@@ -60,6 +64,7 @@ def prepare_apply(
     refused = {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
     known = by_stored_name(checkpoint, values | refused)
     leaves |= build_at(checkpoint, found.open, known, rank=rank, trusted=trusted)
+    values |= {name: own.owner if isinstance(own, OwnedShard) else own for name, own in found.kept.items()}
     for prefix, value, names, _ in found.stateful:
         if not fetched.untrusted.keys().isdisjoint(names):  # untrusted leaves keep the template's values
             own = leaves_of(value.state_dict(), prefix, rank=rank)
@@ -76,6 +81,7 @@ def prepare_apply(
             untrusted=fetched.skipped,
         )
     state_dicts: list[tuple[StatefulTarget, Any]] = []
+    filled: list[str] = []
     for target in found.stateful:
         prefix, value, names, branch = target
         if branch is None:
@@ -85,6 +91,8 @@ def prepare_apply(
         else:
             leaves_below = {checkpoint.stored_name(name): values[name] for name in names if name in values}
             inner = _dcp_state_dict(checkpoint, branch, leaves_below, value)
+        if fills_missing:
+            inner = _filled(inner, value.state_dict(), prefix, filled)
         state_dicts.append((target, _with_versions(inner, value)))
 
     def apply() -> None:
@@ -103,6 +111,12 @@ def prepare_apply(
                 checkpoint.path,
                 first_of(found.narrowed),
             )
+        if found.mismatched and rank == 0:
+            _log.warning(
+                "%s: skip_mismatched=True: of another shape, and left as they are: %s",
+                checkpoint.path,
+                listed(found.mismatched),
+            )
         if found.dropped and rank == 0:
             _log.warning(
                 "%s: %d ranks saved, and %d load: the PerRank values of the others are not loaded: %s",
@@ -118,7 +132,31 @@ def prepare_apply(
                 listed(found.unexpected),
             )
 
-    return apply
+    return apply, filled
+
+
+def _filled(stored: Any, own: Any, name: str, names: list[str]) -> Any:
+    """Return ``stored`` with the entries of ``own`` that it lacks, in mappings and in lists of equal length.
+
+    ``names`` gets the names of these entries. ``name``: that of the value.
+    """
+    if isinstance(stored, Mapping) and isinstance(own, Mapping):
+        lacking = [key for key in own if key not in stored]
+        names += [_joined(name, key) for key in lacking]
+        made: Any = copy.copy(stored)  # of the same type
+        for key, value in own.items():
+            made[key] = _filled(stored[key], value, _joined(name, key), names) if key in stored else value
+        if hasattr(stored, "_metadata"):
+            made._metadata = stored._metadata
+        return made
+    if type(stored) is list and type(own) is list and len(stored) == len(own):
+        pairs = zip(stored, own, strict=True)
+        return [_filled(one, other, _joined(name, number), names) for number, (one, other) in enumerate(pairs)]
+    return stored
+
+
+def _joined(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
 
 
 def _write_rest(found: Match, shared: Mapping[str, torch.Tensor]) -> None:
@@ -172,7 +210,7 @@ def _noting_refusal(
             change = ""
         if change:
             mark_modified(error)
-        remedy = _rename_remedy(target, state_dict, checkpoint)
+        remedy = _remedy(target, state_dict)
         error.add_note(
             f"aio_ckpt: load_state_dict() of {target.name or 'the template'!r}, a {type_name(target.value)}, refused "
             f"what {which} holds for it; {change or 'nothing was modified'}{remedy}"
@@ -197,12 +235,21 @@ def _may_have_begun(value: Any, state_dict: Any) -> bool:
     return any(agree) or any(map(has_load_hooks, value.modules()))
 
 
-def _rename_remedy(target: StatefulTarget, state_dict: Any, checkpoint: Checkpoint) -> str:
-    """Return the rest of a note: how ``rename=`` fits the names of a module; '' if the names agree or cannot be fit."""
+def _remedy(target: StatefulTarget, state_dict: Any) -> str:
+    """Return the rest of a note: the options of ``load`` by which a module takes what is stored; '' if none helps."""
     if not isinstance(target.value, torch.nn.Module) or not isinstance(state_dict, Mapping):
         return ""
-    remedy = prefix_remedy(target.value.state_dict(), state_dict, name=target.name, branch=target.branch)
-    return f"; {remedy}" if remedy else ""
+    own: Mapping[str, Any] = target.value.state_dict()
+    remedies = [prefix_remedy(own, state_dict, name=target.name, branch=target.branch)]
+    if own.keys() - state_dict.keys():
+        remedies.append("allow_missing=True leaves what is not stored as it is")
+    shapes = [
+        (getattr(own[key], "shape", None), getattr(state_dict[key], "shape", None))
+        for key in own.keys() & state_dict.keys()
+    ]
+    if any(one != other for one, other in shapes):
+        remedies.append("skip_mismatched=True leaves tensors of another shape as they are")
+    return "".join(f"; {remedy}" for remedy in remedies if remedy)
 
 
 @contextmanager

@@ -51,6 +51,8 @@ class LoadOutcome:
     """Template names that the checkpoint lacks (only with ``allow_missing``)."""
     unexpected: tuple[str, ...]
     """Names of the checkpoint that the template lacks."""
+    mismatched: tuple[str, ...]
+    """Tensors of another shape, which were left as they are (only with ``skip_mismatched``)."""
     dropped: tuple[str, ...]
     """``PerRank`` values of ranks that this load lacks."""
     untrusted: tuple[str, ...]
@@ -111,13 +113,17 @@ async def load_checkpoint(
         await meter.begin_reading(requests)
         with target_modified():
             fetched = ahead.joined_with(await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter))
-            prepare = functools.partial(prepare_apply, ctx, checkpoint, state, found, fetched, shared)
-            apply = await run_blocking(ctx.executor, prepare)
+            prepare = functools.partial(
+                prepare_apply, ctx, checkpoint, state, found, fetched, shared, fills_missing=options.allow_missing
+            )
+            apply, filled = await run_blocking(ctx.executor, prepare)
+            await files.close()  # inside of the block, because an error of it comes after tensors were filled
     asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
     return LoadOutcome(
         step=checkpoint.step,
         extra=checkpoint.extra,
-        missing=found.missing,
+        missing=(*found.missing, *filled),
+        mismatched=tuple(found.mismatched),
         unexpected=found.unexpected,
         dropped=found.dropped,
         untrusted=tuple(fetched.untrusted),
@@ -142,6 +148,7 @@ def _match(ctx: ReadContext, checkpoint: Checkpoint, state: object, options: Loa
         allow_missing=options.allow_missing,
         trusted=ctx.trusted,
         casts=options.cast,
+        skips_mismatched=options.skip_mismatched,
     )
 
 
@@ -228,6 +235,6 @@ async def _plan(
 def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:
     """Return the names of the tensors that no leaf of the template has memory for, and of the objects."""
     groups = [*(target.leaf_names for target in found.stateful), *(place.names for place in found.open.values())]
-    below = [name for names in groups for name in names]
+    below = [name for names in groups for name in names if name not in found.kept]
     values = [*(array.name for array in found.arrays), *(name for name in below if name in catalog.shards)]
     return values, [*found.objects, *(name for name in below if name in catalog.objects)]

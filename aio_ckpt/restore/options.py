@@ -81,9 +81,11 @@ class LoadOptions:
     strict: bool = False
     """Whether names of the checkpoint that the template lacks are refused."""
     allow_missing: bool = False
-    """Whether template names that the checkpoint lacks are left as they are."""
+    """Whether template names that the checkpoint lacks are left as they are, also below Stateful values."""
     skip_untrusted: bool = False
     """Whether objects that only running code reads are left as they are."""
+    skip_mismatched: bool = False
+    """Whether tensors of another shape are left as they are."""
     cast: bool = False
     """Whether tensors of another dtype are converted to that of the template."""
     rename: Rename | None = None
@@ -91,5 +93,5 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         check_rename(self.rename)
-        for name in ("strict", "allow_missing", "skip_untrusted", "cast"):
+        for name in ("strict", "allow_missing", "skip_untrusted", "skip_mismatched", "cast"):
             check_flag(name, getattr(self, name))

@@ -108,6 +108,7 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "load(strict)": (lambda engine, odd: engine.load(STATE, strict=odd), FLAG, "strict="),
     "load(allow_missing)": (lambda engine, odd: engine.load(STATE, allow_missing=odd), FLAG, "allow_missing="),
     "load(fallback)": (lambda engine, odd: engine.load(STATE, fallback=odd), FLAG, "fallback="),
+    "load(skip_mismatched)": (lambda engine, odd: engine.load(STATE, skip_mismatched=odd), FLAG, "skip_mismatched="),
     "load(skip_untrusted)": (lambda engine, odd: engine.load(STATE, skip_untrusted=odd), FLAG, "skip_untrusted="),
     "load(cast)": (lambda engine, odd: engine.load(STATE, cast=odd), FLAG, "cast="),
     "load(rename)": (

@@ -138,7 +138,7 @@ def test_what_is_no_path_is_refused_by_name(odd: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize("flag", ["strict", "allow_missing", "skip_untrusted", "cast"])
+@pytest.mark.parametrize("flag", ["strict", "allow_missing", "skip_untrusted", "skip_mismatched", "cast"])
 def test_what_is_no_flag_is_refused_by_name(elsewhere: Path, flag: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag}="):
         aio_ckpt.load(elsewhere, weights(0), **{flag: "no"})  # type: ignore[arg-type]

@@ -110,7 +110,8 @@ def test_a_refused_module_whose_names_differ_otherwise_is_told_of_rename(engine:
     engine.save({"m": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})}).result(TIMEOUT)
     with pytest.raises(RuntimeError, match="Missing key") as caught:
         engine.load({"m": nn.ModuleDict({"a": nn.Linear(2, 2), "c": nn.Linear(2, 2)})})
-    assert "'c.weight' where 'b.bias' is stored: rename= maps stored names" in caught.value.__notes__[-1]
+    note = caught.value.__notes__[-1]
+    assert "'c.weight' is not stored, and the template lacks 'b.bias': rename= maps stored names" in note
     with pytest.raises(RuntimeError, match="Unexpected key") as caught:
         engine.load({"m": nn.ModuleDict({"a": nn.Linear(2, 2)})})
     assert "rename" not in caught.value.__notes__[-1]

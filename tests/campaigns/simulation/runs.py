@@ -319,7 +319,7 @@ class World:
                 f"{when}: steps {sorted(promised.keys() - found)} were committed and are not there"
             )
         for step in sorted(found):
-            state: Any = await loader.read(Wanted(step=step), None)
+            state: Any = await loader.read(Wanted(step=step), None, before=_nothing_pending)
             attempt = possible.get(state["number"])
             if attempt is None or attempt.save.stored_step != step:
                 raise BrokenPromiseError(f"{when}: step {step} shows save {state['number']}, which was not committed")
@@ -411,3 +411,7 @@ def _deepest(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+async def _nothing_pending() -> None:
+    """What a load awaits first, where no save of its engine is pending."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import itertools
 import math
@@ -38,6 +39,7 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
     MissingNameError,
+    ReadError,
     TemplateMismatchError,
     UnexpectedNameError,
     UnsafeObjectError,
@@ -50,6 +52,7 @@ from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.flatten import flatten
+from aio_ckpt.storage.data_file import LocalReadFile
 from aio_ckpt.storage.local import LocalStorage
 
 FEW = examples(40)
@@ -1067,3 +1070,19 @@ async def test_items_written_through_a_stream_extension_are_read_by_dcp(direct, 
     assert state["t"].tolist() == [1] * 5
     assert state["n"] == 3
     assert (await read(direct, tmp_path / "c", only=["t"]))["t"].tolist() == [1] * 5
+
+
+async def test_an_error_of_closing_the_data_file_says_that_the_template_was_filled(direct, tmp_path, monkeypatch):
+    path = save_state(tmp_path / "c", {"t": torch.ones(50)})
+    close = LocalReadFile.close
+
+    async def failing(self):
+        await close(self)
+        raise ReadError(errno.EIO, "the disk is gone", str(self.path))
+
+    monkeypatch.setattr(LocalReadFile, "close", failing)
+    state = {"t": torch.zeros(50)}
+    with pytest.raises(ReadError) as caught:
+        await load(direct, path, state)
+    assert state["t"].all()
+    assert caught.value.target_modified

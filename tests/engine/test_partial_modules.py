@@ -1,0 +1,165 @@
+"""Modules and optimizers of which a part is stored, or a part has another shape: the rest is loaded, and reported."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import aio_ckpt
+from aio_ckpt import LoadReport, SyncCheckpointEngine
+from aio_ckpt.errors import TemplateMismatchError
+
+Load = Callable[..., LoadReport]
+
+
+def saved(path: Path, state: dict[str, Any], by: str) -> Path:
+    if by == "stock":
+        with warnings.catch_warnings(action="ignore"):
+            dcp.save(state, checkpoint_id=path, no_dist=True)
+        return path
+    with SyncCheckpointEngine(path) as engine:
+        return engine.save(state, step=1).result(20).path
+
+
+def net(words: int = 10, **more: torch.nn.Module) -> torch.nn.ModuleDict:
+    return torch.nn.ModuleDict({"words": torch.nn.Embedding(words, 4), "head": torch.nn.Linear(4, 4), **more})
+
+
+@pytest.fixture(params=["ours", "stock"])
+def by(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# -- missing ------------------------------------------------------------------------------------------
+
+
+def test_keys_of_a_module_that_are_not_stored_stay_and_are_reported(tmp_path: Path, by: str) -> None:
+    trained, model = net(), net(adapter=torch.nn.BatchNorm1d(4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    path = saved(tmp_path / "x", {"model": {"head.weight": trained["head"].weight}}, by)
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        aio_ckpt.load(path, {"model": net()})
+    assert "allow_missing=True leaves what is not stored as it is" in "".join(caught.value.__notes__)
+    report = aio_ckpt.load(path, {"model": model}, allow_missing=True)
+    assert report.missing == tuple(f"model.{name}" for name in before if name != "head.weight")
+    assert torch.equal(model["head"].weight, trained["head"].weight)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name != "head.weight")
+
+
+def test_a_module_that_is_the_whole_template_and_renamed_leaves_are_filled_too(tmp_path: Path) -> None:
+    trained, model = net(), net()
+    path = saved(tmp_path / "x", {"a": {"w": trained["head"].weight}, "b": trained["head"].bias}, "ours")
+    rename = {"a.w": "head.weight", "b": "head.bias"}
+    report = aio_ckpt.load(path, model, allow_missing=True, rename=rename)
+    assert report.missing == ("words.weight",)
+    assert torch.equal(model["head"].weight, trained["head"].weight)
+
+
+def test_settings_of_an_optimizer_that_are_not_stored_stay(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    stored = optimizer.state_dict()
+    del stored["param_groups"][0]["amsgrad"]
+    path = saved(tmp_path / "x", {"opt": stored}, "ours")
+    other = torch.optim.AdamW(model.parameters(), lr=2.0, amsgrad=True)
+    report = aio_ckpt.load(path, {"opt": other}, allow_missing=True)
+    assert report.missing == ("opt.param_groups.0.amsgrad",)
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["amsgrad"]) == (1.0, True)
+
+
+def test_a_stateful_value_gets_what_is_not_stored_from_itself_and_types_stay(tmp_path: Path) -> None:
+    class Kept:
+        def __init__(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    one = Kept({"count": Counter({3: 1}), "list": [{"t": torch.ones(1)}], "other": [1]})
+    path = saved(tmp_path / "x", {"s": one}, "ours")
+    two = Kept({"count": Counter({4: 1}), "list": [{"t": torch.zeros(1), "u": 5}], "other": [1, 2], "new": 6})
+    report = aio_ckpt.load(path, {"s": two}, allow_missing=True)
+    assert sorted(report.missing) == ["s.count.4", "s.list.0.u", "s.new"]
+    assert (type(two.state["count"]), two.state["count"]) == (Counter, Counter({3: 1, 4: 1}))
+    assert (two.state["list"], two.state["other"], two.state["new"]) == ([{"t": torch.ones(1), "u": 5}], [1], 6)
+
+
+# -- another shape ------------------------------------------------------------------------------------
+
+
+def test_tensors_of_another_shape_stay_and_are_reported_if_that_is_asked_for(tmp_path: Path, by: str) -> None:
+    trained, grown = net(10), net(12)
+    before = grown["words"].weight.detach().clone()
+    path = saved(tmp_path / "x", {"model": trained, "array": torch.ones(3)}, by)
+    template = {"model": grown.state_dict(), "array": torch.zeros(2).numpy()}
+    with pytest.raises(TemplateMismatchError, match=r"skip_mismatched=True leaves it as it is"):
+        aio_ckpt.load(path, template)
+    report = aio_ckpt.load(path, template, skip_mismatched=True, strict=True)
+    assert report.mismatched == ("model.words.weight", "array")
+    assert torch.equal(grown["words"].weight, before)
+    assert torch.equal(grown["head"].weight, trained["head"].weight)
+    assert not template["array"].any()  # type: ignore[union-attr]
+
+
+def test_keys_of_modules_and_of_optimizers_with_state_stay_if_their_shape_differs(tmp_path: Path, by: str) -> None:
+    def stepped(words: int) -> tuple[torch.nn.ModuleDict, torch.optim.Optimizer]:
+        model = net(words)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        return model, optimizer
+
+    (trained, its), (grown, own) = stepped(10), stepped(12)
+    path = saved(tmp_path / "x", {"model": trained, "opt": its}, by)
+    with pytest.raises(RuntimeError, match="size mismatch") as caught:
+        aio_ckpt.load(path, {"model": net(12)})
+    assert "skip_mismatched=True leaves tensors of another shape" in "".join(caught.value.__notes__)
+    words, moments = grown["words"].weight.detach().clone(), own.state[grown["words"].weight]["exp_avg"].clone()
+    report = aio_ckpt.load(path, {"model": grown, "opt": own}, skip_mismatched=True)
+    assert sorted(report.mismatched) == ["model.words.weight", "opt.state.0.exp_avg", "opt.state.0.exp_avg_sq"]
+    assert report.missing == ()
+    assert torch.equal(grown["words"].weight, words)
+    assert torch.equal(grown["head"].weight, trained["head"].weight)
+    assert torch.equal(own.state[grown["words"].weight]["exp_avg"], moments)
+    own.step()
+
+
+@pytest.mark.parametrize("kind", [SyncCheckpointEngine])
+def test_the_engine_takes_the_option_too(tmp_path: Path, kind: type[SyncCheckpointEngine]) -> None:
+    with kind(tmp_path) as engine:
+        engine.save({"w": torch.ones(3), "v": torch.ones(2)}, step=1).result(20)
+        state = {"w": torch.zeros(4), "v": torch.zeros(2)}
+        assert engine.load(state, skip_mismatched=True).mismatched == ("w",)
+        assert (state["w"].tolist(), state["v"].tolist()) == ([0] * 4, [1] * 2)
+
+
+# -- names of a note ----------------------------------------------------------------------------------
+
+
+def refusal(path: Path, model: torch.nn.Module) -> str:
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        aio_ckpt.load(path, {"model": model})
+    return "".join(caught.value.__notes__)
+
+
+def test_a_note_pairs_only_names_that_differ_by_the_prefix(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x", {"model": net()}, "ours")
+    note = refusal(path, torch.nn.ModuleDict({"module": net()}))
+    assert "the template has 'module.words.weight' where 'words.weight' is stored: rename={'model': " in note
+    wrapped = saved(tmp_path / "y", {"model": torch.nn.ModuleDict({"module": net()})}, "ours")
+    assert "the template has 'words.weight' where 'module.words.weight' is stored: rename={" in refusal(wrapped, net())
+    other = torch.nn.ModuleDict({"tokens": torch.nn.Embedding(10, 4), "out": torch.nn.Linear(4, 4)})
+    note = refusal(path, other)
+    assert "'tokens.weight' is not stored, and the template lacks 'head.bias': rename= maps stored names" in note
+    assert "where" not in note
