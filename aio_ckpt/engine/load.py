@@ -302,7 +302,7 @@ def selection(only: Any) -> list[str] | None:
         given = iter([only])
     names: list[str] = []
     for name in given:
-        if not isinstance(name, str):  # checked one by one: the iterable may be endless
+        if not isinstance(name, str) or not name:  # checked one by one: the iterable may be endless
             raise ConfigError(f"only={shown(only)}: give the name of a leaf or branch, or several")
         names.append(name)
     return names

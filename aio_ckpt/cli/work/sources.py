@@ -83,7 +83,7 @@ def opened(
         CheckpointNotFoundError: there is no checkpoint, root or file of a state.
         CorruptCheckpointError: it does not verify.
         UnsafeObjectError: only running code can read an object of it.
-        MissingNameError: one of ``only`` selects nothing, or ranks other than 0 alone saved a part.
+        MissingNameError: one of ``only`` selects nothing.
         WriteError, ReadError: the system failed.
         Exception: any error of ``check``.
     """
