@@ -28,6 +28,7 @@ from rank_states import assert_same, whole
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+import aio_ckpt
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.dcp import Reader
@@ -1017,3 +1018,20 @@ def load_beside_saves(rank: int, count: int, root: Path) -> tuple[list[int | Non
 
 def test_ranks_that_load_beside_a_pending_save_load_it_all(two: Ranks, tmp_path: Path) -> None:
     assert two.run(load_beside_saves, tmp_path) == [([2, 2], 2.0)] * 2
+
+
+# -- names of their own -------------------------------------------------------------------------------
+
+
+def read_stages(rank: int, count: int, root: Path) -> tuple[list[str], list[str]]:
+    with engine_on(root, SECS) as engine:
+        path = engine.save({"model": {f"layer{rank}": torch.ones(2)}}, step=1).result(SECS).path
+        own = engine.read(1)
+    dist.barrier()
+    return sorted(own["model"]), sorted(aio_ckpt.read(path)["model"])
+
+
+def test_the_engine_reads_the_stage_of_its_rank_and_a_read_of_a_directory_all_stages(
+    two: Ranks, tmp_path: Path
+) -> None:
+    assert two.run(read_stages, tmp_path) == [([f"layer{rank}"], ["layer0", "layer1"]) for rank in range(2)]
