@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from aio_ckpt.callbacks import CallbackSafeFuture
 from aio_ckpt.checks import MAX_SECS, check_wait, shown
 from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError
 from aio_ckpt.reports import Progress, SaveReport, title
@@ -37,7 +38,7 @@ class Milestone(Generic[T]):
         """``name`` is used in errors. ``portal_check(what)`` raises on the engine's threads and in a forked child."""
         self.name = name
         self._check = portal_check
-        self._future: Future[T] = Future()
+        self._future: Future[T] = CallbackSafeFuture()
         self._traceback: TracebackType | None = None
         self._observed = False
 
@@ -97,7 +98,8 @@ class Milestone(Generic[T]):
         """Call ``fn(self)`` once the outcome is known: in the thread that sets it, or at once if it is known.
 
         The thread that sets it is the engine's own, so ``fn`` must not block: all saves stand still meanwhile. If
-        ``fn`` raises, Python's logger ``concurrent.futures`` logs the error.
+        ``fn`` raises anything, SystemExit and CancelledError too, the logger ``aio_ckpt`` logs the error, and nothing
+        else changes.
 
         Args:
             fn: function of one argument, this milestone. What it returns is ignored.

@@ -22,7 +22,7 @@ from aio_ckpt.commit.by_path import is_same_place
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.known_steps import KnownSteps
-from aio_ckpt.engine.outcomes import call_back, log_commit, log_failure, named
+from aio_ckpt.engine.outcomes import call_back, log_commit, log_failure, logged_errors, named
 from aio_ckpt.engine.pipeline import SavePipeline, keep_trace
 from aio_ckpt.engine.removal import Removal, Remover
 from aio_ckpt.engine.stages import CapturedSave, PendingSave, SaveCall, SaveTimer
@@ -402,34 +402,46 @@ class InFlight:
         is_cancelled = isinstance(error, SaveCancelledError)
         if save.round.is_committing and isinstance(error, (EngineClosedError, SaveCancelledError)):
             save.round.lose(error)
-        rank, world_size = self._ctx.rank, self._ctx.world_size
-        if error is None:
-            log_commit(done.result(), save.target, rank=rank, world_size=world_size)
-        elif not is_cancelled:
-            newest = self.steps.newest(())
-            log_failure(error, save.target, stage=save.failing_stage, rank=rank, newest=newest)
-        if error is not None:
-            save.captured.image.fail_slots(error)  # a pipeline that never began has not done it
-        self._on_settled(done.result() if error is None else error, save.step)
-        with self._lock:
-            self._pending = [other for other in self._pending if other is not save]
-            if save.step is not None:
-                self.steps.settle(save.step, is_committed=error is None)
-            if error is not None and not is_cancelled and not _was_raised_elsewhere(error):
-                self._unreported.append((save.number, save.ticket))
-            self._changed.notify_all()
-        save.settled.set_result(None)
-        if error is None:
-            save.ticket.committed.resolve(done.result())
-        else:
-            save.ticket.staged.fail(error)
-            save.ticket.committed.fail(error)
+        rank = self._ctx.rank
+        try:
+            with logged_errors(f"the outcome of the save of {save.title} was not recorded"):
+                self._record(save, done, error)
+        finally:  # in any case: close() and later saves wait for a save that stays in the table
+            self._leave(save, error)
+            save.settled.set_result(None)
+            if error is None:
+                save.ticket.committed.resolve(done.result())
+            else:
+                save.ticket.staged.fail(error)
+                save.ticket.committed.fail(error)
         # Last: a slow callback then delays neither the waiters of this save nor a save() that waits for room.
         config = self._ctx.config
         if error is None:
             call_back("on_commit", config.on_commit, done.result(), target=save.target, rank=rank)
         elif isinstance(error, Exception) and not is_cancelled:
             call_back("on_error", config.on_error, error, target=save.target, rank=rank)
+
+    def _record(self, save: PendingSave, done: Future[SaveReport], error: BaseException | None) -> None:
+        """Log and count the outcome of a save that is about to settle."""
+        rank, world_size = self._ctx.rank, self._ctx.world_size
+        if error is not None:
+            save.captured.image.fail_slots(error)  # a pipeline that never began has not done it
+        if error is None:
+            log_commit(done.result(), save.target, rank=rank, world_size=world_size)
+        elif not isinstance(error, SaveCancelledError):
+            newest = self.steps.newest(())
+            log_failure(error, save.target, stage=save.failing_stage, rank=rank, newest=newest)
+        self._on_settled(done.result() if error is None else error, save.step)
+
+    def _leave(self, save: PendingSave, error: BaseException | None) -> None:
+        """Take a save that has ended out of the table."""
+        with self._lock:
+            self._pending = [other for other in self._pending if other is not save]
+            if save.step is not None:
+                self.steps.settle(save.step, is_committed=error is None)
+            if error is not None and not isinstance(error, SaveCancelledError) and not _was_raised_elsewhere(error):
+                self._unreported.append((save.number, save.ticket))
+            self._changed.notify_all()
 
     # -- removals and paths ---------------------------------------------------------------------------
 

@@ -5,9 +5,10 @@ Invariant: no function of this module raises. A log handler or a callback that f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -28,11 +29,13 @@ __all__ = [
     "log_commit",
     "log_failure",
     "log_load",
+    "logged_errors",
     "named",
     "older_step",
     "stage_secs",
 ]
 
+_log = logging.getLogger("aio_ckpt")
 T = TypeVar("T")
 
 
@@ -107,6 +110,19 @@ def call_back(name: str, callback: Callable[[T], object] | None, value: T, *, ta
     except BaseException as error:  # noqa: BLE001 - SystemExit would end the engine's loop
         text = "%s raised at %s, which changes nothing for the save: %s"
         log_step(logging.ERROR, _step_of(target), rank, text, name, title(target), named(error))
+
+
+@contextlib.contextmanager
+def logged_errors(what: str) -> Iterator[None]:
+    """Log an error of the block, after ``what``, in the place of raising it. For work that must not stop what follows.
+
+    A handler of the log that raises does not stop it, either.
+    """
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - whatever a log handler or a counter raises
+        with contextlib.suppress(Exception):
+            _log.exception("%s", what)
 
 
 def named(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import delete_trash
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.outcomes import named
+from aio_ckpt.engine.outcomes import logged_errors, named
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.group_call import told_of
@@ -160,6 +160,7 @@ def _settle(removal: Removal, done: Future[None]) -> None:
     if error is None:
         removal.done.resolve(None)  # does nothing if the removal was dropped
     else:
-        _log.warning("remove(%s) failed: %s", removal.path, named(error))
+        with logged_errors(f"remove({removal.path}) failed, and no log line says so"):
+            _log.warning("remove(%s) failed: %s", removal.path, named(error))
         removal.done.fail(error)
     removal.ended.set_result(None)

@@ -3,7 +3,7 @@
 In: callables and coroutines, from any thread. Out: futures that one loop thread and a pool of threads complete; also
 deadlines, lines about waits, exit hooks, thread priorities, recorded spans, and the flags of preemption signals
 (``signals``; Ctrl-C ends a waiting save in ``engine.in_flight``). No other package starts a thread or a loop.
-Imports ``errors``, ``config`` and ``reports`` only.
+Imports ``callbacks``, ``errors``, ``config`` and ``reports`` only.
 """
 
 from aio_ckpt.runtime.deadline import Deadline

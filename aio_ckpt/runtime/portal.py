@@ -34,6 +34,7 @@ import anyio._backends._asyncio
 import anyio.abc
 import anyio.to_thread
 
+from aio_ckpt.callbacks import CallbackSafeFuture
 from aio_ckpt.errors import (
     AioCkptError,
     EngineClosedError,
@@ -157,7 +158,7 @@ class Executor(concurrent.futures.Executor):
             EngineForkedError: the threads belong to another process, of which this one is a fork.
         """
         _check_process(self._pid, self._name)
-        future: Future[T] = Future()
+        future: Future[T] = CallbackSafeFuture()
         work = future, functools.partial(fn, *args, **kwargs)
         with self._lock:
             if self._is_closed:
@@ -377,7 +378,7 @@ class Portal:
             EngineClosedError: the portal is closed.
         """
         _check_process(self._pid, self.name)
-        future: Future[T] = Future()
+        future: Future[T] = CallbackSafeFuture()
         if on_done is not None:
             future.add_done_callback(on_done)
         # The future is added before its task is scheduled, so that a loop that ends in between resolves it.

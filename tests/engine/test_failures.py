@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import logging
@@ -18,8 +19,15 @@ from builders import broken, listing, weights
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 
 from aio_ckpt import CheckpointEngine, SaveTicket
-from aio_ckpt.engine.outcomes import older_step
-from aio_ckpt.errors import EngineClosedError, ReadError, UnsafeObjectError, WriteError, WrongThreadError
+from aio_ckpt.engine.outcomes import Statistics, older_step
+from aio_ckpt.errors import (
+    CheckpointNotFoundError,
+    EngineClosedError,
+    ReadError,
+    UnsafeObjectError,
+    WriteError,
+    WrongThreadError,
+)
 from aio_ckpt.storage.local import LocalStorage
 from aio_ckpt.write.full_disk import explained
 
@@ -305,6 +313,71 @@ def test_a_callback_that_raises_is_logged_and_breaks_nothing(
         for name, step in (("on_error", 1), ("on_commit", 1), ("on_commit", 2))
     ]
     assert listing(root) == ["step_000000001", "step_000000002"]
+
+
+@pytest.mark.parametrize("kind", [ValueError, asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_a_done_callback_that_raises_anything_is_logged_and_ends_nothing(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
+    told, place = Told(kind("mine")), tmp_path / "place"
+    with gated_engine(root) as (engine, storage):
+        engine.save(weights(1), path=place).result(TIMEOUT)
+        gate = storage.hold("sync")
+        ticket, file = engine.save(weights(1)), engine.save_file(weights(1), tmp_path / "w.pt")
+        removal, loading = engine.remove(place), engine.submit_read(None, only=None, path=place)
+        for work in (ticket.committed, file.committed, removal, loading):
+            work.add_done_callback(told)
+        gate.open()
+        ticket.result(TIMEOUT)
+        for _ in range(4):
+            told.wait()
+        assert isinstance(loading.exception(TIMEOUT), CheckpointNotFoundError)
+        ticket.committed.add_done_callback(told if kind is not KeyboardInterrupt else lambda _: None)  # at once, here
+        assert engine.save(weights(2)).result(TIMEOUT).step == 2
+        removal.result(TIMEOUT)
+    assert sum("a callback of a finished wait raised" in record.getMessage() for record in caplog.records) >= 4
+
+
+def test_ctrl_c_during_a_done_callback_of_the_main_thread_is_raised(root: Path) -> None:
+    with gated_engine(root) as (engine, _):
+        ticket = engine.save(weights(1))
+        ticket.result(TIMEOUT)
+        with pytest.raises(KeyboardInterrupt):
+            ticket.committed.add_done_callback(Told(KeyboardInterrupt()))
+
+
+def test_an_error_while_an_outcome_is_recorded_is_logged_and_loses_no_ticket(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gated_engine(root, on_failure="log") as (engine, storage):
+
+        def settle(*_: object) -> None:
+            raise MemoryError("none left")
+
+        monkeypatch.setattr(Statistics, "settle", settle)
+        assert engine.save(weights(1)).result(TIMEOUT).step == 1
+        storage.fail("sync", "*", broken())
+        with pytest.raises(WriteError, match="the disk is gone"):
+            engine.save(weights(2)).result(TIMEOUT)
+        monkeypatch.undo()
+        assert engine.save(weights(2)).result(TIMEOUT).step == 2
+        engine.close_blocking()
+    assert "the outcome of the save of step 1 was not recorded" in caplog.text
+    assert "none left" in caplog.text
+
+
+def test_a_log_handler_that_raises_loses_no_removal(root: Path, tmp_path: Path) -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("no log")
+
+    handler = Broken()
+    logging.getLogger("aio_ckpt").addHandler(handler)
+    try:
+        with gated_engine(root) as (engine, _), pytest.raises(CheckpointNotFoundError):
+            engine.remove(tmp_path / "missing").result(TIMEOUT)
+    finally:
+        logging.getLogger("aio_ckpt").removeHandler(handler)
 
 
 def test_a_callback_that_waits_for_its_engine_is_told_so(root: Path, caplog: pytest.LogCaptureFixture) -> None:
