@@ -25,8 +25,8 @@ __all__ = ["SyncCheckpointEngine"]
 class SyncCheckpointEngine(BaseEngine):
     """Saves and loads the checkpoints of one root, for a trainer without asyncio. Usable from any thread.
 
-    ``load``, ``read``, ``delete``, ``ready`` and ``close`` block until they have ended. ``save`` returns a ticket, and
-    its ``result()`` blocks. Otherwise this is :class:`~aio_ckpt.engine.engine.CheckpointEngine`.
+    What is awaited there blocks here until it has ended. ``save`` returns a ticket, and its ``result()`` blocks.
+    Otherwise this is :class:`~aio_ckpt.engine.engine.CheckpointEngine`.
 
     The engine owns one event loop on one thread of its own; saves run there, in the order of the calls, while
     the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is settled. At most
@@ -157,6 +157,72 @@ class SyncCheckpointEngine(BaseEngine):
             step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report, progress=progress
         )
         return reading.result()
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending, without those that a load of this engine proved damaged.
+
+        Raises:
+            StallError: the disk does not answer within ``stall_timeout_secs``.
+            ReadError: the root cannot be read.
+        """
+        return self._root_session.steps()
+
+    def latest_step(self) -> int | None:
+        """Return the newest committed step, or None.
+
+        Raises:
+            StallError, ReadError: as :meth:`steps`.
+        """
+        return self._root_session.latest_step()
+
+    def rollback(self, step: int) -> list[int]:
+        """Make ``step`` the newest; return the later steps, which move below ``.aio_ckpt/abandoned/`` for good.
+
+        If there are several ranks, every rank calls this, as it calls ``save()``.
+
+        Args:
+            step: step of the checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed.
+            BusyError: saves are pending: await their tickets first.
+            RootError: the root is not writable, or another writer holds it.
+            WriteError: the disk failed.
+            PeerFailedError, StallError: as :meth:`load`.
+        """
+        return self._frontend.rollback(step)
+
+    def protect(self, step: int) -> None:
+        """Never delete ``step``. The protection is durable. Any process may set it, also beside a writer.
+
+        Args:
+            step: step of the checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed (any more).
+            StepOrderError: ``step`` is no valid step.
+            WriteError, StallError: the disk failed, or does not answer.
+        """
+        self._root_session.protect(step)
+
+    def unprotect(self, step: int) -> None:
+        """Let ``step`` expire again, from the next commit on. Does nothing if the step is not protected.
+
+        Args:
+            step: step of the checkpoint.
+
+        Raises:
+            StepOrderError, WriteError, StallError: as :meth:`protect`.
+        """
+        self._root_session.unprotect(step)
+
+    def protected_steps(self) -> list[int]:
+        """Return the protected steps, ascending.
+
+        Raises:
+            StallError, ReadError: as :meth:`steps`.
+        """
+        return self._root_session.protected_steps()
 
     def delete(self, step: int, *, allow_newest: bool = False) -> None:
         """Delete a committed step. When this returns, its files are deleted, and a power loss does not bring it back.

@@ -7,6 +7,7 @@ If a wait is given up (a cancelled await, ``asyncio.timeout``, a timeout), the s
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
@@ -21,7 +22,7 @@ from aio_ckpt.checks import MAX_SECS, check_wait, shown
 from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError
 from aio_ckpt.reports import Progress, SaveReport, title
 
-__all__ = ["Milestone", "SaveTicket"]
+__all__ = ["Milestone", "PendingCall", "SaveTicket"]
 
 T = TypeVar("T")
 
@@ -158,6 +159,61 @@ class Milestone(Generic[T]):
             raise error.with_traceback(self._traceback)
         finally:
             del error  # it holds this frame by its traceback
+
+
+class PendingCall(Milestone[T]):
+    """Result of a call of the async engine that waits for the disk or for other ranks: ``await engine.latest_step()``.
+
+    The call has begun, in a thread of its own. ``await`` it, or call :meth:`result` in a thread without a loop. If a
+    wait is given up, the call goes on. If it is used as a value, a TypeError names ``await``. If nobody waits for it,
+    a RuntimeWarning does.
+    """
+
+    def __init__(self, name: str, portal_check: Callable[[str], None]) -> None:
+        super().__init__(name, portal_check)
+        self._was_waited_for = False
+
+    def follow(self, work: Future[T]) -> None:
+        """Take over the outcome of ``work``, which nobody cancels."""
+
+        def take(done: Future[T]) -> None:
+            error = done.exception()
+            if error is None:
+                self.resolve(done.result())
+            else:
+                self.fail(error)
+
+        work.add_done_callback(take)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self._was_waited_for = True
+        return super().__await__()
+
+    def _wait(self, timeout: float | None) -> None:
+        self._was_waited_for = True
+        super()._wait(timeout)
+
+    def __bool__(self) -> bool:
+        raise self._misuse()
+
+    def __eq__(self, other: object) -> bool:
+        raise self._misuse()
+
+    def __lt__(self, other: object) -> bool:
+        raise self._misuse()
+
+    __le__ = __gt__ = __ge__ = __lt__
+    __hash__ = Milestone.__hash__
+
+    def __del__(self) -> None:
+        if not self._was_waited_for:
+            warnings.warn(f"{self.name} was never awaited: {_AWAIT_IT}", RuntimeWarning, stacklevel=2, source=self)
+
+    def _misuse(self) -> TypeError:
+        return TypeError(f"{self.name} of the async engine is no value yet: {_AWAIT_IT}")
+
+
+_AWAIT_IT = "write await in front of the call, or call .result() behind it where no event loop runs"
 
 
 def _set_if_pending(waiter: asyncio.Future[None]) -> None:

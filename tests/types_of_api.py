@@ -47,8 +47,6 @@ def of_either_engine(engine: CheckpointEngine | SyncCheckpointEngine) -> None:
     ticket.fence(torch.Stream())
     assert_type(engine.prepare(model), Milestone[None])
     assert_type(engine.stats(), EngineStats)
-    assert_type(engine.steps(), list[int])
-    assert_type(engine.latest_step(), int | None)
     assert_type(engine.undeleted_steps, Mapping[int, str])
     engine.guard(optimizer)
     for stateful in (model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)):
@@ -59,6 +57,9 @@ def of_either_engine(engine: CheckpointEngine | SyncCheckpointEngine) -> None:
 
 def of_the_sync_engine(engine: SyncCheckpointEngine) -> None:
     assert_type(engine.load(model, progress=show, rename={"a": "b"}), LoadReport)
+    assert_type(engine.steps(), list[int])
+    assert_type(engine.latest_step(), int | None)
+    assert_type(engine.rollback(1), list[int])
     assert_type(engine.read(only=["model"]), Any)
     assert_type(aio_ckpt.load("runs/ckpt/step_000000001", {"model": model}), LoadReport)
     with engine as entered:
@@ -69,6 +70,12 @@ async def of_the_async_engine(engine: CheckpointEngine) -> None:
     assert_type(await engine.load(model, progress=show, rename=str.lower), LoadReport)
     assert_type(await engine.save({"model": model}), SaveReport | None)
     assert_type(await engine.prepare(model), None)
+    assert_type(await engine.steps(), list[int])
+    assert_type(await engine.latest_step(), int | None)
+    assert_type(engine.latest_step().result(), int | None)
+    assert_type(await engine.rollback(1), list[int])
+    await engine.protect(1)
+    await engine.delete(1)
     assert_type(await engine.remove("ckpts/last.ckpt"), None)
     async with engine as entered:
         assert_type(entered, CheckpointEngine)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, SupportsFloat, TypeVar
+from typing import Any, Literal, ParamSpec, Self, SupportsFloat, TypeVar
 
 import torch
 
@@ -45,15 +45,16 @@ from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator, h
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import RootRescue
 from aio_ckpt.runtime.futures import cancellable_result, follow
-from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_beside
+from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, start_beside
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
 from aio_ckpt.storage.local import LocalStorage, Storage
-from aio_ckpt.ticket import Milestone, SaveTicket
+from aio_ckpt.ticket import Milestone, PendingCall, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
 
 __all__ = ["BaseEngine", "CheckpointEngine"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -75,7 +76,7 @@ class BaseEngine:
         is_solo_by_default = coordinator is None and not has_default_group()
         coordinator = coordinator or default_coordinator()
         check_staging(config.staging, config.shm_path, coordinator.world_size)
-        path = usable_root(root)
+        path = usable_root(root, config.stall_timeout_secs)
         owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
         self._portal = Portal(
             f"aio_ckpt-{session}",
@@ -169,6 +170,7 @@ class BaseEngine:
             ],
             agreements=lambda: [agreed.name for agreed in self._agreed if not agreed.ended.done()],
             release=self._shut_down,
+            restore=self._preemption.local.restore,
         )
 
     @property
@@ -402,55 +404,6 @@ class BaseEngine:
         """Arenas and leases held now."""
         return self._frontend.lifetime.stats
 
-    # -- steps --------------------------------------------------------------------------------------
-
-    def steps(self) -> list[int]:
-        """Return the committed steps, ascending, without those that a load of this engine proved damaged."""
-        return self._root_session.steps()
-
-    def latest_step(self) -> int | None:
-        """Return the newest committed step, or None."""
-        return max(self.steps(), default=None)
-
-    def rollback(self, step: int) -> list[int]:
-        """Make ``step`` the newest; return the later steps, which move below ``.aio_ckpt/abandoned/`` for good.
-
-        If there are several ranks, every rank calls this, as it calls ``save()``.
-
-        Args:
-            step: step of the checkpoint.
-
-        Raises:
-            CheckpointNotFoundError: ``step`` is not committed.
-            BusyError: saves are pending: await their tickets first.
-            RootError: the root is not writable, or another writer holds it.
-            PeerFailedError, StallError: as :meth:`load`.
-        """
-        return self._frontend.rollback(step)
-
-    def protect(self, step: int) -> None:
-        """Never delete ``step``. The protection is durable. Any process may set it, also beside a writer.
-
-        Args:
-            step: step of the checkpoint.
-
-        Raises:
-            CheckpointNotFoundError: ``step`` is not committed (any more).
-        """
-        self._root_session.protect(step)
-
-    def unprotect(self, step: int) -> None:
-        """Let ``step`` expire again, from the next commit on. Does nothing if the step is not protected.
-
-        Args:
-            step: step of the checkpoint.
-        """
-        self._root_session.unprotect(step)
-
-    def protected_steps(self) -> list[int]:
-        """Return the protected steps, ascending."""
-        return self._root_session.protected_steps()
-
     @property
     def undeleted_steps(self) -> Mapping[int, str]:
         """Expired steps that could not be deleted after the last commit, with the reason.
@@ -592,7 +545,6 @@ class BaseEngine:
         with (
             contextlib.ExitStack() as steps
         ):  # runs from the last to the first; each step runs whatever the others raise
-            steps.callback(self._preemption.local.restore)
             steps.callback(self._root_session.release)
             steps.callback(self._frontend.lifetime.close)
             steps.callback(coordinator.close)
@@ -604,6 +556,10 @@ class BaseEngine:
 
 class CheckpointEngine(BaseEngine):
     """Saves and loads the checkpoints of one root. Usable from any thread and any event loop.
+
+    Every call that reads or changes the root is awaited, or its ``result()`` is called in a thread without a loop.
+    ``save``, ``save_file``, ``remove`` and ``prepare`` take their place in the order of the calls at once, and so wait
+    for the root's lock, ``stall_timeout_secs`` at most.
 
     The engine owns one event loop on one thread of its own; saves run there, in the order of the calls, while
     the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is settled. At most
@@ -738,7 +694,76 @@ class CheckpointEngine(BaseEngine):
         )
         return await asyncio.wrap_future(reading)
 
-    async def delete(self, step: int, *, allow_newest: bool = False) -> None:
+    # -- steps --------------------------------------------------------------------------------------
+
+    def steps(self) -> PendingCall[list[int]]:
+        """Return the committed steps, ascending, without those that a load of this engine proved damaged.
+
+        Raises:
+            StallError: the disk does not answer within ``stall_timeout_secs``.
+            ReadError: the root cannot be read.
+        """
+        return self._beside("steps()", self._root_session.steps)
+
+    def latest_step(self) -> PendingCall[int | None]:
+        """Return the newest committed step, or None.
+
+        Raises:
+            StallError, ReadError: as :meth:`steps`.
+        """
+        return self._beside("latest_step()", self._root_session.latest_step)
+
+    def rollback(self, step: int) -> PendingCall[list[int]]:
+        """Make ``step`` the newest; return the later steps, which move below ``.aio_ckpt/abandoned/`` for good.
+
+        If there are several ranks, every rank calls this, as it calls ``save()``.
+
+        Args:
+            step: step of the checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed.
+            BusyError: saves are pending: await their tickets first.
+            RootError: the root is not writable, or another writer holds it.
+            WriteError: the disk failed.
+            PeerFailedError, StallError: as :meth:`load`.
+        """
+        self._frontend.check_call("rollback()")
+        return self._beside("rollback()", self._frontend.rollback, step)
+
+    def protect(self, step: int) -> PendingCall[None]:
+        """Never delete ``step``. The protection is durable. Any process may set it, also beside a writer.
+
+        Args:
+            step: step of the checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed (any more).
+            StepOrderError: ``step`` is no valid step.
+            WriteError, StallError: the disk failed, or does not answer.
+        """
+        return self._beside("protect()", self._root_session.protect, step)
+
+    def unprotect(self, step: int) -> PendingCall[None]:
+        """Let ``step`` expire again, from the next commit on. Does nothing if the step is not protected.
+
+        Args:
+            step: step of the checkpoint.
+
+        Raises:
+            StepOrderError, WriteError, StallError: as :meth:`protect`.
+        """
+        return self._beside("unprotect()", self._root_session.unprotect, step)
+
+    def protected_steps(self) -> PendingCall[list[int]]:
+        """Return the protected steps, ascending.
+
+        Raises:
+            StallError, ReadError: as :meth:`steps`.
+        """
+        return self._beside("protected_steps()", self._root_session.protected_steps)
+
+    def delete(self, step: int, *, allow_newest: bool = False) -> PendingCall[None]:
         """Delete a committed step. When this returns, its files are deleted, and a power loss does not bring it back.
 
         The step is renamed to trash first, so that it is whole or gone at any instant. A load of the newest step that
@@ -761,8 +786,16 @@ class CheckpointEngine(BaseEngine):
             WriteError: the disk failed. The step is whole, or gone; what is left of it is deleted later.
             PeerFailedError, StallError: as :meth:`load`.
         """
-        self._frontend.check_delete()  # here, because the call runs in another thread
-        await run_beside(self._frontend.delete, step, allow_newest=allow_newest)
+        self._frontend.check_call("delete()")
+        return self._beside("delete()", self._frontend.delete, step, allow_newest=allow_newest)
+
+    def _beside(self, name: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> PendingCall[T]:
+        """Run ``call``, which blocks, in a thread of its own. ``name`` is used in messages."""
+        self._portal.check_thread(name)
+        work = start_beside(call, *args, **kwargs)
+        pending: PendingCall[T] = PendingCall(name, self._portal.check_thread)
+        pending.follow(work)
+        return pending
 
     async def __aenter__(self) -> Self:
         return self

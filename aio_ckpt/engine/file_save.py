@@ -34,7 +34,7 @@ from aio_ckpt.reports import SaveReport, amount
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import failed
 from aio_ckpt.runtime.portal import Lock, Portal
-from aio_ckpt.runtime.waiting import WaitLines
+from aio_ckpt.runtime.waiting import WaitLines, call_within
 from aio_ckpt.snapshot.capture import Capture, capture
 from aio_ckpt.snapshot.image import Image, lease_image
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
@@ -89,7 +89,8 @@ class FileSaves:
 
         ``started`` is ``time.perf_counter`` at the call. The failure of an earlier file is raised as ``save()`` does.
         """
-        self._check_place(path)
+        check, limit_secs = functools.partial(self._check_place, path), self._ctx.config.stall_timeout_secs
+        call_within(limit_secs, check, "looking at the file", path)
         content = self._content(obj, path.name, options)
         earlier = self._in_flight.take_unreported(0)
         try:

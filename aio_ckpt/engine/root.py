@@ -28,8 +28,8 @@ from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
-from aio_ckpt.runtime.portal import Portal, run_blocking
-from aio_ckpt.runtime.waiting import WaitLines, disk_lines
+from aio_ckpt.runtime.portal import STOP_SECS, Portal, run_blocking, start_beside_or_here
+from aio_ckpt.runtime.waiting import WaitLines, call_within, disk_lines
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import checked_path
 
@@ -42,13 +42,19 @@ StepsChange: TypeAlias = tuple[int | None, list[int]]
 _log = logging.getLogger("aio_ckpt")
 
 
-def usable_root(root: str | os.PathLike[str]) -> Path:
+def usable_root(root: str | os.PathLike[str], limit_secs: float) -> Path:
     """Return the absolute path of the directory of the checkpoints. Makes nothing: the first save makes the directory.
 
     Raises:
         RootError: the path is no path, is a file or a checkpoint, or cannot be made; see :func:`checked_path`.
+        StallError: the disk does not answer within ``limit_secs``.
     """
     path = checked_path(root).absolute()
+    call_within(limit_secs, functools.partial(_check_root, path), "looking at the root", path)
+    return path
+
+
+def _check_root(path: Path) -> None:
     try:
         _check_directory(path)
     except OSError as error:
@@ -58,7 +64,6 @@ def usable_root(root: str | os.PathLike[str]) -> Path:
     if os.path.isfile(path / METADATA_FILE):
         remedy = f"give its parent {path.parent} as the root, or load it by path="
         raise RootError(errno.EEXIST, f"the root is itself a checkpoint: {remedy}", str(path))
-    return path
 
 
 def _check_directory(path: Path) -> None:
@@ -115,6 +120,8 @@ class RootSession:
         )
         self._passes: list[Future[None]] = []
         self._lock: RootLock | None = None
+        self._lock_call: Future[Any] | None = None
+        """Call of the lock that a save gave up waiting for, in a thread that the disk holds."""
 
     # -- the lock -------------------------------------------------------------------------------------
 
@@ -129,7 +136,7 @@ class RootSession:
             StallError: the deadline of the save passed. The next save begins anew.
         """
         if self._lock is not None:
-            if self._lock.renew():  # the root may have been removed and made anew
+            if self._call_lock(self._lock.renew, "looking at the lock", deadline):  # the root may be a new one
                 self._make_directories(deadline)
             if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of this save
                 self._set_aside(deadline)
@@ -138,8 +145,8 @@ class RootSession:
         ctx, lock = self._ctx, None
         try:
             self._call(self._make_root, what="making the root", deadline=deadline)
-            with self._lines("taking the lock").beside(self._portal):
-                lock = ctx.storage.lock(ctx.root / LOCK_FILE)
+            take = functools.partial(ctx.storage.lock, ctx.root / LOCK_FILE)
+            lock = self._call_lock(take, "taking the lock", deadline)
             self._quarantine.is_writer = True
             self._make_directories(deadline)
             self._set_aside(deadline)
@@ -153,10 +160,32 @@ class RootSession:
             self._lock = None
             self._quarantine.is_writer = False
             if lock is not None:
-                lock.release()
+                self._release(lock)
             raise
         if cleared:
             _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
+
+    def _call_lock(self, call: Callable[[], T], what: str, deadline: Deadline) -> T:
+        """Return ``call()``, a call of the lock, from a thread. One runs at a time, also if a wait for it was given up.
+
+        Raises:
+            StallError: the deadline passed. The thread goes on, and the next call waits for it first.
+        """
+        limit_secs = deadline.left_secs(self._ctx.config.stall_timeout_secs)
+        waits, lines = time.monotonic() + limit_secs, self._lines(what)
+        if self._lock_call is not None and lines.wait_for([self._lock_call], limit_secs):
+            _release_result(self._lock_call)
+            self._lock_call = None
+        if self._lock_call is None:
+            work = self._ctx.executor.submit(call)
+            self._lock_call = work
+            if lines.wait_for([work], waits - time.monotonic()):
+                self._lock_call = None
+                if work.cancelled():  # the end of the engine dropped it before it began
+                    self._check_open()
+                return work.result()
+        deadline.check(None, what)
+        raise StallError(f"{what} of {self._ctx.root} did not end within {limit_secs} s: the disk does not answer")
 
     async def _make_root(self) -> None:
         storage, root = self._ctx.storage, self._ctx.root
@@ -172,12 +201,29 @@ class RootSession:
             ) from error
 
     def release(self) -> None:
-        """Release the lock. Idempotent."""
+        """Release the lock. Idempotent. If the disk does not answer within ``STOP_SECS``, log so and go on."""
         lock, self._lock = self._lock, None
         self._quarantine.is_writer = False
+        if self._lock_call is not None:
+            self._lock_call.add_done_callback(_release_result)
         if lock is not None:
-            self._rescue.forget()
-            lock.release()
+            self._release(lock, self._rescue.forget)
+
+    def _release(self, lock: RootLock, before: Callable[[], None] = lambda: None) -> None:
+        """Call ``before`` and release ``lock``, in a thread, as the disk may hang."""
+
+        def release() -> None:
+            try:
+                before()
+            finally:
+                lock.release()
+
+        released, root = start_beside_or_here(release), self._ctx.root
+        if not self._lines("releasing the lock").wait_for([released], STOP_SECS):
+            text = "%s: the lock was not released within %.0f s: the file system does not answer. No engine can write "
+            _log.error(text + "here until it does, or this process ends", root, STOP_SECS)
+        else:
+            released.result()
 
     def _check_open(self) -> None:
         if self._portal.is_closed:  # nothing would release the lock
@@ -210,6 +256,10 @@ class RootSession:
             note_stage(error, "open")
             raise
         return [checkpoint.step for checkpoint in found]
+
+    def latest_step(self) -> int | None:
+        """Return the newest committed step, or None."""
+        return max(self.steps(), default=None)
 
     def check_holds_steps(self, what: str) -> None:
         """Raise CheckpointNotFoundError, with ``what`` was called, if the root holds no committed step."""
@@ -339,3 +389,9 @@ class RootSession:
         except StallError:
             deadline.check(None, what)
             raise
+
+
+def _release_result(work: Future[Any]) -> None:
+    """Release the lock that ``work`` took and that nobody waits for any more."""
+    if not work.cancelled() and work.exception() is None and isinstance(work.result(), RootLock):
+        work.result().release()

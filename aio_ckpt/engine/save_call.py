@@ -45,7 +45,7 @@ from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
-from aio_ckpt.runtime.waiting import disk_lines
+from aio_ckpt.runtime.waiting import call_within, disk_lines
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.replica_sums import content_sums
 from aio_ckpt.state.flatten import FlatState, check_not_empty, flatten
@@ -203,7 +203,8 @@ class SaveFrontend:
         started = time.perf_counter()
         self._portal.check_thread("save_file()")
         self._check_not_inside("save_file()")
-        target = file_target(path)
+        limit_secs, place = self._ctx.config.stall_timeout_secs, check_path("path", path, of="a file")
+        target = call_within(limit_secs, functools.partial(file_target, path), "looking at the file", place)
         with self._lock:
             self.in_flight.check_open()
             self._close_lost()
@@ -391,10 +392,10 @@ class SaveFrontend:
             self._check_not_inside(f"{kind}()")
         return functools.partial(self.in_flight.await_calls, kind, path, calls)
 
-    def check_delete(self) -> None:
-        """Raise WrongThreadError if :meth:`delete` would wait for the calling thread."""
-        self._portal.check_thread("delete()")
-        self._check_not_inside("delete()")
+    def check_call(self, what: str) -> None:
+        """Raise WrongThreadError if the call ``what``, run in another thread, would wait for the calling thread."""
+        self._portal.check_thread(what)
+        self._check_not_inside(what)
 
     def _change_steps(self, kind: str, step: int, change: Callable[..., StepsChange], **flags: bool) -> list[int]:
         """Change the committed steps on all ranks: the leader does it if no rank has a pending save; the others wait.

@@ -17,6 +17,7 @@ from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight, raise_failure
 from aio_ckpt.errors import StallError
 from aio_ckpt.reports import title
 from aio_ckpt.runtime.futures import follow
+from aio_ckpt.runtime.portal import start_beside_or_here
 from aio_ckpt.runtime.waiting import WaitLines
 
 __all__ = ["Shutdown", "log_if_second_to"]
@@ -50,16 +51,19 @@ class Shutdown:
         background: Callable[[], Iterable[Future[Any]]],
         agreements: Callable[[], Iterable[str]],
         release: Callable[[], None],
+        restore: Callable[[], None],
     ) -> None:
         """``background`` returns the other work that must end. It begins before its save settles.
 
-        ``agreements`` names the work of all ranks, in the background, that has not ended.
+        ``agreements`` names the work of all ranks, in the background, that has not ended. ``release`` may wait for the
+        disk. ``restore`` restores signal handlers, which needs the main thread.
         """
         self._in_flight = in_flight
         self._files = files
         self._background = background
         self._agreements = agreements
         self._release = release
+        self._restore = restore
 
     async def finish(self) -> None:
         """Wait for pending saves and release. Raises the failure of a save that nobody awaited, once."""
@@ -68,7 +72,11 @@ class Shutdown:
                 await asyncio.wrap_future(follow(work))
             for work in self._background():
                 await asyncio.wrap_future(follow(work))
-        self._end()
+            try:
+                await asyncio.wrap_future(start_beside_or_here(self._release))
+            finally:
+                self._restore()
+        self._raise_unreported()
 
     async def leave(self, error: BaseException | None) -> None:
         """Do :meth:`finish` at the end of an ``async with``, even if the task is cancelled. ``error`` ended the block.
@@ -91,7 +99,8 @@ class Shutdown:
         lines = self._lines("close")
         lines.wait_for(self._begin())
         lines.wait_for(self._background())
-        self._end()
+        self._release_here()
+        self._raise_unreported()
 
     def abandon(self, timeout_secs: float) -> None:
         """Cancel pending saves and release.
@@ -106,7 +115,7 @@ class Shutdown:
                 ticket.exception(timeout_secs)
             except StallError as error:
                 _log.error("terminate(): the save of %s does not end: %s", title(ticket.path or ticket.step), error)
-        self._release()
+        self._release_here()
 
     def drain(self, timeout_secs: float) -> None:
         """Wait at most ``timeout_secs``, log the steps that are lost, and release. Called at interpreter exit."""
@@ -126,7 +135,7 @@ class Shutdown:
                 _log.error("interpreter exit: %s were not committed in drain_timeout_secs", ", ".join(late_files))
             for name in self._agreements():
                 _log.error("interpreter exit: other ranks did not end in drain_timeout_secs: %s", name)
-            self._release()
+            self._release_here()
 
     def _lines(self, call: str) -> WaitLines:
         return self._in_flight.lines(call, others=self._waits_for)
@@ -139,8 +148,13 @@ class Shutdown:
             return f"other ranks: {name}"
         return ""
 
-    def _end(self) -> None:
-        self._release()
+    def _release_here(self) -> None:
+        try:
+            self._release()
+        finally:
+            self._restore()
+
+    def _raise_unreported(self) -> None:
         failed = self._in_flight.take_unreported(MAX_CALLS)
         if failed is not None:
             raise_failure(failed)

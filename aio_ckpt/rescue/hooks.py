@@ -33,6 +33,7 @@ from aio_ckpt.rescue.orphans import (
 from aio_ckpt.rescue.segment import SegmentDirectory
 from aio_ckpt.rescue.snapshot_record import record_of, store_record_when_captured
 from aio_ckpt.runtime.portal import Executor, Portal, run_blocking
+from aio_ckpt.runtime.waiting import call_within
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.storage.local import Storage
@@ -125,11 +126,11 @@ class RootRescue(Rescue):
 
     def announce(self, portal: Portal) -> None:
         """Search the segments of dead trainers, log the snapshots that could be rescued, and keep them."""
-        found = self._find()
-        if not any(orphan.record is not None and orphan.owner_is_dead for orphan in found):
-            return
         root, limit_secs = self._root, self._config.stall_timeout_secs
         try:
+            found = call_within(limit_secs, self._find, "looking for what dead trainers have staged", root)
+            if not any(orphan.record is not None and orphan.owner_is_dead for orphan in found):
+                return
             decision = portal.call(
                 decide_against_root, self._storage, root, self._names, found, timeout=limit_secs, what="opening"
             )

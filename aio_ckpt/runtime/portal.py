@@ -41,13 +41,14 @@ from aio_ckpt.errors import (
     EngineForkedError,
     SaveCancelledError,
     StallError,
+    SystemLimitError,
     ThreadDiedError,
     WrongThreadError,
 )
 from aio_ckpt.runtime.limits import opening_refusal, thread_refusal, threads_remedy
 
 __all__ = ["HOUSEKEEPING_THREADS", "ON_SUBMIT", "STOP_SECS", "Condition", "Executor", "Lock", "Portal"]
-__all__ += ["run_beside", "run_blocking", "run_owned", "unwatched", "watch_submissions"]
+__all__ += ["run_blocking", "run_owned", "start_beside", "start_beside_or_here", "unwatched", "watch_submissions"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -230,22 +231,32 @@ async def run_blocking(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts) -
     return await asyncio.get_running_loop().run_in_executor(executor, fn, *args)
 
 
-async def run_beside(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the result of ``fn``, a blocking call of an engine, made in a thread of its own.
+def start_beside(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Call ``fn``, a blocking call of an engine, in a daemon thread of its own. Returns its future.
 
-    A cancelled await does not stop it. A thread of the engine would not do: the call waits for them. A pool of the loop
-    would not do either: if the system refuses it a thread, it may call ``fn`` later, although this has raised.
+    A thread of the engine would not do: the call waits for them. A thread of the caller's loop would not do: if the
+    disk hangs, the end of that loop waits for it, and if the system refuses it a thread, it may call ``fn`` later,
+    although this has raised.
 
     Raises:
         SystemLimitError: the system refuses the thread. ``fn`` was not called.
     """
-    executor = Executor("aio_ckpt-call", 1)
+    beside = Executor("aio_ckpt-call", 1)
     try:
         with unwatched():
-            call = functools.partial(contextvars.copy_context().run, fn, *args, **kwargs)
-            return await run_blocking(executor, call)
+            return beside.submit(contextvars.copy_context().run, functools.partial(fn, *args, **kwargs))
     finally:
-        executor.shutdown(wait=False)
+        beside.shutdown(wait=False)
+
+
+def start_beside_or_here(fn: Callable[[], T]) -> Future[T]:
+    """Do :meth:`start_beside` for work that cannot be left undone: without a thread, the caller's thread does it."""
+    try:
+        return start_beside(fn)
+    except SystemLimitError:
+        future: Future[T] = CallbackSafeFuture()
+        _run_one(future, fn)
+        return future
 
 
 async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, dispose: Callable[[T], object]) -> T:

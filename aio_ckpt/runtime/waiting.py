@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.errors import StallError
 from aio_ckpt.reports import title
-from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.runtime.portal import Portal, start_beside_or_here
 
-__all__ = ["FIRST_LINE_SECS", "WaitLines", "call_text", "disk_lines", "duration_text", "next_line_secs"]
+__all__ = ["FIRST_LINE_SECS", "WaitLines", "call_text", "call_within", "disk_lines", "duration_text", "next_line_secs"]
 
+T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
 FIRST_LINE_SECS = 30.0
 """Duration of a wait when the first line tells of it. Shorter waits are normal."""
@@ -149,3 +151,15 @@ def disk_lines(
         return f"{doing} {verb} {waited}: the file system of {path} is slow, or does not answer"
 
     return WaitLines(describe, waited_secs=idle_secs, rank=rank)
+
+
+def call_within(limit_secs: float, call: Callable[[], T], doing: str, path: Path, *, rank: int | None = None) -> T:
+    """Return ``call()``, which looks at ``path``, from a thread of its own, as the disk may hang.
+
+    Raises:
+        StallError: the call did not end within ``limit_secs``. The thread is left behind.
+    """
+    work = start_beside_or_here(call)
+    if not disk_lines(doing, path, rank=rank).wait_for([work], limit_secs):
+        raise StallError(f"{doing} did not end within {limit_secs} s: the file system of {path} does not answer")
+    return work.result()

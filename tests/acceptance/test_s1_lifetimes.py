@@ -102,7 +102,7 @@ def save_beside_a_thread_that_is_left_behind(engine: CheckpointEngine, storage: 
     gate.open()
     storage.wait_idle()
     assert storage.torn == []
-    assert engine.steps() == [2]
+    assert engine.steps().result() == [2]
     third = engine.save(state_of(3.0), step=3)
     assert third.result(TIMEOUT) is not None
     wait(engine._root_session.passes, TIMEOUT)
@@ -263,7 +263,7 @@ def test_ctrl_c_inside_save_cancels_it_and_the_engine_goes_on(tmp_path: Path) ->
         storage.wait_idle()
         assert storage.torn == []
         assert engine.save(state_of(2.0), step=2).result(TIMEOUT) is not None
-        assert engine.steps() == [2]
+        assert engine.steps().result() == [2]
     assert_uniform(steps_dir(tmp_path, 2), 2.0, count=COUNT)
 
 

@@ -115,10 +115,10 @@ def test_a_full_disk_at_any_chunk_is_raised_and_leaves_nothing_behind(tmp_path: 
         ticket = engine.save(state_of(1.0), step=1)
         assert_is_full_disk(ticket.exception(TIMEOUT))
         assert engine.lifetime.leases == 0
-        assert engine.steps() == []
+        assert engine.steps().result() == []
         assert listing(tmp_path) == []
         assert engine.save(state_of(2.0), step=1).result(TIMEOUT) is not None
-        assert engine.steps() == [1]
+        assert engine.steps().result() == [1]
     assert storage.torn == []
     assert_uniform(steps_dir(tmp_path, 1), 2.0, count=COUNT)
 

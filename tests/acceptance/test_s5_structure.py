@@ -158,7 +158,7 @@ async def test_a_plan_that_does_not_cover_the_state_is_found_before_the_commit(t
         await engine.save({"a": w, "b": w + 1})
         with pytest.raises(PlanChangedError, match=message):
             await engine.save(changed(w))
-        assert engine.steps() == [1]
+        assert (await engine.steps()) == [1]
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".pending", "step"))] == [
             "step_000000001"
         ]
@@ -173,7 +173,7 @@ async def test_a_plan_that_lacks_an_object_fails_before_the_commit(tmp_path):
         await engine.save({"a": torch.ones(2), "o": 1})
         with pytest.raises((AioCkptError, ValueError)):
             await engine.save({"a": torch.ones(2), "o": 1, "p": 2})
-        assert engine.steps() == [1]
+        assert (await engine.steps()) == [1]
 
 
 LOSSES: dict[str, Callable[[WriteResult], WriteResult]] = {
@@ -196,7 +196,7 @@ async def test_a_write_stage_that_lost_something_cannot_commit(tmp_path, monkeyp
         monkeypatch.setattr(pipeline, "write_image", lossy)
         with pytest.raises(PlanChangedError, match="not written"):
             await engine.save(state)
-        assert engine.steps() == []
+        assert (await engine.steps()) == []
         monkeypatch.setattr(pipeline, "write_image", write_image)
         assert not (await engine.save(state)).plan_hit
         assert same(await engine.read(), state)

@@ -45,7 +45,7 @@ async def test_a_save_that_overtakes_another_leaves_each_its_own_bytes_and_the_o
             tickets.append(engine.save(make(step)))
             storage.wait_for("write_file", "aio_ckpt.0.bin")
         assert not any(ticket.done() for ticket in tickets)  # commits keep the order of the calls
-        assert engine.steps() == []
+        assert (await engine.steps()) == []
         gate.open()
         reports = [await ticket for ticket in tickets]
         assert [report.step for report in reports] == [1, 2, 3]
@@ -68,7 +68,7 @@ async def test_the_first_of_two_saves_in_flight_fails_alone(tmp_path):
         with pytest.raises(WriteError):
             await first
         assert (await second).step == 2
-        assert engine.steps() == [2]
+        assert (await engine.steps()) == [2]
         assert same(await engine.read(2), state_of(2))
 
 
@@ -79,7 +79,7 @@ async def test_the_first_of_two_saves_in_flight_is_cancelled_alone(tmp_path):
         assert first.cancel()
         gate.open()
         await second
-        assert engine.steps() == [2]
+        assert (await engine.steps()) == [2]
         assert same(await engine.read(), state_of(2))
 
 
@@ -127,7 +127,7 @@ async def test_saves_from_several_threads_do_not_mix(tmp_path):
         await asyncio.gather(*(asyncio.to_thread(train, 100 * caller) for caller in (1, 2)))
         await engine.ready()
         await engine.save({"last": torch.ones(1)})
-        assert engine.steps() == list(range(1, 12))
+        assert (await engine.steps()) == list(range(1, 12))
         values = []
         for step in range(1, 11):
             found = await engine.read(step)

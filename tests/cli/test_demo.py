@@ -215,7 +215,7 @@ async def test_each_part_of_the_state_is_needed_to_continue_bit_for_bit(tmp_path
 async def test_the_whole_state_is_enough_to_continue_bit_for_bit(tmp_path):
     whole = await trained(tiny(tmp_path, save_every=3, steps=6))
     async with CheckpointEngine(tmp_path) as engine:
-        engine.rollback(3)
+        (await engine.rollback(3))
     resumed = await trained(tiny(tmp_path, resumes=True, steps=6))
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 3}
     assert resumed[-1] == whole[-1]

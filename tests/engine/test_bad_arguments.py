@@ -393,7 +393,7 @@ def test_a_skipped_save_is_checked_like_any_other(root: Path) -> None:
         assert engine.save(STATE).skipped
         gate.open()
         assert pending.result(TIMEOUT).step == 7
-        assert engine.steps() == [5, 7]
+        assert engine.steps().result() == [5, 7]
 
 
 def test_a_step_of_the_wrong_kind_is_refused_at_once_and_not_after_the_wait_for_room(root: Path) -> None:

@@ -33,7 +33,7 @@ TRASH = f"trash/{steps_dir(Path(), 1).name}"
 
 def delete(engine: CheckpointEngine, step: int, *, allow_newest: bool = False) -> None:
     """Delete on an async engine, from a thread without a loop."""
-    asyncio.run(engine.delete(step, allow_newest=allow_newest))
+    engine.delete(step, allow_newest=allow_newest).result()
 
 
 # -- what is deleted --------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ async def test_a_deleted_step_is_gone_and_the_others_load(root: Path, step: int)
             await engine.save(weights(each), each)
         await engine.delete(step)
         left = sorted({1, 2, 3} - {step})
-        assert engine.steps() == left
+        assert (await engine.steps()) == left
         assert listing(root) == [f"step_{each:09d}" for each in left]
         with pytest.raises(CheckpointNotFoundError):
             await engine.load(weights(0), step)
@@ -150,7 +150,7 @@ def test_a_protected_step_is_not_even_renamed(root: Path) -> None:
     with gated_engine(root) as (engine, storage):
         for step in (1, 2):
             engine.save(weights(step), step).result(TIMEOUT)
-        engine.protect(1)
+        engine.protect(1).result()
         storage.calls.clear()
         with pytest.raises(ProtectedStepError):
             delete(engine, 1)
@@ -169,7 +169,7 @@ def test_a_pending_save_refuses_the_deletion(root: Path) -> None:
         gate.open()
         ticket.result(TIMEOUT)
         delete(engine, 1)
-        assert engine.steps() == [2, 3]
+        assert engine.steps().result() == [2, 3]
 
 
 def test_only_the_writer_of_a_root_deletes_in_it(root: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_disk_that_fails_midway_is_told_and_what_is_left_is_deleted_later(
         storage.fail(name, where, WriteError(errno.EIO, "broken", "x"))
         with pytest.raises(WriteError, match="broken"):
             delete(engine, 1)
-        assert engine.steps() == left
+        assert engine.steps().result() == left
         engine.save(weights(3)).result(TIMEOUT)
     with SyncCheckpointEngine(root) as engine:
         save(engine, 4)
@@ -287,7 +287,7 @@ def test_a_step_whose_protection_cannot_be_looked_up_again_stays(root: Path, mon
         with pytest.raises(ReadError, match="broken"):
             deletion.result(TIMEOUT)
         monkeypatch.undo()
-        assert engine.steps() == [1, 2]
+        assert engine.steps().result() == [1, 2]
 
 
 def test_a_deletion_that_hangs_ends_by_its_deadline(root: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_step_that_is_protected_while_it_is_being_deleted_stays(root: Path) ->
         gate.open()
         with pytest.raises(ProtectedStepError, match=r"unprotect\(1\)"):
             deletion.result(TIMEOUT)
-        assert (engine.steps(), engine.protected_steps()) == ([1, 2], [1])
+        assert (engine.steps().result(), engine.protected_steps().result()) == ([1, 2], [1])
         assert engine.submit_read(1, only=None).result(TIMEOUT)["w"][0] == 1
 
 
@@ -328,10 +328,10 @@ def test_a_deletion_waits_for_that_of_expired_steps(root: Path) -> None:
         deletion = pool.submit(delete, engine, 2)
         wait([deletion], 0.3)
         assert not deletion.done(), "it would clear the trash of the pass, too"
-        assert engine.steps() == [2, 3]
+        assert engine.steps().result() == [2, 3]
         gate.open()
         deletion.result(TIMEOUT)
-        assert (engine.steps(), engine.undeleted_steps) == ([3], {})
+        assert (engine.steps().result(), engine.undeleted_steps) == ([3], {})
 
 
 def test_retention_goes_on_after_a_deletion(root: Path) -> None:
@@ -353,4 +353,4 @@ async def test_the_loop_of_the_caller_goes_on_and_a_cancelled_wait_does_not_stop
                 await engine.delete(1)
         gate.open()
         await asyncio.to_thread(storage.wait_for, "remove_tree", TRASH)
-        assert engine.steps() == [2]
+        assert (await engine.steps()) == [2]

@@ -81,7 +81,7 @@ def test_skip_returns_at_once_with_a_ticket_that_says_so(root: Path) -> None:
         gate.open()
         assert first.result(TIMEOUT).step == 1
         assert engine.save(weights(3)).result(TIMEOUT).step == 2, "a skipped save uses up no step"
-        assert engine.steps() == [1, 2]
+        assert engine.steps().result() == [1, 2]
 
 
 def test_raise_raises_and_says_what_to_do(root: Path) -> None:
@@ -193,7 +193,7 @@ def test_cancelling_one_save_leaves_the_others_alone(root: Path) -> None:
         assert [tickets[n].result(TIMEOUT).step for n in (0, 2)] == [1, 3]
         assert isinstance(tickets[1].committed.peek(), SaveCancelledError)  # which is no await
         engine.save(weights(4)).result(TIMEOUT)  # raises nothing: a cancelled save is no failure
-        assert engine.steps() == [1, 3, 4]
+        assert engine.steps().result() == [1, 3, 4]
 
 
 # -- waiting --------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ async def test_giving_up_a_wait_does_not_cancel_the_save(root: Path) -> None:
         assert not ticket.done()
         gate.open()
         assert (await waits[1]) is (await waits[2]) is (await ticket)
-        assert engine.steps() == [1]
+        assert (await engine.steps()) == [1]
 
 
 async def _wait(ticket: SaveTicket) -> SaveReport | None:
@@ -319,7 +319,7 @@ def test_waiting_on_the_engines_own_thread_is_refused(root: Path) -> None:
             ticket.result,
             engine.steps,
             engine.wait_ready,
-            lambda: engine.rollback(1),
+            lambda: engine.rollback(1).result(),
             lambda: engine.save(weights(2)),
             lambda: engine.submit_load({}, None, strict=False, allow_missing=False, fallback=True),
             engine.close_blocking,
@@ -372,7 +372,7 @@ def test_a_store_that_stands_still_during_the_commit_ends_the_wait_too(root: Pat
         with pytest.raises(StallError, match=r"commit of step 1 did not end .*may still become visible, whole"):
             ticket.result(TIMEOUT)
         gate.open()
-        assert 1 + len(engine.steps()) == engine.save(weights(2)).step, "the disk was not looked at again"
+        assert 1 + len(engine.steps().result()) == engine.save(weights(2)).step, "the disk was not looked at again"
 
 
 def test_an_exchange_that_cannot_be_taken_back_keeps_both_checkpoints_and_says_so(root: Path) -> None:
@@ -478,7 +478,7 @@ def test_a_commit_that_ends_well_after_the_deadline_is_no_failure(root: Path) ->
             ticket.result(1.6)
         gate.open()
         assert ticket.exception(TIMEOUT) is None, "a failure was reported although the step is visible"
-        assert engine.steps() == [1, 2]
+        assert engine.steps().result() == [1, 2]
 
 
 # -- the sync face --------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ async def test_an_async_engine_that_only_looks_makes_nothing(looked_at: Path, tm
     with unchanged(tmp_path):
         async with CheckpointEngine(looked_at) as engine:
             await engine.ready()
-            if engine.latest_step() is not None:
+            if (await engine.latest_step()) is not None:
                 assert (await engine.load(state())).step == 3
                 assert (await engine.read()).keys() == {"w"}
             else:

@@ -61,7 +61,7 @@ async def test_a_deletion_that_is_awaited_inside_a_save_is_refused(tmp_path: Pat
 
         with pytest.raises(WrongThreadError, match=r"delete\(\) inside save\(\)"):
             await asyncio.to_thread(save)
-        assert engine.steps() == [1]
+        assert (await engine.steps()) == [1]
 
 
 def test_a_save_in_a_signal_handler_is_refused_while_another_is_captured(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_save_in_a_signal_handler_is_refused_while_a_step_is_deleted(tmp_path:
             signalling.result(TIMEOUT)
         finally:
             signal.signal(signal.SIGUSR2, before)
-        assert engine.steps() == [2]
+        assert engine.steps().result() == [2]
     assert ["inside delete()" in str(error) for error in found] == [True]
 
 

@@ -498,7 +498,7 @@ async def test_a_writer_killed_midway_leaves_the_last_step_and_what_it_left_is_c
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but not yet reaped
         assert pending.exists()
         with gated_engine(root) as (engine, _):
-            assert engine.steps() == [4]
+            assert (await engine.steps()) == [4]
             engine.save(weights(2), step=5).result(TIMEOUT)
     assert listing(root) == ["step_000000004", "step_000000005"]
 

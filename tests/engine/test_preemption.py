@@ -62,7 +62,7 @@ async def test_an_async_trainer_sees_it_too(tmp_path: Path) -> None:
         send(signal.SIGUSR1)
         assert engine.preempted
         await engine.save(weights(1), deadline_secs=TIMEOUT)
-        assert engine.steps() == [1]
+        assert (await engine.steps()) == [1]
 
 
 def test_two_engines_both_hear_of_it_in_whatever_order_they_are_closed(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_last_save_is_neither_skipped_nor_refused(tmp_path: Path, when_busy:
         ticket = last.result(TIMEOUT)
         assert not ticket.skipped
         assert ticket.result(TIMEOUT).step == 2
-        assert engine.steps() == [1, 2]
+        assert engine.steps().result() == [1, 2]
 
 
 def test_retention_deletes_nothing_more_and_the_next_run_catches_up(tmp_path: Path) -> None:

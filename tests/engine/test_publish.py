@@ -155,7 +155,7 @@ def test_a_failed_fsync_of_the_parent_undoes_the_rename(tmp_path: Path) -> None:
         storage.fail("sync_dir", "root", WriteError(errno.EIO, "the disk is gone", str(tmp_path / "root")))
         with pytest.raises(WriteError, match="the disk is gone"):
             engine.save(weights(1), step=5).result(TIMEOUT)
-        assert engine.steps() == []
+        assert engine.steps().result() == []
         assert listing(tmp_path / "root") == []
         engine.save(weights(2), step=5).result(TIMEOUT)
         assert value(engine) == 2
@@ -211,7 +211,7 @@ def test_what_cannot_be_removed_after_the_commit_fails_no_save(
         storage.fail(*call, WriteError(errno.EIO, "the disk is gone", "x"))
         engine.save(weights(2), step=5, overwrite=True).result(TIMEOUT)
         assert "is committed, but" in caplog.text
-        assert (engine.steps(), value(engine)) == ([5], 2)
+        assert (engine.steps().result(), value(engine)) == ([5], 2)
 
 
 # -- overwrite ------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def log_of_two_saves(path: Path) -> list[Call]:
         engine.save(weights(1), step=5).result(TIMEOUT)
         engine.save(weights(2), step=5, overwrite=True).result(TIMEOUT)
         assert value(engine) == 2
-        assert engine.steps() == [5]
+        assert engine.steps().result() == [5]
         return list(storage.calls)
 
 
@@ -252,7 +252,7 @@ def test_a_failed_fsync_of_the_parent_undoes_an_exchange(tmp_path: Path) -> None
         storage.fail("sync_dir", "root", WriteError(errno.EIO, "the disk is gone", "root"))
         with pytest.raises(WriteError, match="the disk is gone"):
             engine.save(weights(2), step=5, overwrite=True).result(TIMEOUT)
-        assert engine.steps() == [5]
+        assert engine.steps().result() == [5]
         assert value(engine) == 1
         assert listing(tmp_path / "root") == [STEP]
 

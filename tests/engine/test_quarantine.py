@@ -192,7 +192,7 @@ def test_the_writer_sets_aside_at_once_and_durably(root: Path) -> None:
         assert [entry.quarantined] == aside(root)
         calls = [(call.name, call.path) for call in storage.calls]
         assert calls == [("rename", root / TWO), ("sync_dir", aside(root)[0].parent), ("sync_dir", root)]
-        assert engine.steps() == [1]
+        assert engine.steps().result() == [1]
 
 
 def test_reading_without_a_template_sets_aside_too(root: Path) -> None:
@@ -436,7 +436,7 @@ def test_a_step_is_not_set_aside_while_a_save_exchanges_it(root: Path) -> None:
         assert ticket.result(TIMEOUT).step == 2
         report = loading.result(TIMEOUT)
         assert [entry.quarantined for entry in report.skipped] == [None] * len(report.skipped)
-        assert engine.steps() == [1, 2]
+        assert engine.steps().result() == [1, 2]
         assert float(engine.submit_read(2, only=None).result(TIMEOUT)["w"][0]) == 20
     assert aside(root) == []
 
@@ -516,7 +516,7 @@ def test_what_could_not_be_set_aside_is_out_of_the_way_before_the_next_save(root
         damage(root, 2)
         storage.fail("rename", TWO, WriteError(errno.EIO, "broken", "x"))
         assert load(engine, weights(0)).step == 1
-        assert (engine.steps(), aside(root)) == ([1], [])
+        assert (engine.steps().result(), aside(root)) == ([1], [])
         assert engine.save(weights(3)).result(TIMEOUT).step == 2
         assert len(aside(root)) == 1
 

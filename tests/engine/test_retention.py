@@ -199,7 +199,7 @@ def test_a_failed_save_deletes_nothing(root: Path) -> None:
         storage.fail("sync", "*", WriteError(errno.EIO, "broken", "x"))
         with pytest.raises(WriteError):
             engine.save(weights(2), 2).result(TIMEOUT)
-        assert engine.steps() == [1]
+        assert engine.steps().result() == [1]
 
 
 def test_an_engine_that_commits_nothing_deletes_nothing(root: Path) -> None:
@@ -250,7 +250,7 @@ def test_what_cannot_be_deleted_fails_no_save_is_told_and_tried_again(
             engine.save(weights(3), 3).result(TIMEOUT)
             storage.wait_for("remove_tree", "trash/step_000000002")
         assert "step 1 is kept beyond its time" in caplog.text
-        assert engine.steps() == [3]
+        assert engine.steps().result() == [3]
     assert engine.undeleted_steps == {}
 
 
@@ -277,7 +277,7 @@ def test_a_deletion_that_stops_midway_leaves_trash_that_is_never_listed(root: Pa
         gate.open()
         engine._root_session.passes[-1].result(TIMEOUT)
         assert list(engine.undeleted_steps) == [1]
-        assert engine.steps() == [2]
+        assert engine.steps().result() == [2]
         if where == "remove_tree":
             engine.save(weights(3), 3).result(TIMEOUT)
             storage.wait_for("remove_tree", "trash/step_000000001")
@@ -347,7 +347,7 @@ def test_what_becomes_one_of_the_best_while_a_pass_deletes_stays(root: Path) -> 
         gate.open()
         for done in engine._root_session.passes:
             done.result(TIMEOUT)
-        assert 2 in engine.steps(), "4 and 2 are the best now"
+        assert 2 in engine.steps().result(), "4 and 2 are the best now"
 
 
 def test_no_pass_looks_while_a_commit_may_yet_be_taken_back(root: Path) -> None:
@@ -366,7 +366,7 @@ def test_no_pass_looks_while_a_commit_may_yet_be_taken_back(root: Path) -> None:
         assert isinstance(saving.exception(TIMEOUT), WriteError)
         for done in engine._root_session.passes:
             done.result(TIMEOUT)
-        assert engine.steps() == [1, 2]
+        assert engine.steps().result() == [1, 2]
 
 
 def test_after_a_rollback_the_policy_goes_by_what_was_saved_since(root: Path) -> None:
@@ -396,12 +396,12 @@ def test_a_rollback_to_a_step_that_is_being_deleted_leaves_the_later_ones(root: 
         gate = storage.hold("rename", "step_000000001")
         engine.save(weights(2), 2).result(TIMEOUT)
         gate.wait_reached()
-        rolling = pool.submit(engine.rollback, 1)
+        rolling = pool.submit(lambda: engine.rollback(1).result())
         wait([rolling], 0.5)  # it must not end before the deletion does
         gate.open()
         with pytest.raises(CheckpointNotFoundError):
             rolling.result(TIMEOUT)
-        assert engine.steps() == [2]
+        assert engine.steps().result() == [2]
 
 
 def test_a_damaged_step_that_could_not_be_set_aside_is_none_of_the_kept(root: Path) -> None:
@@ -444,7 +444,7 @@ def test_an_expired_step_cannot_be_overwritten_but_a_committed_one_can(root: Pat
         with pytest.raises(StepOrderError, match=r"step=1 .* pending step 2: .*begins anew$"):
             engine.save(weights(10), 1, overwrite=True)
         engine.save(weights(20), 2, overwrite=True).result(TIMEOUT)
-        assert engine.steps() == [2]
+        assert engine.steps().result() == [2]
 
 
 def sizes(*objects: object) -> dict[str, int]:
@@ -591,7 +591,7 @@ def test_a_protected_step_is_not_even_renamed(root: Path) -> None:
     """Taken back at once, it would still be gone for whoever reads it then."""
     with gated_engine(root, keep_last=1) as (engine, storage):
         engine.save(weights(1), 1).result(TIMEOUT)
-        engine.protect(1)
+        engine.protect(1).result()
         for step in (2, 3):
             engine.save(weights(step), step).result(TIMEOUT)
     moved = {call.path.name for call in storage.calls if call.name == "rename"}
@@ -641,9 +641,9 @@ def test_a_rollback_takes_marks_away_durably_and_not_before_the_steps_are_set_as
     with gated_engine(root) as (engine, storage):
         for step in (1, 2):
             engine.save(weights(step), step).result(TIMEOUT)
-        engine.protect(2)
+        engine.protect(2).result()
         storage.calls.clear()
-        engine.rollback(1)
+        engine.rollback(1).result()
         assert [(call.name, call.path) for call in storage.calls] == [
             ("rename", root / "step_000000002"),
             ("sync_dir", root / ABANDONED_DIR),
@@ -657,11 +657,11 @@ def test_protection_is_durable_before_the_call_returns(root: Path) -> None:
     with gated_engine(root) as (engine, storage):
         engine.save(weights(1), 1).result(TIMEOUT)
         storage.calls.clear()
-        engine.protect(1)
+        engine.protect(1).result()
         marked = [Call("write_file", root / protected_name(1)), Call("sync_dir", root / PROTECTED_DIR)]
         assert storage.calls == marked
         storage.calls.clear()
-        engine.unprotect(1)
+        engine.unprotect(1).result()
         assert [call.name for call in storage.calls] == ["remove_file", "sync_dir"]
 
 
@@ -678,7 +678,7 @@ def test_a_step_protected_while_it_is_being_deleted_stays_or_the_caller_is_told(
                 other.protect(1)
                 reached.open()
                 engine._root_session.passes[-1].result(TIMEOUT)
-                assert engine.steps() == [1, 2]
+                assert engine.steps().result() == [1, 2]
             else:
                 late = storage.hold("sync_dir", "root")
                 reached.open()
@@ -687,7 +687,7 @@ def test_a_step_protected_while_it_is_being_deleted_stays_or_the_caller_is_told(
                     other.protect(1)
                 late.open()
                 engine._root_session.passes[-1].result(TIMEOUT)
-                assert engine.steps() == [2]
+                assert engine.steps().result() == [2]
                 assert listing(root) == ["step_000000002"]
 
 
@@ -709,10 +709,10 @@ def test_a_protected_step_that_could_not_be_put_back_is_put_back_by_the_next_pas
         storage.fail("rename", "trash/step_000000001", WriteError(errno.EIO, "broken", "x"))
         reached.open()
         engine._root_session.passes[-1].result(TIMEOUT)
-        assert engine.steps() == [2]
+        assert engine.steps().result() == [2]
         engine.save(weights(3), 3).result(TIMEOUT)
         engine._root_session.passes[-1].result(TIMEOUT)
-        assert engine.steps() == [1, 3]
+        assert engine.steps().result() == [1, 3]
 
 
 def test_a_step_that_is_rolled_back_and_saved_anew_while_it_is_being_protected_is_protected(root: Path) -> None:
@@ -720,7 +720,7 @@ def test_a_step_that_is_rolled_back_and_saved_anew_while_it_is_being_protected_i
         save(engine, 1, 2)
         with gated_engine(root) as (other, storage):
             gate = storage.hold("sync_dir", "protected")
-            protecting = pool.submit(other.protect, 2)
+            protecting = pool.submit(lambda: other.protect(2).result())
             gate.wait_reached()
             engine.rollback(1)
             save(engine, 2)
@@ -740,7 +740,7 @@ def test_a_mark_that_was_there_stays_when_another_asks_while_the_step_is_being_d
             other.protect(1)
         back.open()
         engine._root_session.passes[-1].result(TIMEOUT)
-        assert (engine.steps(), engine.protected_steps()) == ([1, 2], [1])
+        assert (engine.steps().result(), engine.protected_steps().result()) == ([1, 2], [1])
 
 
 def test_what_a_rollback_goes_back_to_is_not_deleted_by_a_pass_that_listed_the_later_steps(root: Path) -> None:
@@ -750,13 +750,13 @@ def test_what_a_rollback_goes_back_to_is_not_deleted_by_a_pass_that_listed_the_l
         reached = storage.hold("rename", "step_000000001")
         engine.save(weights(3), 3).result(TIMEOUT)
         reached.wait_reached()
-        rollback = pool.submit(engine.rollback, 1)
+        rollback = pool.submit(lambda: engine.rollback(1).result())
         with pytest.raises(TimeoutError):
             rollback.result(0.3)
         reached.open()
         with pytest.raises(CheckpointNotFoundError, match=r"rollback\(1\).*committed are \[2, 3\]"):
             rollback.result(TIMEOUT)
-        assert engine.steps() == [2, 3], "the later steps stay while there is nothing to go back to"
+        assert engine.steps().result() == [2, 3], "the later steps stay while there is nothing to go back to"
 
 
 def test_a_deletion_whose_rename_could_not_be_made_durable_is_told_and_tried_again(root: Path) -> None:

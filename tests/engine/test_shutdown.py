@@ -84,7 +84,7 @@ async def test_an_engine_whose_task_is_cancelled_again_is_closed_all_the_same(ro
         with pytest.raises(EngineClosedError):
             engine.save(weights(2))
         async with CheckpointEngine(root) as again:
-            assert again.steps() == [1]
+            assert (await again.steps()) == [1]
             assert (await again.save(weights(2))).step == 2
 
 

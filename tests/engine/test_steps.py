@@ -104,7 +104,7 @@ def test_a_later_save_is_never_visible_before_an_earlier_one(root: Path) -> None
         storage.release(gate)  # later calls pass, the first still waits
         second = engine.save(weights(2), 2)
         storage.wait_for("write_file", "aio_ckpt.0.bin")  # the second's
-        assert engine.steps() == []
+        assert engine.steps().result() == []
         assert not second.done()
         gate.open()
         second.result(TIMEOUT)
@@ -356,8 +356,8 @@ def test_after_a_rollback_that_failed_midway_the_steps_are_read_anew(root: Path)
             engine.save(weights(step), step).result(TIMEOUT)
         storage.fail("rename", "step_000000003", WriteError(errno.EIO, "Input/output error"))
         with pytest.raises(WriteError):
-            engine.rollback(1)
-        assert engine.steps() == [1, 2, 3]
+            engine.rollback(1).result()
+        assert engine.steps().result() == [1, 2, 3]
         assert engine.save(weights(4)).result(TIMEOUT).step == 4
 
 
@@ -367,10 +367,10 @@ def test_rollback_while_a_save_is_pending_is_refused(root: Path) -> None:
         gate = storage.hold("sync", "*.distcp")
         ticket = engine.save(weights(2), 2)
         with pytest.raises(BusyError, match=r"rollback\(1\).*await"):
-            engine.rollback(1)
+            engine.rollback(1).result()
         gate.open()
         ticket.result(TIMEOUT)
-        assert engine.rollback(1) == [2]
+        assert engine.rollback(1).result() == [2]
 
 
 # -- names of directories -------------------------------------------------------------------------

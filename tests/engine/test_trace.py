@@ -84,7 +84,7 @@ def test_a_save_that_fails_leaves_what_was_done_and_the_error(tmp_path: Path) ->
         with pytest.raises(WriteError, match="the disk is broken"):
             engine.save(STATE, trace=trace).result(TIMEOUT)
         assert "the disk is broken" in error_in(trace)
-        assert engine.steps() == []
+        assert engine.steps().result() == []
     lanes = events_of(trace)
     for events in lanes.values():
         check_nested(events)
@@ -135,7 +135,7 @@ def test_a_trace_that_cannot_be_written_is_logged_and_fails_no_save(
         with caplog.at_level(logging.WARNING, logger="aio_ckpt"):
             report = ticket.result(TIMEOUT)
         assert report is not None
-        assert engine.steps() == [report.step]
+        assert engine.steps().result() == [report.step]
     assert [record.getMessage() for record in caplog.records if "was not written" in record.getMessage()]
 
 

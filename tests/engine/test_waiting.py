@@ -183,9 +183,9 @@ def test_a_lock_that_hangs_is_told_of(root: Path, lines: LogLines) -> None:
 
 
 def test_a_root_that_does_not_answer_is_told_of(root: Path, lines: LogLines) -> None:
-    with ThreadPoolExecutor(1) as pool, engine_with_reads(root) as (engine, storage):
+    with engine_with_reads(root) as (engine, storage):
         gate = storage.hold("list_dir", root.name)
-        steps = pool.submit(engine.steps)
+        steps = engine.steps()
         assert lines.wait_for(f"reading the steps has taken {slow(root)}", 2).rank == 0
         gate.open()
         assert steps.result(TIMEOUT) == []

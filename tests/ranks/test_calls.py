@@ -396,7 +396,7 @@ def await_on_one_rank(rank: int, count: int, root: Path) -> list[str]:
                 raised.append(step)
             engine.wait_ready()
             dist.barrier()
-        assert engine.steps() == [1, 3, 4, 5, 6], "the save whose call told rank 1 of the failure is made, too"
+        assert engine.steps().result() == [1, 3, 4, 5, 6], "the save whose call told rank 1 of the failure is made, too"
         dist.barrier()
     return raised
 
@@ -475,7 +475,7 @@ def retry_a_step(rank: int, count: int, root: Path, in_flight: int) -> list[int]
         ticket = engine.save(state_at(3))
         ticket.result(SECS)
         dist.barrier()
-        found = [*engine.steps(), ticket.step]
+        found = [*engine.steps().result(), ticket.step]
         dist.barrier()
     return found
 
@@ -521,7 +521,7 @@ def roll_back_while_one_is_busy(rank: int, count: int, root: Path) -> list[str]:
             gate.wait_reached()
         dist.barrier()
         try:
-            engine.rollback(1)
+            engine.rollback(1).result()
         except BusyError as error:
             found.append(str(error))
         dist.barrier()
@@ -530,12 +530,12 @@ def roll_back_while_one_is_busy(rank: int, count: int, root: Path) -> list[str]:
             gate.open()
             assert ticket.exception(SECS) is not None
         dist.barrier()
-        assert engine.steps() == [1, 2]
+        assert engine.steps().result() == [1, 2]
         engine.save(state_at(5), step=np.int64(5)).result(SECS)
-        found.append(str(engine.rollback(np.int64(1))))
+        found.append(str(engine.rollback(np.int64(1)).result()))
         engine.save(state_at(6)).result(SECS)
         dist.barrier()
-        found.append(str(engine.steps()))
+        found.append(str(engine.steps().result()))
         dist.barrier()
     return found
 
@@ -589,15 +589,15 @@ def delete_on_all(rank: int, count: int, root: Path) -> tuple[list[str], list[ob
             engine.save(state_at(step), step=step).result(SECS)
         dist.barrier()
         storage.calls.clear()
-        asyncio.run(engine.delete(np.int64(1)))
-        found.append(engine.steps())
-        asyncio.run(engine.delete(9, allow_newest=True))
-        found.append(engine.steps())
+        engine.delete(np.int64(1)).result()
+        found.append(engine.steps().result())
+        engine.delete(9, allow_newest=True).result()
+        found.append(engine.steps().result())
         changed = sorted({call.name for call in storage.calls} & {"rename", "remove_tree"})
         found.append(engine.save(state_at(3)).result(SECS).step)
-        asyncio.run(engine.delete(2))
+        engine.delete(2).result()
         dist.barrier()
-        found.append(engine.steps())
+        found.append(engine.steps().result())
         dist.barrier()
     return changed, found
 
@@ -627,15 +627,15 @@ def delete_apart(rank: int, count: int, root: Path, calls: tuple[Any, Any]) -> l
         for step in (1, 2, 3):
             engine.save(state_at(step), step=step).result(SECS)
         if rank == 0:
-            engine.protect(2)
+            engine.protect(2).result()
         dist.barrier()
         step, allow_newest = calls[rank]
         try:
-            asyncio.run(engine.delete(step, allow_newest=allow_newest))
+            engine.delete(step, allow_newest=allow_newest).result()
         except AioCkptError as error:
             found.append(kind_of(error))
         dist.barrier()
-        assert engine.steps() == [1, 2, 3]
+        assert engine.steps().result() == [1, 2, 3]
         engine.save(state_at(4), step=4).result(SECS)
         dist.barrier()
     return found

@@ -51,7 +51,7 @@ def fail_once(rank: int, count: int, root: Path, failing: int, at: tuple[str, st
         if rank == failing:
             storage.at, storage.act = at, no_space
         error = engine.save(mixed_state(rank, count, 2), step=2).exception(SECS)
-        assert engine.steps() == [1]
+        assert engine.steps().result() == [1]
         dist.barrier()
         report = engine.save(mixed_state(rank, count, 3), step=3).result(SECS)
         assert report is not None
@@ -143,7 +143,7 @@ def fail_in_a_wave(rank: int, count: int, root: Path, failing: int) -> list[str]
                 found.append("saved")
                 if step != 2:
                     ticket.result(SECS)
-        assert engine.steps() == [1, 3]
+        assert engine.steps().result() == [1, 3]
         back: Any = engine.submit_read(3, only=None).result(SECS)
         found.append(str(back[f"mine{rank}"].unique().tolist()))
         dist.barrier()
@@ -177,7 +177,7 @@ def refuse_once(rank: int, count: int, root: Path) -> list[str]:
             except PeerFailedError as error:
                 found.append(f"{error.rank} {error.stage} {'UnsafeObjectError' in str(error)}")
         dist.barrier()
-        assert engine.steps() == [1, 3]
+        assert engine.steps().result() == [1, 3]
         dist.barrier()
     return found
 
@@ -208,7 +208,7 @@ def save_another_step(rank: int, count: int, root: Path) -> str:
         error = error_of(lambda: engine.save({"a": torch.ones(3)}, step=1 + rank), SECS)
         assert isinstance(error, PeerFailedError)
         dist.barrier()
-        assert engine.steps() == []
+        assert engine.steps().result() == []
         assert engine.save({"a": torch.ones(3)}, step=5).result(SECS) is not None
         with pytest.raises(StepOrderError):
             engine.save({"a": torch.ones(3)}, step=5)
@@ -479,7 +479,7 @@ def stop_the_leader(rank: int, count: int, root: Path, size: int) -> tuple[str, 
         error = engine.save(state_at(2, size), step=2, deadline_secs=DEADLINE_SECS).exception(STALL_SECS)
         secs = time.monotonic() - began
         dist.barrier()
-        steps = engine.steps()
+        steps = engine.steps().result()
         dist.barrier()
         ticket = engine.save(state_at(3))
         ticket.result(STALL_SECS)
@@ -520,7 +520,7 @@ def hold_the_shares(rank: int, count: int, root: Path) -> tuple[str, bool, float
         dist.barrier()
         coordinator.gate.open()
         dist.barrier()
-        assert engine.steps() == [1]
+        assert engine.steps().result() == [1]
         engine.save(state_at(3), step=3).result(STALL_SECS)
         dist.barrier()
     return kind_of(error), getattr(error, "in_doubt", False), secs
@@ -547,7 +547,7 @@ def commit_late(rank: int, count: int, root: Path) -> tuple[str, bool, float, li
             storage.release(gate)
             gate.open()
         error, secs = ended(rank, ticket, began)
-        steps = engine.steps()
+        steps = engine.steps().result()
         ticket = engine.save(state_at(3))
         ticket.result(STALL_SECS)
         dist.barrier()
@@ -585,7 +585,7 @@ def agree_before_the_capture(rank: int, count: int, root: Path) -> tuple[str, fl
         if rank == 1:
             dist.barrier()
         dist.barrier()
-        assert engine.steps() == [1]
+        assert engine.steps().result() == [1]
         engine.save(state_at(3), step=3).result(STALL_SECS)
         dist.barrier()
     return " ".join(map(str, told(error))), secs

@@ -48,7 +48,7 @@ def go_on_untold(rank: int, count: int, root: Path) -> list[tuple[str, int | Non
             found.append(told(engine.save(state_of(step), step=step).exception(4 * SHORT_SECS)))
             coordinator.is_mute = False
         dist.barrier()
-        assert engine.steps() == [1, 3]
+        assert engine.steps().result() == [1, 3]
         dist.barrier()
     return found
 
@@ -256,7 +256,7 @@ def roll_back_where_the_other_skips(rank: int, count: int, root: Path) -> tuple[
         ticket.result(SECS)
         began = time.monotonic()
         with pytest.raises(PeerFailedError) as raised:
-            engine.rollback(1) if rank else asyncio.run(engine.load(state_at(0)))
+            engine.rollback(1).result() if rank else asyncio.run(engine.load(state_at(0)))
         secs = time.monotonic() - began
         dist.barrier()
     return str(raised.value), secs
@@ -405,9 +405,9 @@ def call_different_things(rank: int, count: int, root: Path, kinds: tuple[str, s
             elif kinds[rank] == "load":
                 engine.submit_load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
             elif kinds[rank] == "delete":
-                asyncio.run(engine.delete(1))
+                engine.delete(1).result()
             else:
-                engine.rollback(1)
+                engine.rollback(1).result()
         secs = time.monotonic() - began
         dist.barrier()
     return str(raised.value), secs
@@ -445,7 +445,7 @@ def open_and_close(rank: int, count: int, root: Path, times: int) -> None:
             with pytest.raises(AioCkptError):
                 engine.save(state_at(step), step=1).result(SECS)
             engine.submit_load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
-            engine.rollback(step + 1)
+            engine.rollback(step + 1).result()
             dist.barrier()
 
 

@@ -337,7 +337,7 @@ def load_as_the_disk_goes_away(rank: int, count: int, root: Path) -> tuple[int |
         state: dict[str, Any] = {**state_of(0), "m": Arming(storage)}
         report = submit(engine, state).result(TURN_SECS)
         was_refused, storage.act = storage.act is None, None
-        return report.step, engine.latest_step(), was_refused
+        return report.step, engine.latest_step().result(), was_refused
 
 
 def test_a_load_that_is_whole_does_not_fail_because_the_root_cannot_be_listed(two: Ranks, tmp_path: Path) -> None:

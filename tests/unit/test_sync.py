@@ -11,19 +11,23 @@ import pytest
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.engine.engine import BaseEngine
 
-METHODS = ("ready", "load", "read", "delete", "close")
+STEPS = ("steps", "latest_step", "rollback", "protect", "unprotect", "protected_steps")
+METHODS = ("ready", "load", "read", "delete", "close", *STEPS)
 
 WORDS = {
     "": {
-        "one root. Usable from any thread and any event loop. ": (
-            "one root, for a trainer without asyncio. Usable from any thread. ``load``, ``read``, ``delete``, "
-            "``ready`` and ``close`` block until they have ended. ``save`` returns a ticket, and its ``result()`` "
-            "blocks. Otherwise this is :class:`~aio_ckpt.engine.engine.CheckpointEngine`. "
+        "one root. Usable from any thread and any event loop. Every call that reads or changes the root is awaited, or "
+        "its ``result()`` is called in a thread without a loop. ``save``, ``save_file``, ``remove`` and ``prepare`` "
+        "take their place in the order of the calls at once, and so wait for the root's lock, ``stall_timeout_secs`` "
+        "at most. ": (
+            "one root, for a trainer without asyncio. Usable from any thread. What is awaited there blocks here until "
+            "it has ended. ``save`` returns a ticket, and its ``result()`` blocks. Otherwise this is "
+            ":class:`~aio_ckpt.engine.engine.CheckpointEngine`. "
         )
     },
     "ready": {"Wait until": "Block until"},
     "load": {"A cancelled load returns once": "After Ctrl-C, this ends once"},
-    "read": {},
+    **{name: {} for name in ("read", *STEPS)},
     "delete": {" If the await is cancelled, the deletion goes on.": ""},
     "close": {
         "``async with``": "``with``",
@@ -55,8 +59,18 @@ def test_both_engines_say_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_both_engines_take_and_return_the_same(name: str) -> None:
     asynchronous = inspect.signature(own(CheckpointEngine, name))
-    assert inspect.signature(own(SyncCheckpointEngine, name)) == asynchronous
-    assert inspect.iscoroutinefunction(own(CheckpointEngine, name))
+    blocking = inspect.signature(own(SyncCheckpointEngine, name))
+    assert blocking.parameters == asynchronous.parameters
+    if inspect.iscoroutinefunction(own(CheckpointEngine, name)):
+        assert asynchronous.return_annotation == blocking.return_annotation
+    else:
+        assert asynchronous.return_annotation == f"PendingCall[{blocking.return_annotation}]"
+
+
+def test_no_call_of_the_async_engine_that_is_not_awaited_waits_for_the_disk_beyond_the_order_of_saves() -> None:
+    plain = {name for name, value in vars(BaseEngine).items() if inspect.isfunction(value) and not name.startswith("_")}
+    in_order, without_a_disk = {"save", "save_file", "remove", "prepare"}, {"guard", "clear_cache", "stats"}
+    assert plain == in_order | without_a_disk | {"on_preemption", "terminate"}
 
 
 def test_no_method_of_an_engine_is_left_out_here() -> None:

@@ -97,7 +97,7 @@ def _engine_newest(root: Path) -> int | None:
     """Every listed checkpoint is read whole; the newest is loaded into a template, too."""
     with _engine(root) as engine:
         number = None
-        for step in engine.steps():
+        for step in engine.steps().result():
             state = engine.submit_read(step, only=None).result(TIMEOUT_SECS)
             number = _number(state)
             check_same(state, state_of(number))

@@ -212,8 +212,8 @@ class Ground:
             if not name.startswith(leftovers or ("/",)):
                 yield f"left behind: {name}"
         for engine in (self.engine, self._reader):
-            if engine.steps() != sorted(self.committed):
-                yield f"listed are {engine.steps()}, committed {sorted(self.committed)}"
+            if engine.steps().result() != sorted(self.committed):
+                yield f"listed are {engine.steps().result()}, committed {sorted(self.committed)}"
         newest = max(self.committed, default=0)
         for step, value in self.committed.items():
             path = self._path(step)

@@ -249,7 +249,7 @@ class _Reader:
 
     def has(self, step: int) -> bool:
         """Whether the step is listed."""
-        return step in self._engine.steps()
+        return step in self._engine.steps().result()
 
     def holds(self, step: int, value: int) -> bool:
         """Whether it is that state, bit for bit."""
@@ -257,8 +257,8 @@ class _Reader:
 
     def look(self, committed: dict[int, int]) -> Iterator[str]:
         """What is wrong."""
-        if self._engine.steps() != sorted(committed):
-            yield f"listed are {self._engine.steps()}, committed {sorted(committed)}"
+        if self._engine.steps().result() != sorted(committed):
+            yield f"listed are {self._engine.steps().result()}, committed {sorted(committed)}"
         for step in sorted(committed)[-3:]:
             if self.has(step) and not self.holds(step, committed[step]):
                 yield f"step {step} does not load as it was saved"

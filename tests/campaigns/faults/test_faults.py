@@ -163,7 +163,7 @@ def test_a_cancellation_that_was_accepted_holds_though_nothing_waits_before_the_
         error = engine.save({"a": 1}).exception(20)
         assert coordinator.accepted == [True]
         assert isinstance(error, SaveCancelledError)
-        assert engine.steps() == []
+        assert engine.steps().result() == []
     finally:
         engine.terminate()
 

@@ -145,7 +145,7 @@ def _repair_verify(ground: Ground) -> Iterator[str]:
 
 
 def _protect(ground: Ground) -> object:
-    ground.engine.protect(2)
+    ground.engine.protect(2).result()
     return None
 
 
@@ -157,13 +157,13 @@ def _judge_protect(ground: Ground, _: Call, outcome: object) -> Iterator[str]:
 
 
 def _repair_protect(ground: Ground) -> Iterator[str]:
-    ground.engine.protect(2)
-    if ground.engine.protected_steps() != [2]:
-        yield f"protected are {ground.engine.protected_steps()}"
+    ground.engine.protect(2).result()
+    if ground.engine.protected_steps().result() != [2]:
+        yield f"protected are {ground.engine.protected_steps().result()}"
 
 
 def _unprotect(ground: Ground) -> object:
-    ground.engine.unprotect(2)
+    ground.engine.unprotect(2).result()
     return None
 
 
@@ -175,14 +175,14 @@ def _judge_unprotect(ground: Ground, hit: Call, outcome: object) -> Iterator[str
 
 
 def _repair_unprotect(ground: Ground) -> Iterator[str]:
-    ground.engine.unprotect(2)
-    if ground.engine.protected_steps() != [3]:
-        yield f"protected are {ground.engine.protected_steps()}"
+    ground.engine.unprotect(2).result()
+    if ground.engine.protected_steps().result() != [3]:
+        yield f"protected are {ground.engine.protected_steps().result()}"
 
 
 def _protect_both(ground: Ground) -> None:
     for step in (2, 3):
-        ground.engine.protect(step)
+        ground.engine.protect(step).result()
 
 
 def _marks(ground: Ground) -> list[str]:
@@ -197,13 +197,13 @@ def _names_below(ground: Ground, directory: str) -> list[str]:
 
 
 def _rollback(ground: Ground) -> object:
-    return ground.engine.rollback(1)
+    return ground.engine.rollback(1).result()
 
 
 def _judge_rollback(ground: Ground, hit: Call, outcome: object) -> Iterator[str]:
     if not isinstance(outcome, Exception):
         yield f"it returned, though {hit} failed"
-    steps = ground.engine.steps()
+    steps = ground.engine.steps().result()
     if steps != list(range(1, len(steps) + 1)) or not steps:
         yield f"it left a history with a gap: {steps}"
     for step in steps:
@@ -212,17 +212,17 @@ def _judge_rollback(ground: Ground, hit: Call, outcome: object) -> Iterator[str]
 
 
 def _repair_rollback(ground: Ground) -> Iterator[str]:
-    ground.engine.rollback(1)
+    ground.engine.rollback(1).result()
     for step in (2, 3):
         ground.forget(step)
-    if ground.engine.steps() != [1]:
-        yield f"listed are {ground.engine.steps()}"
-    if ground.engine.protected_steps():
-        yield f"protected are {ground.engine.protected_steps()}"
+    if ground.engine.steps().result() != [1]:
+        yield f"listed are {ground.engine.steps().result()}"
+    if ground.engine.protected_steps().result():
+        yield f"protected are {ground.engine.protected_steps().result()}"
 
 
 def _protect_later(ground: Ground) -> None:
-    ground.engine.protect(3)
+    ground.engine.protect(3).result()
 
 
 # -- delete -----------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def _delete(ground: Ground) -> object:
 def _judge_delete(ground: Ground, hit: Call, outcome: object) -> Iterator[str]:
     if not isinstance(outcome, Exception):
         yield f"it returned, though {hit} failed"
-    steps = ground.engine.steps()
+    steps = ground.engine.steps().result()
     if steps not in ([1, 2, 3], [1, 3]):
         yield f"listed are {steps}"
     for step in steps:
@@ -248,8 +248,8 @@ def _repair_delete(ground: Ground) -> Iterator[str]:
     with contextlib.suppress(CheckpointNotFoundError):  # the rename was made before the call failed
         ground.engine._frontend.delete(2, allow_newest=False)
     ground.forget(2)
-    if ground.engine.steps() != [1, 3]:
-        yield f"listed are {ground.engine.steps()}"
+    if ground.engine.steps().result() != [1, 3]:
+        yield f"listed are {ground.engine.steps().result()}"
 
 
 # -- damage -----------------------------------------------------------------------------------------
@@ -292,8 +292,8 @@ def _repair_load(ground: Ground) -> Iterator[str]:
     ground.forget(_STEPS)
     if report.step != _STEPS - 1 or not is_state(target, ground.committed[_STEPS - 1]):
         yield f"it loaded step {report.step}"
-    if ground.engine.steps() != list(range(1, _STEPS)):
-        yield f"listed are {ground.engine.steps()}"
+    if ground.engine.steps().result() != list(range(1, _STEPS)):
+        yield f"listed are {ground.engine.steps().result()}"
     if not _names_below(ground, CORRUPT_DIR):
         yield "the damaged step was not set aside"
 
