@@ -207,7 +207,7 @@ class PendingCall(Milestone[T]):
 
     def __del__(self) -> None:
         if not self._was_waited_for:
-            warnings.warn(f"{self.name} was never awaited: {_AWAIT_IT}", RuntimeWarning, stacklevel=2, source=self)
+            warnings.warn(f"{self.name} was never awaited: {_AWAIT_IT}", RuntimeWarning, stacklevel=2)
 
     def _misuse(self) -> TypeError:
         return TypeError(f"{self.name} of the async engine is no value yet: {_AWAIT_IT}")
