@@ -19,7 +19,7 @@ from tensor_bits import assert_same_tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from aio_ckpt import SaveReport, SyncCheckpointEngine
+from aio_ckpt import SaveReport, SoloCoordinator, SyncCheckpointEngine
 from aio_ckpt.commit.manifests import object_entries
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError, WriteError
 from aio_ckpt.leaves.objects import ObjectBytes
@@ -159,11 +159,12 @@ def two_ranks():
     dist.destroy_process_group()
 
 
-def test_one_rank_alone_does_not_pass_its_shard_off_as_the_tensor(engine, two_ranks):
+def test_one_rank_alone_does_not_pass_its_shard_off_as_the_tensor(tmp_path, two_ranks):
     spread = DTensor.from_local(torch.ones(2, 3), DeviceMesh("cpu", [0, 1]), [Shard(0)], run_check=False)
-    with pytest.raises(UnsupportedLeafError, match=r"'w': a shard of shape \(2, 3\) of a tensor of shape \(4, 3\)"):
-        engine.save({"w": spread})
-    assert engine.steps() == []
+    with SyncCheckpointEngine(tmp_path, coordinator=SoloCoordinator()) as engine:
+        with pytest.raises(UnsupportedLeafError, match=r"'w': a shard of shape \(2, 3\) of a tensor of shape \(4, 3\)"):
+            engine.save({"w": spread})
+        assert engine.steps() == []
 
 
 def test_lists_of_unequal_length_raise_and_never_truncate(engine):
