@@ -234,7 +234,7 @@ async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
 
 
 class Retention:
-    """Deletion of expired steps in the background, one pass at a time, and of single steps on demand.
+    """Deletion of expired steps in the background, one pass at a time, and of single steps on demand, in between.
 
     Only the holder of the root's lock may run it. A pass never fails a save: a step that cannot be deleted is logged,
     listed in ``undeleted``, and tried again after the next commit.
@@ -273,6 +273,7 @@ class Retention:
         self._renames = renames
         self._must_wait = must_wait
         self._one_at_a_time = anyio.Lock()
+        self._is_pass_waiting = False
         self._metrics: dict[Path, tuple[tuple[int, ...], float | None]] = {}
         self._trash: dict[Path, int] = {}
         self._good: set[int] = set()
@@ -292,9 +293,14 @@ class Retention:
         """
         self._good.add(good)
         self._last = good
-        if self._one_at_a_time.statistics().tasks_waiting:
-            return []  # the pass that waits will see this commit, too
-        async with self._one_at_a_time:
+        if self._is_pass_waiting:
+            return []  # that pass will see this commit, too
+        self._is_pass_waiting = True
+        try:
+            await self._one_at_a_time.acquire()
+        finally:
+            self._is_pass_waiting = False
+        try:
             undeleted: dict[int, str] = {}
             removed: list[int] = []
             try:
@@ -310,15 +316,28 @@ class Retention:
             if deleted := [step for step in removed if step not in undeleted]:
                 _log.info("deleted %s (keep_last=%s)", _text_of(deleted), self._policy.keep_last)
             return removed
+        finally:
+            self._one_at_a_time.release()
 
     async def delete(self, step: int, *, allow_newest: bool) -> list[int]:
-        """Delete one committed step, durably; return those that are left, ascending. No pass may run meanwhile.
+        """Delete one committed step, durably; return those that are left, ascending.
 
         If this fails midway, the step is whole, or it is trash that a later pass or the next writer deletes.
 
         Raises:
+            CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :meth:`discard`.
+            WriteError: an fsync or a removal failed.
+        """
+        left = await self.discard(step, allow_newest=allow_newest)
+        await self.delete_discarded(step)
+        return left
+
+    async def discard(self, step: int, *, allow_newest: bool) -> list[int]:
+        """Rename one committed step to trash; return those that are left, ascending. A power loss may bring it back.
+
+        Raises:
             CheckpointNotFoundError, ProtectedStepError, StepOrderError: see :func:`check_deletion`.
-            WriteError: a rename, an fsync or a removal failed.
+            WriteError: a rename failed.
         """
         storage, root, mark = self._storage, self._root, self._root / protected_name(step)
         async with self._renames:
@@ -326,12 +345,19 @@ class Retention:
             is_protected = await storage.exists(mark)
             check_deletion(step, committed, is_protected=is_protected, allow_newest=allow_newest, root=root)
             moved = [await self._move_to_trash(each) for each in await directories_of(storage, root, self._names, step)]
-        for trash in moved:
-            if trash is not None:
-                await self._remove(trash)
         if None in moved:  # protected since the check
             check_deletion(step, committed, is_protected=True, allow_newest=allow_newest, root=root)
         return [each for each in committed if each != step]
+
+    async def delete_discarded(self, step: int) -> None:
+        """Delete the trash of ``step``, durably, once no pass runs any more.
+
+        Raises:
+            WriteError: an fsync or a removal failed. A later pass or the next writer goes on.
+        """
+        async with self._one_at_a_time:
+            for trash in [trash for trash, trashed in self._trash.items() if trashed == step]:
+                await self._remove(trash)
 
     async def _delete_expired(self, removed: list[int], undeleted: dict[int, str]) -> None:
         """Delete expired steps, one after the other. Each is judged anew, because a newer step may vanish meanwhile."""

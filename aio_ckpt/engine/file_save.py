@@ -19,7 +19,7 @@ from aio_ckpt.commit.by_path import file_refusal
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import TEMPORARY, CapturedPart, FilePipeline, PendingFile, what_is_there
 from aio_ckpt.engine.in_flight import InFlight, note_failure, raise_failure
-from aio_ckpt.engine.outcomes import duration, named
+from aio_ckpt.engine.outcomes import duration, logged_errors, named
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.stages import SaveTimer
 from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError, WriteError
@@ -304,10 +304,11 @@ class FileSaves:
             return
         error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
         try:
-            if error is None:
-                _tell_commit(done.result())
-            else:
-                self._tell_failure(save, error)
+            with logged_errors(f"the outcome of the save of {save.path} was not recorded"):
+                if error is None:
+                    _tell_commit(done.result())
+                else:
+                    self._tell_failure(save, error)
         finally:  # a ticket that is never done would block every later call
             with self._lock:
                 self._pending = [other for other in self._pending if other is not save]

@@ -136,10 +136,11 @@ class RootSession:
             StallError: the deadline of the save passed. The next save begins anew.
         """
         if self._lock is not None:
-            if self._call_lock(self._lock.renew, "looking at the lock", deadline):  # the root may be a new one
-                self._make_directories(deadline)
-            if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of this save
-                self._set_aside(deadline)
+            try:
+                self._renew(self._lock, deadline)
+            except BaseException as error:
+                note_stage(error, "open")
+                raise
             return
         self._check_open()
         ctx, lock = self._ctx, None
@@ -164,6 +165,12 @@ class RootSession:
             raise
         if cleared:
             _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
+
+    def _renew(self, lock: RootLock, deadline: Deadline) -> None:
+        if self._call_lock(lock.renew, "looking at the lock", deadline):  # the root may be a new one
+            self._make_directories(deadline)
+        if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of this save
+            self._set_aside(deadline)
 
     def _call_lock(self, call: Callable[[], T], what: str, deadline: Deadline) -> T:
         """Return ``call()``, a call of the lock, from a thread. One runs at a time, also if a wait for it was given up.
@@ -291,17 +298,25 @@ class RootSession:
 
     # -- retention ------------------------------------------------------------------------------------
 
-    def delete(self, step: int, *, allow_newest: bool) -> StepsChange:
-        """Delete one committed step, durably. Needs the lock.
+    def discard(self, step: int, *, allow_newest: bool) -> StepsChange:
+        """Rename one committed step to trash. Needs the lock.
 
         Raises:
-            CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :meth:`Retention.delete`.
-            StallError: expired steps are still being deleted, or the disk stalls.
+            CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :meth:`Retention.discard`.
+            StallError: the disk stalls.
         """
-        self._await_passes(f"delete({step})")
-        work = functools.partial(self._retention.delete, step, allow_newest=allow_newest)
+        work = functools.partial(self._retention.discard, step, allow_newest=allow_newest)
         left: list[int] = self._call(work, what="delete()")
         return max(left, default=None), [step]
+
+    def delete_discarded(self, step: int) -> None:
+        """Delete the files of a step that :meth:`discard` renamed, durably. Needs the lock.
+
+        Raises:
+            WriteError: see :meth:`Retention.delete_discarded`.
+            StallError: expired steps are still being deleted, or the disk stalls.
+        """
+        self._call(self._retention.delete_discarded, step, what="delete()")
 
     def check_place(self, path: Path, deadline: Deadline) -> None:
         """Raise ConfigError if no checkpoint can be saved or removed at ``path``; see :func:`by_path.check_place`."""

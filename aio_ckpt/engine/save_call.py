@@ -369,7 +369,8 @@ class SaveFrontend:
         self._portal.check_thread("rollback()")
         self._check_not_inside("rollback()")
         with self._lock:
-            gone = self._change_steps("rollback", step, self._root_session.rollback)
+            topic = f"rollback {self.in_flight.next_number('rollback')}"
+            gone = self._change_steps("rollback", topic, step, self._root_session.rollback)
             self.earlier_steps.go_on()
             self._rescue.give_up(f"rollback({step}) went back behind it", after=step)
             return gone
@@ -379,7 +380,9 @@ class SaveFrontend:
         self._portal.check_thread("delete()")
         self._check_not_inside("delete()")
         with self._lock:
-            self._change_steps("delete", step, self._root_session.delete, allow_newest=allow_newest)
+            topic = f"delete {self.in_flight.next_number('delete')}"
+            self._change_steps("delete", topic, step, self._root_session.discard, allow_newest=allow_newest)
+        self._delete_files(step, f"files of {topic}")
 
     def before_load(self, kind: str, step: object, path: object) -> Callable[[], Awaitable[None]]:
         """Return what a load or read awaits first: the pending calls that change what it finds. ``kind`` names it.
@@ -397,12 +400,15 @@ class SaveFrontend:
         self._portal.check_thread(what)
         self._check_not_inside(what)
 
-    def _change_steps(self, kind: str, step: int, change: Callable[..., StepsChange], **flags: bool) -> list[int]:
+    def _change_steps(
+        self, kind: str, topic: str, step: int, change: Callable[..., StepsChange], **flags: bool
+    ) -> list[int]:
         """Change the committed steps on all ranks: the leader does it if no rank has a pending save; the others wait.
 
-        ``kind`` names the call; ``change`` gets its step and ``flags``. Returns the steps that are gone.
+        ``kind`` names the call, and the ranks meet under ``topic``. ``change`` gets the step and ``flags``. Returns the
+        steps that are gone.
         """
-        members, topic = self._ctx.members, f"{kind} {self.in_flight.next_number(kind)}"
+        members = self._ctx.members
         coordinator, timeout_secs, what = members.coordinator, 2 * members.stall_secs, f"{kind}()"
         try:
             await_met(members, NO_DEADLINE)
@@ -432,6 +438,20 @@ class SaveFrontend:
         self.in_flight.steps.change(newest)
         members.newest = newest
         return gone
+
+    def _delete_files(self, step: int, topic: str) -> None:
+        """Delete the files of a step that was renamed: the leader does it, and the others wait. Saves go on."""
+        members = self._ctx.members
+        try:
+            if members.is_leader:
+                self._root_session.delete_discarded(step)
+            timeout_secs = 2 * members.stall_secs
+            done = functools.partial(_DELETED.broadcast, members.coordinator, topic, None)
+            self._portal.call(done, timeout=timeout_secs, what="delete()")
+        except BaseException as error:
+            self._tell_refused(topic, error)
+            raise
+        members.coordinator.end_call(topic)
 
     def remove(self, path: object) -> Milestone[None]:
         """See ``CheckpointEngine.remove``."""
@@ -588,6 +608,8 @@ _CHANGE: Exchange[tuple[str, bool], tuple[str, StepsChange]] = Exchange(
     tuple[str, bool], tuple[str, StepsChange], stage="agree"
 )
 """A rank sends its call and whether it has pending saves; the leader replies with the busy ranks and the change."""
+_DELETED: Exchange[None, None] = Exchange(None, None, stage="agree")
+"""The leader tells that it has deleted the files of a step."""
 _LOCKING = frozenset(
     call.__code__
     for call in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -326,12 +326,32 @@ def test_a_deletion_waits_for_that_of_expired_steps(root: Path) -> None:
         engine.save(weights(3), 3).result(TIMEOUT)
         gate.wait_reached()
         deletion = pool.submit(delete, engine, 2)
-        wait([deletion], 0.3)
-        assert not deletion.done(), "it would clear the trash of the pass, too"
-        assert engine.steps().result() == [2, 3]
+        while engine.steps().result() != [3]:
+            assert not deletion.done(), "it would clear the trash of the pass, too"
         gate.open()
         deletion.result(TIMEOUT)
         assert (engine.steps().result(), engine.undeleted_steps) == ([3], {})
+
+
+def test_saves_commit_while_the_files_of_a_deleted_step_are_deleted_once(root: Path) -> None:
+    with ThreadPoolExecutor(1) as pool, gated_engine(root, keep_last=2) as (engine, storage):
+        for step in (1, 2):
+            engine.save(weights(step), step).result(TIMEOUT)
+        gate = storage.hold("remove_tree", TRASH)
+        deletion = pool.submit(delete, engine, 1)
+        gate.wait_reached()
+        for step in (3, 4):  # their passes wait for the deletion
+            engine.save(weights(step), step).result(TIMEOUT)
+        assert engine.steps().result() == [2, 3, 4]
+        assert not deletion.done()
+        storage.release(gate)
+        gate.open()
+        deletion.result(TIMEOUT)
+        storage.wait_for("remove_tree", "trash/*2*")
+        assert [call.path.name for call in storage.calls if call.name == "remove_tree"] == [
+            steps_dir(root, step).name for step in (1, 2)
+        ]
+        assert engine.steps().result() == [3, 4]
 
 
 def test_retention_goes_on_after_a_deletion(root: Path) -> None:

@@ -221,8 +221,8 @@ def test_a_deletion_whose_fsync_fails_is_completed_after_the_next_commit(root: P
             engine.save(weights(step), step=step).result(TIMEOUT)
         storage.fail("sync_dir", "*", WriteError(errno.EIO, "no fsync", str(root)))
         with pytest.raises(WriteError, match="no fsync"):
-            asyncio.run(engine.delete(1))
+            engine.delete(1).result(TIMEOUT)
         assert listing(root / TRASH_DIR) == ["step_000000001"]
         engine.save(weights(3), step=3).result(TIMEOUT)
     assert not listing(root / TRASH_DIR)
-    assert CheckpointEngine(root).steps() == [2, 3]
+    assert CheckpointEngine(root).steps().result(TIMEOUT) == [2, 3]

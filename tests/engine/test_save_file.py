@@ -393,7 +393,6 @@ def test_a_disk_that_stands_still_ends_the_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
-@pytest.mark.usefixtures("quiet")
 def test_an_error_while_a_file_is_settled_loses_no_ticket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, succeeds: bool
 ) -> None:

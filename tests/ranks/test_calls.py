@@ -621,6 +621,26 @@ def test_after_the_deletion_of_the_only_step_all_ranks_begin_anew(two: Ranks, tm
     assert two.run(delete_the_last, tmp_path) == [[1, 2]] * 2
 
 
+def delete_on_a_broken_disk(rank: int, count: int, root: Path) -> tuple[str, list[int], int]:
+    with acting_engine(root, SHORT_SECS) as (engine, storage):
+        for step in (1, 2):
+            engine.save(state_at(step), step=step).result(SECS)
+        dist.barrier()
+        storage.fail("remove_tree", "trash/*", WriteError(errno.EIO, "broken", "trash"))
+        with pytest.raises(AioCkptError) as raised:
+            engine.delete(1).result(SECS)
+        dist.barrier()
+        step = engine.save(state_at(3)).result(SECS).step
+        return kind_of(raised.value), engine.steps().result(), step
+
+
+def test_files_that_cannot_be_deleted_are_told_to_all_ranks_and_the_next_save_commits(
+    two: Ranks, tmp_path: Path
+) -> None:
+    found = two.run(delete_on_a_broken_disk, tmp_path)
+    assert found == [("WriteError", [2, 3], 3), ("PeerFailedError", [2, 3], 3)]
+
+
 def delete_apart(rank: int, count: int, root: Path, calls: tuple[Any, Any]) -> list[str]:
     found = []
     with acting_engine(root, SHORT_SECS) as (engine, _):

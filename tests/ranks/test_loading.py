@@ -1013,7 +1013,7 @@ def load_beside_saves(rank: int, count: int, root: Path) -> tuple[list[int | Non
         assert not newest.done()
         dist.barrier()
         gate.open()
-        return [newest.result(SECS).step, engine.latest_step()], float(template["w"][0])
+        return [newest.result(SECS).step, engine.latest_step().result(SECS)], float(template["w"][0])
 
 
 def test_ranks_that_load_beside_a_pending_save_load_it_all(two: Ranks, tmp_path: Path) -> None:
