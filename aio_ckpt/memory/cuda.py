@@ -278,11 +278,12 @@ def _cuda_get_last_error() -> Callable[[], int]:
 
     It clears the last error, which torch would otherwise report for its next kernel.
     """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if Path(path).name.startswith("libcudart."):
-            return cast("Callable[[], int]", ctypes.CDLL(path).cudaGetLastError)
-    return lambda: 0
+    library = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
+    # The symbol is looked up in the library and what it is linked with: a process may hold several CUDA runtimes.
+    try:
+        return cast("Callable[[], int]", ctypes.CDLL(str(library)).cudaGetLastError)
+    except (OSError, AttributeError):  # a build of torch of another kind
+        return lambda: 0
 
 
 def register_host_memory(address: int, nbytes: int) -> None:

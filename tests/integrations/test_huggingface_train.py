@@ -124,7 +124,7 @@ def assert_a_killed_run_resumes(root: Path, name: str, device: str) -> None:
     names = files(by_stock)
     assert files(killed) == files(undisturbed) == {*names, "checksums.sfv"}
     sums = (killed / f"checkpoint-{STEPS}" / "checksums.sfv").read_text()
-    assert {line.rpartition(" ")[0] for line in sums.splitlines()} == names
+    assert {line.rpartition(" ")[0] for line in sums.splitlines() if not line.startswith(";")} == names
 
 
 @pytest.mark.parametrize(
