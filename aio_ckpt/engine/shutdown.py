@@ -16,6 +16,7 @@ from aio_ckpt.engine.file_save import FileSaves
 from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight, raise_failure
 from aio_ckpt.errors import StallError
 from aio_ckpt.reports import title
+from aio_ckpt.runtime.exit_status import fail_at_exit
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import start_beside_or_here
 from aio_ckpt.runtime.waiting import WaitLines
@@ -118,7 +119,10 @@ class Shutdown:
         self._release_here()
 
     def drain(self, timeout_secs: float) -> None:
-        """Wait at most ``timeout_secs``, log the steps that are lost, and release. Called at interpreter exit."""
+        """Wait at most ``timeout_secs``, log the steps that are lost, and release. Called at interpreter exit.
+
+        If a step is lost, or a save failed that nobody heard of, the process ends with status 1.
+        """
         deadline, lines = time.monotonic() + timeout_secs, self._lines("sys.exit")
         pending, files = self._in_flight.pending, self._files.pending
         try:
@@ -135,6 +139,8 @@ class Shutdown:
                 _log.error("interpreter exit: %s were not committed in drain_timeout_secs", ", ".join(late_files))
             for name in self._agreements():
                 _log.error("interpreter exit: other ranks did not end in drain_timeout_secs: %s", name)
+            if late or late_files or self._in_flight.take_unreported(MAX_CALLS) is not None:
+                fail_at_exit()
             self._release_here()
 
     def _lines(self, call: str) -> WaitLines:

@@ -432,9 +432,38 @@ STUCK_EXIT = """
 
 def test_an_interpreter_that_exits_on_a_stuck_disk_says_which_steps_are_lost_and_ends(root: Path) -> None:
     ended = run_python(STUCK_EXIT, root)
-    assert ended.returncode == 0
+    assert ended.returncode == 1
     assert "steps [2] were not committed" in ended.stderr
     assert [name for name in listing(root) if name.startswith("step")] == ["step_000000001"]
+
+
+FAILED_LAST_SAVE = """
+    import atexit, os, sys, torch
+    atexit.register(print, "what Python does at exit is done")
+    from aio_ckpt import SyncCheckpointEngine
+    engine = SyncCheckpointEngine(sys.argv[1])
+    os.makedirs(f"{sys.argv[1]}/step_000000001/in_the_way")
+    ticket = engine.save({"w": torch.ones(10)}, step=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "status"),
+    [
+        ("", 1),
+        ("ticket.exception()", 0),
+        ("ticket.result()", 1),
+        ("engine.close()", 1),
+        ("sys.exit(3)", 1),
+    ],
+)
+def test_a_script_whose_last_save_fails_ends_with_1_unless_it_heard_of_the_failure(
+    root: Path, then: str, status: int
+) -> None:
+    ended = run_python(f"{FAILED_LAST_SAVE}    {then}\n", root)
+    assert ended.returncode == status
+    assert ended.stdout == "what Python does at exit is done\n"
+    assert "the save of step 1 failed" in ended.stderr
 
 
 FORK = """
