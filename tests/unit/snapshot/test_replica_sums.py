@@ -8,12 +8,24 @@ import numpy as np
 import pytest
 import torch
 
+from aio_ckpt.snapshot import replica_sums
 from aio_ckpt.snapshot.replica_sums import content_sums
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64,
     torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8, torch.uint16, torch.bool,
 ]  # fmt: skip
+
+
+@pytest.fixture(params=["CPU", "another device"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test runs with the checksum of the CPU, and with the sum that other devices compute, here on the CPU."""
+    if request.param != "CPU":
+
+        def summed(tensor: torch.Tensor) -> int:
+            return int(replica_sums._sum_of(tensor, replica_sums._weights(tensor.device)))
+
+        monkeypatch.setattr(replica_sums, "_crc_of", summed)
 
 
 def sums(*tensors: torch.Tensor) -> list[int]:
@@ -43,6 +55,42 @@ def test_an_order_is_seen() -> None:
     one = torch.randperm(100_000, generator=torch.Generator().manual_seed(1))
     two = torch.randperm(100_000, generator=torch.Generator().manual_seed(2))
     assert len(set(sums(one, two, one.sort().values))) == 3
+
+
+def one_hot(count: int, places: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    made = torch.zeros(count, dtype=dtype)
+    made[places] = 1
+    return made
+
+
+MOVED: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "experts": ((experts := torch.randn(2, 128, 128)), experts.flip(0)),
+    "rows": ((rows := torch.randn(64, 8192)), rows.flip(0)),
+    "rolled": (torch.arange(100_000), torch.arange(100_000).roll(4096)),
+    "identity": (torch.eye(1024), torch.eye(1024).roll(3, 0)),
+    "two rows of a one-hot matrix": (one_hot(8 * 8192, [0, 8197]), one_hot(8 * 8192, [5, 8192])),
+    "two values, one up and one down": (one_hot(100, [0, 6]), one_hot(100, [2, 4])),
+    **{
+        f"one value by {places}": (one_hot(1 << 18, [0]), one_hot(1 << 18, [places]))
+        for places in (1, 2, 512, 4096, 8192)
+    },
+    "a mask": (one_hot(1 << 18, [7], torch.bool), one_hot(1 << 18, [7 + 1024], torch.bool)),
+}
+
+
+@pytest.mark.parametrize(("tensor", "moved"), MOVED.values(), ids=MOVED)
+def test_values_that_stand_in_another_place_are_seen(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    assert len(set(sums(tensor, moved))) == 2
+
+
+@pytest.mark.parametrize("shape", [(3, 1 << 10, 7), (1, 50, 300), (2000, 5)])
+def test_equal_values_have_equal_sums_whatever_their_strides(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    small_pieces(monkeypatch)
+    tensor = torch.randn(shape)
+    others = [tensor.transpose(0, dim).contiguous().transpose(0, dim) for dim in range(tensor.ndim)]
+    assert len(set(sums(tensor, *others))) == 1
 
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
