@@ -504,14 +504,16 @@ class SaveFrontend:
     def _content(self, planned: PlannedSave, objects: ObjectBytes) -> ContentSums:
         """Return the checksums of all that this rank holds, by which the leader compares replicas.
 
-        Tensors are summed if this rank plans anew, and in saves 1, 2, 4, 8, ... of the engine: contents that are equal
-        at first (moments of zero, layers of one seed) differ soon after. The number of saves is equal on all ranks.
+        Tensors are summed if this rank plans anew or another rank has, and in saves 1, 2, 4, 8, ... of the engine:
+        contents that are equal at first (moments of zero, layers of one seed) differ soon after. The number of saves is
+        equal on all ranks.
         """
         plan = planned.plan
         if plan.local is None:  # there is one rank
             return ContentSums(b"")
         crc32s = [isal_zlib.crc32(objects.region[start : start + nbytes]) for start, nbytes in objects.spans]
-        is_compared = not plan.share_id or self._saves & (self._saves - 1) == 0
+        is_due = self._ctx.members.is_comparison_due
+        is_compared = is_due or not plan.share_id or self._saves & (self._saves - 1) == 0
         tensors = content_sums([planned.tensors[leaf] for leaf in plan.held]) if is_compared else b""
         return ContentSums(struct.pack(f"<{len(crc32s)}I", *crc32s), tensors)
 

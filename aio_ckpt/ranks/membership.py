@@ -82,6 +82,8 @@ class Membership:
         """Newest committed step when all ranks had met, for the ranks that do not lead; None if there was none."""
         self.ledger = Ledger(coordinator.world_size, differing=differing)
         """The leader's ledger; unused on other ranks."""
+        self.is_comparison_due = False
+        """Whether this rank sends checksums of tensors in its next save, as the leader said."""
         self.sent = SentExtents()
         """Places of objects that this rank has told the leader."""
         self._loads = 0

@@ -144,6 +144,8 @@ class CommitReply(msgspec.Struct, frozen=True, array_like=True, tag="C"):
     """Per stage, the rank that took longest."""
     extra: dict[str, Any]
     """JSON values of the leader's ``save(extra=)``, which are stored with the step."""
+    is_comparison_due: bool = False
+    """Whether every rank is to send checksums of tensors in its next save: a rank planned anew alone."""
 
 
 # -- what the leader knows --------------------------------------------------------------------------
@@ -179,6 +181,10 @@ class Ledger:
         self._rendered: tuple[tuple[bytes, ...], MetadataTemplate] | None = None
         self._objects: tuple[tuple[bytes, ...], ObjectColumns] | None = None
         self._warned: set[str] = set()
+        self._equal_in: int | str | None = None
+        """Step or path of the newest save in which the tensors of all ranks were compared and were equal."""
+        self.is_comparison_due = False
+        """Whether a rank has planned anew since, without sums of the other ranks."""
 
     def check(self, reports: Sequence[PlanMsg | Vote]) -> None:
         """Raise PeerFailedError unless all ranks save one step or path, PlanChangedError if a share is unknown."""
@@ -266,7 +272,10 @@ class Ledger:
         sums = {rank: report.content.tensors for rank, report in enumerate(reports) if report.content.tensors}
         unequal = unequal_replicas(held, boxes, sums)
         if self._differing == "refuse" and (refused := unequal & have_to_be_equal(held, boxes)).any():
-            raise _differ(_names_of(held, boxes, refused))
+            raise _differ(_names_of(held, boxes, refused), self._equal_in)
+        self.is_comparison_due = not all(rank in sums for rank in np.flatnonzero(np.diff(held.starts)).tolist())
+        if not self.is_comparison_due:
+            self._equal_in = reports[0].target
         self._warn(
             set(_names_of(held, boxes, unequal))
             | objects.unequal({rank: report.content.objects for rank, report in enumerate(reports)})
@@ -279,8 +288,8 @@ class Ledger:
         self._warned.update(new)
         if new:
             _log.warning(
-                "%d values differ between ranks that hold the same part of them, %s for example: the value of one rank "
-                "is saved; PerRank(value) saves one for each rank. Told once for each name",
+                "%d values differ between ranks that hold the same part of them, %s for example: each part is saved "
+                "as one rank has it; PerRank(value) saves one for each rank. Told once for each name",
                 len(new),
                 new[:_SHOWN],
             )
@@ -336,13 +345,20 @@ def _names_of(held: ShardTable, boxes: Boxes, chosen: Flags) -> list[str]:
     return sorted({held.names[name] for name in held.name[chosen[boxes.of]].tolist()})
 
 
-def _differ(names: Sequence[str]) -> DuplicateNameError:
+def _differ(names: Sequence[str], equal_in: int | str | None) -> DuplicateNameError:
+    """``equal_in``: the save in which the ranks were compared last; None if they never were."""
+    doubt = ""
+    if equal_in is not None:
+        doubt = (
+            f" They were equal in the save of {_title(equal_in)}. The saves since then were not compared, and may hold "
+            "parts of several ranks: do not resume from those."
+        )
     return DuplicateNameError(
         f"{len(names)} tensors differ between ranks that give them one name, {list(names[:_SHOWN])} for example: a "
         "load would give the values of one rank to all. Wrap what is of each rank's own in PerRank, as "
         "PerRank(optimizer); give parts of one tensor as DTensor or Shard; or give names that differ, as torch's "
         "get_optimizer_state_dict() does. Buffers may differ if the state holds the module itself. If rank 0's values "
-        'are meant for all ranks, set EngineConfig(differing_replicas="rank0")'
+        'are meant for all ranks, set EngineConfig(differing_replicas="rank0").' + doubt
     )
 
 

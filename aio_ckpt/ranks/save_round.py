@@ -184,7 +184,8 @@ class SaveRound:
         ``extra`` is stored with the step if this rank leads; the reply holds the leader's.
         """
         coordinator = self._members.coordinator
-        committed = CommitReply(dict(slowest_ranks(votes)), dict(extra))
+        due = self._members.ledger.is_comparison_due
+        committed = CommitReply(dict(slowest_ranks(votes)), dict(extra), due)
         reply = await SAVE.broadcast(coordinator, self._topic, committed)
         if isinstance(reply, AssignReply) and not self._topic.endswith(_SECOND):
             self._topic = _second(self._topic)  # another rank planned anew; the vote of this rank still stands
@@ -192,6 +193,7 @@ class SaveRound:
             reply = await SAVE.broadcast(coordinator, self._topic, committed)
         if not isinstance(reply, CommitReply):
             raise PlanChangedError("the leader planned a save twice")
+        self._members.is_comparison_due = reply.is_comparison_due
         self.advance(SaveState.COMMITTED)
         coordinator.end_call(self._topic)
         return reply

@@ -128,6 +128,42 @@ def test_tensors_that_are_equal_at_first_and_differ_at_the_second_save_are_refus
     ]
 
 
+def differ_between_comparisons(rank: int, count: int, root: Path) -> list[str]:
+    found = []
+    with engine_on(root, SECS) as engine:
+        for step in range(11, 15):
+            apart = rank if step >= 13 else 0
+            error = error_of(lambda: engine.save({"w": torch.full((9,), float(apart))}, step=step), SECS)  # noqa: B023
+            found.append(str(error))
+            dist.barrier()
+    return found
+
+
+def test_the_error_names_the_save_since_which_nothing_was_compared(two: Ranks, tmp_path: Path) -> None:
+    for told in two.run(differ_between_comparisons, tmp_path):
+        assert told[:3] == ["None"] * 3
+        assert "They were equal in the save of step 12. The saves since then were not compared" in told[3]
+
+
+def one_plans_anew(rank: int, count: int, root: Path) -> list[str]:
+    """Rank 1 alone gets another tensor before save 5, and holds another one in other values since then."""
+    found = []
+    with engine_on(root, SECS) as engine:
+        for step in range(1, 8):
+            state = {"w": torch.zeros(9), "own": torch.full((9,), float(rank if step >= 5 else 0))}
+            if rank == 1 and step >= 5:
+                state["other"] = torch.ones(3)
+            found.append(type(error_of(lambda: engine.save(state, step=step), SECS)).__name__)  # noqa: B023
+            dist.barrier()
+    return found
+
+
+def test_after_one_rank_alone_planned_anew_the_next_save_compares_on_all_ranks(two: Ranks, tmp_path: Path) -> None:
+    of_leader, of_other = two.run(one_plans_anew, tmp_path)
+    assert of_leader[:5] == of_other[:5] == ["NoneType"] * 5
+    assert (of_leader[5], of_other[5]) == ("DuplicateNameError", "PeerFailedError")
+
+
 def hsdp(rank: int) -> tuple[dict[str, Any], str]:
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
