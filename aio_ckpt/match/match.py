@@ -487,7 +487,8 @@ def _match_stateful(
         return [], []
     missing: list[str] = []
     faults: list[str] = []
-    names = wanted_names(checkpoint, rank=rank, only=None)
+    in_catalog = checkpoint.catalog.names()  # it lacks the PerRank values of a rank that did not save
+    names = [name for name in wanted_names(checkpoint, rank=rank, only=None) if name in in_catalog]
     shards = checkpoint.catalog.shards
     there: dict[str, Target] = {}
     counts = Counter(prefix for prefix, _ in template.stateful)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.format.root_manifest import rank_manifest_name
-from aio_ckpt.state.names import branches_of, copy_names, find_named, is_below, is_selected, skeleton_names
+from aio_ckpt.state.names import below_each, branches_of, copy_names, find_named, is_below, is_selected, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton
 from aio_ckpt.state.union import united
 
@@ -78,10 +78,15 @@ def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | Non
 
 
 def empty_containers(checkpoint: Checkpoint, names: Set[str], rank: int) -> Set[str]:
-    """Return which of ``names``, at or below which no leaf lies, are containers that ``rank`` saved."""
+    """Return which of ``names``, at or below which no leaf is stored, are containers that ``rank`` saved as empty.
+
+    In a skeleton of another rank, ``PerRank`` values have leaves that ``rank`` did not save.
+    """
     if not names or not checkpoint.has_skeleton:
         return frozenset()
-    return find_named(skeleton_of(checkpoint, rank), names, rank=rank).keys()
+    skeleton = skeleton_of(checkpoint, rank)
+    found = find_named(skeleton, names, rank=rank).keys()
+    return found - below_each(found, skeleton_names(skeleton, rank=rank)).keys() if found else found
 
 
 def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:

@@ -248,7 +248,11 @@ def render_global(ranks: Sequence[Stored]) -> MetadataTemplate:
     table = _table(ranks)
     faults = cover_faults(table)
     if faults:
-        raise PlanChangedError(f"the ranks together do not hold whole tensors: {'; '.join(faults)}")
+        remedy = "give what several ranks share under one name on all of them, or PerRank(tensor.to_local())"
+        raise PlanChangedError(
+            f"the ranks together do not hold whole tensors: {'; '.join(faults)}; a sharded tensor in PerRank is a part "
+            f"only: {remedy}"
+        )
     return render_metadata(table, _paths(ranks))
 
 

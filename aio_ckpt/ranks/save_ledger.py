@@ -356,9 +356,9 @@ def _differ(names: Sequence[str], equal_in: int | str | None) -> DuplicateNameEr
     return DuplicateNameError(
         f"{len(names)} tensors differ between ranks that give them one name, {list(names[:_SHOWN])} for example: a "
         "load would give the values of one rank to all. Wrap what is of each rank's own in PerRank, as "
-        "PerRank(optimizer); give parts of one tensor as DTensor or Shard; or give names that differ, as torch's "
-        "get_optimizer_state_dict() does. Buffers may differ if the state holds the module itself. If rank 0's values "
-        'are meant for all ranks, set EngineConfig(differing_replicas="rank0").' + doubt
+        "PerRank(optimizer) if nothing in it is sharded; give parts of one tensor as DTensor or Shard; or give names "
+        "that differ, as torch's get_optimizer_state_dict() does. Buffers may differ if the state holds the module "
+        'itself. If rank 0\'s values are meant for all ranks, set EngineConfig(differing_replicas="rank0").' + doubt
     )
 
 

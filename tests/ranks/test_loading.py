@@ -1020,6 +1020,22 @@ def test_ranks_that_load_beside_a_pending_save_load_it_all(two: Ranks, tmp_path:
     assert two.run(load_beside_saves, tmp_path) == [([2, 2], 2.0)] * 2
 
 
+def load_what_rank_0_saved(rank: int, count: int, root: Path) -> tuple[tuple[str, ...], float]:
+    module = torch.nn.Linear(2, 2)
+    with engine_on(root, SECS) as engine, torch.no_grad():
+        module.weight.fill_(7.0)
+        report = engine.load({"m": PerRank(module)}, allow_missing=True)
+        return report.missing, float(module.weight[0, 0])
+
+
+def test_a_module_per_rank_keeps_its_values_on_a_rank_that_did_not_save(two: Ranks, tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    with SyncCheckpointEngine(tmp_path) as engine, torch.no_grad():
+        module.weight.fill_(1.0)
+        engine.save({"m": PerRank(module)}, step=1).result(SECS)
+    assert two.run(load_what_rank_0_saved, tmp_path) == [((), 1.0), (("m.rank1",), 7.0)]
+
+
 # -- names of their own -------------------------------------------------------------------------------
 
 
