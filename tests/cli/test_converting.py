@@ -383,6 +383,7 @@ CRAFTED = {
     "nul.safetensors.index.json": b'{"weight_map":{"a":"x\\u0000y.safetensors"}}',
     "surrogate.safetensors.index.json": b'{"weight_map":{"a":"\\ud800.safetensors"}}',
     "names.bin.index.json": b'{"weight_map":[["a", ["b"]]]}',
+    "none.safetensors.index.json": b'{"weight_map":{}}',
     "list.bin.index.json": b"[1]",
     "long.bin.index.json": b'{"weight_map":{"a":"' + b"x" * 300 + b'"}}',
     "shape.safetensors": {"a": {"dtype": "F32", "shape": [2**64, 0], "data_offsets": [0, 0]}},

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from aio_ckpt.checkpoint.open import open_checkpoint
@@ -308,13 +309,22 @@ def _mapped_shard(path: Path, *, trusted: bool) -> tuple[dict[str, torch.Tensor]
     return dict(state), {}
 
 
+class _Index(msgspec.Struct):
+    """Index of several files of one model. It may have more fields."""
+
+    weight_map: dict[str, str]
+    """File of each tensor, by name."""
+
+
 def _mapped_shards(index: Path, *, trusted: bool) -> dict[str, torch.Tensor]:
     try:
-        by_name = dict(json.loads(index.read_bytes())["weight_map"])
-        files = set(by_name.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        by_name = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{index}: no index of files: {error}") from error
-    if any(not isinstance(name, str) or os.path.basename(name) != name for name in files):
+    files = set(by_name.values())
+    if not files:
+        raise CorruptCheckpointError(f"{index}: no index of files: its weight_map names none")
+    if any(os.path.basename(name) != name for name in files):
         raise CorruptCheckpointError(f"{index}: names a file elsewhere")
     tensors: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
