@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, TypeVarTuple
+from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
 
@@ -28,7 +28,7 @@ from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
-from aio_ckpt.runtime.portal import STOP_SECS, Portal, run_blocking, start_beside_or_here
+from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start_beside_or_here
 from aio_ckpt.runtime.waiting import WaitLines, call_within, disk_lines
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import checked_path
@@ -181,18 +181,30 @@ class RootSession:
         limit_secs = deadline.left_secs(self._ctx.config.stall_timeout_secs)
         waits, lines = time.monotonic() + limit_secs, self._lines(what)
         if self._lock_call is not None and lines.wait_for([self._lock_call], limit_secs):
-            _release_result(self._lock_call)
             self._lock_call = None
         if self._lock_call is None:
-            work = self._ctx.executor.submit(call)
-            self._lock_call = work
-            if lines.wait_for([work], waits - time.monotonic()):
-                self._lock_call = None
-                if work.cancelled():  # the end of the engine dropped it before it began
-                    self._check_open()
-                return work.result()
+            watched = _LockCall(call)
+            try:
+                work: Future[T] = self._ctx.executor.submit(watched)
+                self._lock_call = work
+                if lines.wait_for([work], waits - time.monotonic()):
+                    self._lock_call = None
+                    if work.cancelled():  # the end of the engine dropped it before it began
+                        self._check_open()
+                    return work.result()
+            except BaseException:  # Ctrl-C, too, wherever it comes
+                self._give_up(watched)
+                if watched.has_begun:  # another engine may open the root next
+                    lines.wait_for([watched.ended], STOP_SECS)
+                raise
+            self._give_up(watched)
         deadline.check(None, what)
         raise StallError(f"{what} of {self._ctx.root} did not end within {limit_secs} s: the disk does not answer")
+
+    def _give_up(self, call: _LockCall[Any]) -> None:
+        result = call.give_up()
+        if isinstance(result, RootLock):
+            self._release(result)
 
     async def _make_root(self) -> None:
         storage, root = self._ctx.storage, self._ctx.root
@@ -211,8 +223,6 @@ class RootSession:
         """Release the lock. Idempotent. If the disk does not answer within ``STOP_SECS``, log so and go on."""
         lock, self._lock = self._lock, None
         self._quarantine.is_writer = False
-        if self._lock_call is not None:
-            self._lock_call.add_done_callback(_release_result)
         if lock is not None:
             self._release(lock, self._rescue.forget)
 
@@ -406,7 +416,34 @@ class RootSession:
             raise
 
 
-def _release_result(work: Future[Any]) -> None:
-    """Release the lock that ``work`` took and that nobody waits for any more."""
-    if not work.cancelled() and work.exception() is None and isinstance(work.result(), RootLock):
-        work.result().release()
+class _LockCall(Generic[T]):
+    """Call of the lock, made in a thread. After :meth:`give_up`, the thread releases the lock that it gets."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._mutex = Lock()
+        self.has_begun = self._is_given_up = False
+        self._result: T | None = None
+        self.ended: Future[None] = Future()
+        """Done once the thread has ended the call."""
+
+    def __call__(self) -> T:
+        try:
+            with self._mutex:
+                if self._is_given_up:
+                    raise EngineClosedError("nobody waits for this call of the lock any more")
+                self.has_begun = True
+            result = self._call()
+            with self._mutex:
+                self._result, is_late = result, self._is_given_up
+            if is_late and isinstance(result, RootLock):
+                result.release()
+            return result
+        finally:
+            self.ended.set_result(None)
+
+    def give_up(self) -> T | None:
+        """Return the result if it is there: the caller releases it. If it comes later, the thread does."""
+        with self._mutex:
+            self._is_given_up = True
+            return self._result

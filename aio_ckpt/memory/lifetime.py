@@ -333,11 +333,11 @@ class LifetimeManager:
         chosen = min(fitting, key=lambda arena: arena.capacity, default=None)
         if chosen is None:
             return None
-        self._arenas[chosen] = lease = Lease(chosen, self._give_back, waited_secs=time.monotonic() - began)
         self._recent.append(chosen)
         for arena in self._idle:
             if arena not in self._recent and not spec.is_met_by(arena.kind, arena.capacity):
                 self._release_idle(arena)
+        self._arenas[chosen] = lease = Lease(chosen, self._give_back, waited_secs=time.monotonic() - began)
         return lease
 
     def _may_map(self, spec: ArenaSpec) -> bool:

@@ -223,6 +223,7 @@ class Ledger:
         if not held.names and not any(held.objects):
             raise EmptyStateError("the states of all ranks hold no leaf: give at least one tensor or object")
         boxes = Boxes.of_rows(held)
+        self.is_comparison_due = True  # unless all ranks have sent sums
         unequal = self._compare(held, boxes, ObjectColumns.of(held.objects), reports)
         of_lowest = unequal | may_differ(held, boxes)
         if self._differing == "rank0":  # they may differ later, and the values of one rank belong together
@@ -273,9 +274,8 @@ class Ledger:
         unequal = unequal_replicas(held, boxes, sums)
         if self._differing == "refuse" and (refused := unequal & have_to_be_equal(held, boxes)).any():
             raise _differ(_names_of(held, boxes, refused), self._equal_in)
-        self.is_comparison_due = not all(rank in sums for rank in np.flatnonzero(np.diff(held.starts)).tolist())
-        if not self.is_comparison_due:
-            self._equal_in = reports[0].target
+        if all(rank in sums for rank in np.flatnonzero(np.diff(held.starts)).tolist()):
+            self._equal_in, self.is_comparison_due = reports[0].target, False
         self._warn(
             set(_names_of(held, boxes, unequal))
             | objects.unequal({rank: report.content.objects for rank, report in enumerate(reports)})

@@ -96,7 +96,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.is_contiguous() and not is_lazy:
         flat, is_aligned = tensor.reshape(-1), tensor.storage_offset() * tensor.element_size() % 8 == 0
         count = _PIECE_BYTES // tensor.element_size()
-        for part in flat.split(count) if flat.numel() else ():
+        for start in range(0, flat.numel(), count):
+            part = flat[start : start + count]
             yield (part if is_aligned else part.clone()).view(torch.uint8)
     elif tensor.nbytes <= _PIECE_BYTES:
         piece = tensor.resolve_conj().resolve_neg()

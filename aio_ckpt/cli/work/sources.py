@@ -316,9 +316,12 @@ class _Index(msgspec.Struct):
     """File of each tensor, by name."""
 
 
+_INDEX = msgspec.json.Decoder(_Index)
+
+
 def _mapped_shards(index: Path, *, trusted: bool) -> dict[str, torch.Tensor]:
     try:
-        by_name = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        by_name = _INDEX.decode(index.read_bytes()).weight_map
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{index}: no index of files: {error}") from error
     files = set(by_name.values())
@@ -331,9 +334,11 @@ def _mapped_shards(index: Path, *, trusted: bool) -> dict[str, torch.Tensor]:
     for name in sorted(files):
         with _reading(index.parent / name):
             found, texts = _mapped_shard(index.parent / name, trusted=trusted)
-        tensors |= found
+        tensors |= {each: tensor for each, tensor in found.items() if by_name.get(each, name) == name}
         metadata |= texts
     tensors = _with_tied(tensors, metadata)
     if lost := sorted(by_name.keys() - tensors):
-        raise CorruptCheckpointError(f"{index}: {lost[0]!r} is in none of its files: they are of different saves")
+        raise CorruptCheckpointError(
+            f"{index}: {lost[0]!r} is not in {by_name[lost[0]]!r}: the files are of different saves"
+        )
     return tensors
