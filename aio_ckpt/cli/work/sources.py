@@ -316,12 +316,12 @@ class _Index(msgspec.Struct):
     """File of each tensor, by name."""
 
 
-_INDEX = msgspec.json.Decoder(_Index)
+_INDEX_DECODER = msgspec.json.Decoder(_Index)
 
 
 def _mapped_shards(index: Path, *, trusted: bool) -> dict[str, torch.Tensor]:
     try:
-        by_name = _INDEX.decode(index.read_bytes()).weight_map
+        by_name = _INDEX_DECODER.decode(index.read_bytes()).weight_map
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{index}: no index of files: {error}") from error
     files = set(by_name.values())
