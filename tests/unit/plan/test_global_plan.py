@@ -391,8 +391,16 @@ def test_a_shard_whose_end_exceeds_64_bits_is_out_of_bounds() -> None:
 @pytest.mark.parametrize(
     ("size", "boxes", "text"),
     [
-        ((6,), [((0,), (2,)), ((2,), (1,))], r"'w' has 6 elements, its shards of ranks 0, 1 have 3$"),
-        ((8,), [((at,), (1,)) for at in range(8) if at != 5], r"its shards of ranks 0, 1, 2, 3, 4 and 2 more have 7$"),
+        (
+            (6,),
+            [((0,), (2,)), ((2,), (1,))],
+            r"'w' has 6 elements, its shards of ranks 0, 1 have 3; a sharded tensor in PerRank",
+        ),
+        (
+            (8,),
+            [((at,), (1,)) for at in range(8) if at != 5],
+            r"its shards of ranks 0, 1, 2, 3, 4 and 2 more have 7; a sharded",
+        ),
         ((5,), [((0,), (4,)), ((3,), (2,))], r"shards \[4\] at \[0\] of rank 0 and \[2\] at \[3\] of rank 1"),
         ((6,), [((0,), (3,)), ((3,), (9,))], r"out of bounds shard \[9\] at \[3\] of rank 1"),
     ],
