@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.leaves.values import UntrustedObject
+from aio_ckpt.match.match import listed
 from aio_ckpt.match.open_places import dcp_paths_of
-from aio_ckpt.match.rank_names import skeleton_of, wanted_names
+from aio_ckpt.match.rank_names import dropped_names, skeleton_of, wanted_names
 from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
 from aio_ckpt.restore.load_plan import HostMemory, LoadPlan, locate
 from aio_ckpt.restore.options import ReadContext
@@ -21,6 +23,8 @@ from aio_ckpt.state.build import build
 from aio_ckpt.state.dcp_paths import unflatten_dcp
 
 __all__ = ["ReadOutcome", "assemble", "read_leaves", "read_state", "stored_names"]
+
+_log = logging.getLogger("aio_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,8 @@ async def read_state(
 def stored_names(ctx: ReadContext, checkpoint: Checkpoint, only: Collection[str] | None) -> list[str]:
     """Return the names of the leaves of a rank's state, or of the part of it that ``only`` names.
 
+    Rank 0 warns of ``PerRank`` values of ranks that do not read.
+
     Raises:
         MissingNameError: see :func:`read_state`.
     """
@@ -83,6 +89,14 @@ def stored_names(ctx: ReadContext, checkpoint: Checkpoint, only: Collection[str]
         raise MissingNameError(
             f"{checkpoint.path}: rank {ctx.rank} of {ctx.world_size} has no {absent[:5]} among the "
             f"{len(checkpoint.ranks)} ranks that saved; leave it out with only=[...]"
+        )
+    if ctx.rank == 0 and only is None and (dropped := dropped_names(checkpoint, set(names), ctx.world_size)):
+        _log.warning(
+            "%s: %d ranks saved, and %d read: the PerRank values of the others are left out: %s",
+            checkpoint.path,
+            len(checkpoint.ranks),
+            ctx.world_size,
+            listed(dropped),
         )
     return names
 

@@ -20,7 +20,7 @@ import rank_states
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from builders import weights
+from builders import steps_dir, weights
 from gated_storage import TIMEOUT, Call, Gate, GatedStorage
 from rank_engines import ActingStorage, engine_over
 from rank_processes import Ranks, engine_on
@@ -1045,6 +1045,15 @@ def read_stages(rank: int, count: int, root: Path) -> tuple[list[str], list[str]
         own = engine.read(1)
     dist.barrier()
     return sorted(own["model"]), sorted(aio_ckpt.read(path)["model"])
+
+
+def test_a_read_of_one_process_tells_of_the_per_rank_values_that_it_leaves_out(
+    two: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    two.run(save_per_rank, tmp_path)
+    state: Any = aio_ckpt.read(steps_dir(tmp_path, 1))
+    assert state["rng"].tolist() == [0.0] * 4
+    assert "2 ranks saved, and 1 read: the PerRank values of the others are left out: 1 name: 'rng.rank1'" in caplog.text
 
 
 def test_the_engine_reads_the_stage_of_its_rank_and_a_read_of_a_directory_all_stages(
