@@ -394,7 +394,7 @@ def test_one_path_saved_removed_and_saved_again_ends_as_the_last_call_says(root:
         gate.wait_reached()
         gate.open()
         last.result(TIMEOUT)
-        assert first.done()
+        first.result(TIMEOUT)
         moves = [call.name for call in storage.calls if path in (call.path, call.other) and "name" in call.name]
         assert moves == ["rename", "rename", "rename"], "saved, removed, saved: nothing was replaced"
         assert number_at(path) == 2
