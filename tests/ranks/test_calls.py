@@ -511,21 +511,23 @@ def roll_back_while_one_is_busy(rank: int, count: int, root: Path) -> list[str]:
         for step in (1, 2):
             engine.save(state_at(step), step=step).result(SECS)
         dist.barrier()
-        gate = storage.hold("sync", "*") if rank == 1 else None
+        gate = storage.hold("write" if rank == 0 else "sync", "*")
         if rank == 0:
-            storage.at, storage.act = ("write", "*"), no_space
+            storage.fail("write", "*", WriteError(errno.EIO, "broken", "x"))
         ticket = engine.save(state_at(3), step=3)
-        if gate is None:
+        gate.wait_reached()
+        dist.barrier()  # before rank 0 fails, which rank 1 is told
+        if rank == 0:
+            storage.release(gate)
+            gate.open()
             assert ticket.exception(SECS) is not None  # settled here, pending there
-        else:
-            gate.wait_reached()
         dist.barrier()
         try:
             engine.rollback(1).result()
         except BusyError as error:
             found.append(str(error))
         dist.barrier()
-        if gate is not None:
+        if rank == 1:
             storage.release(gate)
             gate.open()
             assert ticket.exception(SECS) is not None
