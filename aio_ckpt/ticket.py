@@ -22,7 +22,7 @@ from aio_ckpt.checks import MAX_SECS, check_wait, shown
 from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError
 from aio_ckpt.reports import Progress, SaveReport, title
 
-__all__ = ["Milestone", "PendingCall", "SaveTicket"]
+__all__ = ["Milestone", "PendingCall", "SaveTicket", "settle"]
 
 T = TypeVar("T")
 
@@ -346,3 +346,12 @@ class SaveTicket:
         if self.committed.done():
             return "committed" if self.committed.state == "reached" else self.committed.state
         return "staged" if self.staged.state == "reached" else "pending"
+
+
+def settle(ticket: SaveTicket, outcome: SaveReport | BaseException) -> None:
+    """Set the outcome of a save: both milestones fail with an error; a report reaches ``committed``."""
+    if isinstance(outcome, BaseException):
+        ticket.staged.fail(outcome)
+        ticket.committed.fail(outcome)
+    else:
+        ticket.committed.resolve(outcome)

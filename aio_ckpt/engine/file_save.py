@@ -38,7 +38,7 @@ from aio_ckpt.runtime.waiting import WaitLines, call_within
 from aio_ckpt.snapshot.capture import Capture, capture
 from aio_ckpt.snapshot.image import Image, lease_image
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
-from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.ticket import SaveTicket, settle
 from aio_ckpt.write.trace_file import NO_TRACE
 
 __all__ = ["FileSaves", "file_target"]
@@ -313,11 +313,7 @@ class FileSaves:
             with self._lock:
                 self._pending = [other for other in self._pending if other is not save]
             save.settled.set_result(None)
-            if error is None:
-                save.ticket.committed.resolve(done.result())
-            else:
-                save.ticket.staged.fail(error)
-                save.ticket.committed.fail(error)
+            settle(save.ticket, done.result() if error is None else error)
 
     def _tell_failure(self, save: PendingFile, error: BaseException) -> None:
         for image in save.images:

@@ -50,7 +50,7 @@ from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
-from aio_ckpt.ticket import Milestone, SaveTicket
+from aio_ckpt.ticket import Milestone, SaveTicket, settle
 
 __all__ = ["MAX_CALLS", "CallsByPath", "InFlight", "note_failure", "raise_failure"]
 
@@ -409,11 +409,7 @@ class InFlight:
         finally:  # in any case: close() and later saves wait for a save that stays in the table
             self._leave(save, error)
             save.settled.set_result(None)
-            if error is None:
-                save.ticket.committed.resolve(done.result())
-            else:
-                save.ticket.staged.fail(error)
-                save.ticket.committed.fail(error)
+            settle(save.ticket, done.result() if error is None else error)
         # Last: a slow callback then delays neither the waiters of this save nor a save() that waits for room.
         config = self._ctx.config
         if error is None:
