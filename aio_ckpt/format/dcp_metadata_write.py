@@ -153,10 +153,9 @@ def render_metadata(table: MetadataTable, paths: Mapping[str, tuple[str | int, .
     first_name = memo.reserve(len(table.names))
     first_object = memo.reserve(len(table.objects))
     described, placed = _tensors(table, stencils, files=files, names=first_name)
-    described += [
-        _key(name, first_object + number) + stencils.an_object for number, (name, _) in enumerate(table.objects)
-    ]
-    described = _ordered(described, [*table.names, *(name for name, _ in table.objects)], paths)
+    objects = [name for name, _ in table.objects]
+    described += [_key(name, number) + stencils.an_object for number, name in enumerate(objects, first_object)]
+    described = _ordered(described, [*table.names, *objects], paths)
     start = (*memo.head(table.files, files), opening, b"}", *_batched(described), before_paths, _plain(dict(paths)))
     rows = stencils.object_place.rows(
         {
@@ -451,9 +450,8 @@ def _key(name: str, index: int) -> bytes:
 
 def _ordered(entries: Sequence[bytes], names: Sequence[str], paths: Mapping[str, object]) -> list[bytes]:
     """Return the entries of ``names`` in the order of ``paths``, the order of the state."""
-    number_of = {name: number for number, name in enumerate(paths)}
-    numbers = [number_of.get(name, len(paths)) for name in names]
-    return [entries[at] for at in sorted(range(len(names)), key=numbers.__getitem__)]
+    entry_of = dict(zip(names, entries, strict=True))
+    return [entry_of.pop(name) for name in paths if name in entry_of] + list(entry_of.values())
 
 
 def _batched(entries: Sequence[bytes]) -> Iterator[bytes]:

@@ -30,6 +30,7 @@ _LOCAL_CRC, _CENTRAL_CRC = 14, 16
 """Offset of the CRC32 in a local header and in an entry of the directory, in bytes."""
 _CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
 _NUMBERS = {b"K": struct.Struct("<B"), b"M": struct.Struct("<H"), b"J": struct.Struct("<i"), b"G": struct.Struct(">d")}
+_CRC = struct.Struct("<I")
 _MAX_CACHED = 1024
 
 
@@ -38,11 +39,12 @@ class NotScalarError(Exception):
 
 
 class _Frame(NamedTuple):
-    """Bytes around a pickle of one length, with zeros for its CRC32."""
+    """Bytes around a pickle of one length and its CRC32."""
 
-    head: bytes
-    tail: bytes
-    crc_in_tail: int
+    before_crc: bytes
+    before_body: bytes
+    after_body: bytes
+    after_crc: bytes
 
 
 def render_scalar(value: object) -> bytes:
@@ -70,9 +72,9 @@ def read_scalar(data: bytes) -> object:
 
 
 def _filled(frame: _Frame, body: bytes) -> bytes:
-    crc = struct.pack("<I", zlib.crc32(body))
-    head, tail, at = frame
-    return b"".join((head[:_LOCAL_CRC], crc, head[_LOCAL_CRC + 4 :], body, tail[:at], crc, tail[at + 4 :]))
+    crc = _CRC.pack(zlib.crc32(body))
+    before_crc, before_body, after_body, after_crc = frame
+    return b"".join((before_crc, crc, before_body, body, after_body, crc, after_crc))
 
 
 def _frame_of(nbytes: int) -> _Frame:
@@ -84,8 +86,10 @@ def _frame_of(nbytes: int) -> _Frame:
         directory += zip_records.small_entry(name, body, len(archive))
         archive += zip_records.small_record(name, body)
     end = zip_records.end_of_zip(len(records), len(directory), len(archive), zip64=False)
-    after = archive[_BODY_OFFSET + nbytes :]
-    return _Frame(archive[:_BODY_OFFSET], after + directory + end, len(after) + _CENTRAL_CRC)
+    head, tail = archive[:_BODY_OFFSET], archive[_BODY_OFFSET + nbytes :]
+    at = len(tail) + _CENTRAL_CRC
+    tail += directory + end
+    return _Frame(head[:_LOCAL_CRC], head[_LOCAL_CRC + 4 :], tail[:at], tail[at + 4 :])
 
 
 _frame = lru_cache(maxsize=_MAX_CACHED)(_frame_of)

@@ -421,7 +421,7 @@ class ObjectEncoder:
 
     def __init__(self, *, trusted: bool) -> None:
         self._trusted = trusted
-        self._known: dict[tuple[object, ...], bytes] = {}
+        self._known: dict[tuple[object, ...] | bytes, bytes] = {}
         self._readable: set[str] = set()
         """Names of leaves of unknown types that can be read without trust."""
         self._warned: set[str] = set()
@@ -435,39 +435,33 @@ class ObjectEncoder:
         Raises:
             UnsafeObjectError, UnsupportedLeafError: a leaf cannot be stored.
         """
-        seen: dict[tuple[object, ...], bytes] = {}
-        parts: dict[bytes, int] = {}
+        span_of: dict[tuple[object, ...] | bytes, tuple[int, int]] = {}
+        parts: list[bytes] = []
         spans: list[tuple[int, int]] = []
         unsafe: dict[str, list[str]] = {}
         end = 0
         for name, value in leaves:
-            data = self._bytes(name, value, seen, unsafe)
-            start = parts.setdefault(data, end)
-            if start == end:
+            key: tuple[object, ...] | bytes
+            if is_immutable(value):
+                key, data = _identity(value), b""
+            else:
+                data, unknown = _encoded(name, value)
+                key = data
+                self._add_if_unsafe(name, data, unknown, unsafe)
+            span = span_of.get(key)
+            if span is None:
+                data = data or self._known.get(key) or encode_object(name, value)
+                span = span_of[key] = end, len(data)
+                parts.append(data)
                 end += len(data)
-            spans.append((start, len(data)))
-        self._known = seen
+            spans.append(span)
+        self._known = {key: data for key, data in zip(span_of, parts, strict=True) if type(key) is tuple}
         for name, data in noted:
             self._add_if_unsafe(name, data, [name], unsafe)
         if unsafe:
             self._warned.update(*unsafe.values())
             _warn([f"{name!r} (a {types[0]})" if types != [name] else repr(name) for name, types in unsafe.items()])
         return ObjectBytes(region=b"".join(parts), spans=tuple(spans))
-
-    def _bytes(
-        self, name: str, value: object, seen: dict[tuple[object, ...], bytes], unsafe: dict[str, list[str]]
-    ) -> bytes:
-        """Return the bytes of one leaf; those of an immutable value come from ``seen`` or the last save."""
-        if not is_immutable(value):
-            data, unknown = _encoded(name, value)
-            self._add_if_unsafe(name, data, unknown, unsafe)
-            return data
-        key = _identity(value)
-        known = seen.get(key)
-        if known is None:
-            known = self._known.get(key)
-            seen[key] = known = encode_object(name, value) if known is None else known
-        return known
 
     def _add_if_unsafe(self, name: str, data: bytes, unknown: list[str], unsafe: dict[str, list[str]]) -> None:
         """Add an object with values of ``unknown`` types to ``unsafe`` if a warning must say that it needs trust."""
@@ -503,10 +497,11 @@ _SHOWN = 5
 """Most leaves that a warning names."""
 
 
-def _identity(value: object) -> tuple[object, ...]:
+def _identity(value: Any) -> tuple[object, ...]:
     """Return a key that is equal for values of equal bytes only: 1 and True, 0.0 and -0.0 and unequal nans differ."""
-    if isinstance(value, float):
+    kind = type(value)
+    if kind is float:
         return (float, _DOUBLE.pack(value))
-    if isinstance(value, complex):
+    if kind is complex:
         return (complex, _DOUBLE.pack(value.real), _DOUBLE.pack(value.imag))
-    return (tuple, *map(_identity, value)) if isinstance(value, tuple) else (type(value), value)
+    return (tuple, *map(_identity, value)) if kind is tuple else (kind, value)

@@ -176,10 +176,11 @@ def _pairs(counts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
 
 
 def dcp_plan(flat: FlatState) -> SavePlan:
-    """Return the plan of DCP's planner for the state of one rank."""
+    """Return the plan of DCP's planner for the tensors of one rank. Every rank writes its own objects."""
     leaves = {
-        name: None if kind is LeafKind.OBJECT else as_tensor(value, kind).detach()
+        name: as_tensor(value, kind).detach()
         for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True)
+        if kind is not LeafKind.OBJECT
     }
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(leaves, is_coordinator=True)

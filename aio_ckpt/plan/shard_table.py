@@ -377,33 +377,32 @@ def _check_names(outlines: Sequence[_Outline], objects: Sequence[tuple[str, ...]
     kinds: dict[tuple[str, tuple[int, ...]], int] = {}
     kind_of_signature = [kinds.setdefault((signature.dtype, signature.size), len(kinds)) for signature in signatures]
     names = tuple(reader.names)
-    first: dict[str, tuple[int, int | None]] = {}
+    first: dict[str, tuple[int, int]] = {}
+    holders: dict[str, int] = {}
     seen: set[int] = set()
-    are_objects: set[str] = set()
-
-    def check(name: str, rank: int, signature: int | None) -> None:
-        other, known_as = first.setdefault(name, (rank, signature))
-        if _kind(known_as, kind_of_signature) != _kind(signature, kind_of_signature):
-            raise DuplicateNameError(
-                f"{name!r} is {_shown(known_as, signatures)} on rank {other} and {_shown(signature, signatures)} on "
-                f"rank {rank}: name them apart, or wrap values of each rank's own in PerRank"
-            )
-
     for rank, (outline, own) in enumerate(zip(outlines, objects, strict=True)):
         if id(outline) not in seen:
             for number, signature in zip(outline.name.tolist(), outline.signature.tolist(), strict=True):
-                check(names[number], rank, signature)
+                other, known_as = first.setdefault(names[number], (rank, signature))
+                if kind_of_signature[known_as] != kind_of_signature[signature]:
+                    shown = _shown(signatures[known_as]), _shown(signatures[signature])
+                    raise _clash(names[number], (other, shown[0]), (rank, shown[1]))
         if id(own) not in seen:
-            for name in [name for name in own if name not in are_objects]:
-                check(name, rank, None)
-                are_objects.add(name)
+            holders |= dict.fromkeys(own, rank)
         seen |= {id(outline), id(own)}
+    clashing = first.keys() & holders.keys()
+    if clashing:
+        name = min(clashing)
+        rank, signature = first[name]
+        raise _clash(name, (rank, _shown(signatures[signature])), (holders[name], "object"))
     return np.array([first[name][1] for name in names], np.int32)
 
 
-def _kind(signature: int | None, kind_of_signature: Sequence[int]) -> int | None:
-    return None if signature is None else kind_of_signature[signature]
+def _clash(name: str, *kinds: tuple[int, str]) -> DuplicateNameError:
+    """Return the error for a name that two ranks give to different kinds, each given as (rank, kind)."""
+    held = " and ".join(f"{kind} on rank {rank}" for rank, kind in sorted(kinds))
+    return DuplicateNameError(f"{name!r} is {held}: name them apart, or wrap values of each rank's own in PerRank")
 
 
-def _shown(signature: int | None, signatures: Sequence[TensorSignature]) -> str:
-    return "object" if signature is None else str((signatures[signature].dtype, signatures[signature].size))
+def _shown(signature: TensorSignature) -> str:
+    return str((signature.dtype, signature.size))

@@ -134,7 +134,10 @@ def leaf_paths(node: Skeleton, prefix: str, path: Path, ranks: tuple[int, ...]) 
         below = (rank,) if is_own else ranks
         for part, text, child in children_of(node, rank):
             step = part if node[0] in INDEXED else text
-            yield from leaf_paths(child, f"{prefix}{text}.", (*path, step), below)
+            if isinstance(child, int):
+                yield f"{prefix}{text}", (*path, step)
+            else:
+                yield from leaf_paths(child, f"{prefix}{text}.", (*path, step), below)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

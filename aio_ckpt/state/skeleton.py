@@ -144,8 +144,8 @@ def _checked(raw: Any, depth: int) -> Skeleton:
     if type(raw) is int and raw in _LEAF_CODES:
         return raw
     code, raw_keys, raw_children, *rest = raw
-    keys = tuple(map(_checked_key, raw_keys))
-    children = tuple(_checked(child, depth + 1) for child in raw_children)
+    keys = tuple([key if type(key) is str else _checked_key(key) for key in raw_keys])
+    children = tuple([_checked(child, depth + 1) for child in raw_children])
     wanted = len(children) if code in KEYED else 0
     is_known = code in KEYED or code in INDEXED or code in (Container.PER_RANK, Container.REFERENCE)
     if not is_known or len(keys) != wanted or len(set(keys)) != wanted or depth > MAX_DEPTH:
