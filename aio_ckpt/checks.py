@@ -11,20 +11,6 @@ from urllib.parse import unquote, urlsplit
 
 from aio_ckpt.errors import ConfigError
 
-__all__ = [
-    "MAX_SECS",
-    "check_callback",
-    "check_flag",
-    "check_kind",
-    "check_path",
-    "check_seconds",
-    "check_wait",
-    "is_among",
-    "is_path",
-    "local_name",
-    "shown",
-]
-
 MAX_SECS = 1e9
 """Longest time, in seconds, that every wait of the operating system accepts."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")

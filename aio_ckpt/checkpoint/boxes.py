@@ -12,8 +12,6 @@ from typing import TypeAlias
 
 from aio_ckpt.errors import CorruptCheckpointError
 
-__all__ = ["Box", "check_boxes", "overlapping_boxes"]
-
 Box: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 """(offsets, shape), of one number of dimensions."""
 

@@ -17,18 +17,6 @@ from aio_ckpt.format.dcp_metadata_read import DTYPES
 from aio_ckpt.format.rank_manifest import RankManifest, block_sums
 from aio_ckpt.format.root_manifest import FileEntry
 
-__all__ = [
-    "Catalog",
-    "Item",
-    "Shards",
-    "StoredObject",
-    "UnparsedItem",
-    "catalog_of_manifests",
-    "global_shape",
-    "items_of",
-]
-
-
 V = TypeVar("V")
 _box = attrgetter("offsets", "shape")
 

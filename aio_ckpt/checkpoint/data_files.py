@@ -14,9 +14,8 @@ import anyio.lowlevel
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.runtime.limits import files_limit
 from aio_ckpt.runtime.waiting import disk_lines
-from aio_ckpt.storage.local import PageCache, ReadFile, Storage
-
-__all__ = ["Files"]
+from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.local import ReadFile, Storage
 
 _KEPT_FILES = 64
 """Most files kept open. A further file is opened for each read, because descriptors are few (often 1,024)."""

@@ -21,8 +21,6 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.waiting import disk_lines
 
-__all__ = ["fetch", "synchronize"]
-
 _COPIERS = 2
 """Requests that are verified and copied while the allowed number of reads stays in flight."""
 

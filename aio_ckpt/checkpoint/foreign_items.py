@@ -29,21 +29,6 @@ from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.memory.read_buffers import address_of
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = [
-    "Ends",
-    "catalog_of_metadata",
-    "check_inside",
-    "check_object_zip",
-    "check_zip",
-    "descriptors_of",
-    "parse_item",
-    "parse_items",
-    "place_of",
-    "read_ends",
-    "stored_at",
-    "unparsed_item_of",
-]
-
 Ends: TypeAlias = dict[int, tuple[bytearray, bytearray]]
 """First and last bytes of items, by the ``id`` of the item."""
 

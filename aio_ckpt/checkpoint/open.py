@@ -32,14 +32,6 @@ from aio_ckpt.runtime.waiting import disk_lines
 from aio_ckpt.state.skeleton import Skeleton
 from aio_ckpt.storage.local import Storage, read_small_file
 
-__all__ = [
-    "Checkpoint",
-    "check_digest",
-    "check_metadata",
-    "check_rank",
-    "open_checkpoint",
-]
-
 MAX_BLOCK_BYTES = 16 << 20
 """Largest block, in bytes. A block is read and summed as a whole; a manifest with a larger one is forged."""
 

@@ -26,8 +26,6 @@ from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import can_copy_by_address, is_host_memory
 
-__all__ = ["ReadPlan"]
-
 _REQUEST_BYTES_MIN = (3 << 20) + 2 * PAGE_BYTES
 """Shortest read, in bytes. It holds three blocks, at whatever offset in a page they begin."""
 _BOX_BYTES = 8 << 20

@@ -16,8 +16,6 @@ from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.memory.copies import Copies
 
-__all__ = ["REQUEST_BYTES_MAX", "PieceRows", "Pieces", "ReadRequest", "ReassemblyBuffer", "cut_requests"]
-
 _ObjectArray: TypeAlias = npt.NDArray[np.object_]
 
 _BESIDE_TARGET_BYTES_MAX = 32 << 20

@@ -15,8 +15,6 @@ from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.memory.host_copy import copy_all, memmove
 from aio_ckpt.memory.read_buffers import address_of
 
-__all__ = ["copy_pieces", "finish_buffers"]
-
 _SMALL_COPY_BYTES = 64 << 10
 """Longest copy that is made together with others in one call. A longer one is one ``memmove``."""
 

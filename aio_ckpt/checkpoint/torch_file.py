@@ -13,8 +13,6 @@ from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, Un
 from aio_ckpt.format.zip_directory import CompressedError, Record, body_offset, read_directory, read_record
 from aio_ckpt.storage.data_file import translate_errors
 
-__all__ = ["TorchFile", "check_torch_file", "is_zip"]
-
 _BLOCK_BYTES = 1 << 20
 _MAGIC = b"PK\x03\x04"
 

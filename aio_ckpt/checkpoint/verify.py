@@ -37,8 +37,6 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state.skeleton import decode_skeleton
 from aio_ckpt.storage.local import Storage, read_small_file
 
-__all__ = ["Fault", "fault_of", "verify_checkpoint"]
-
 _CHUNK_BYTES = 16 << 20
 _ITEMS_AT_ONCE = 1024
 """Most items of plain DCP whose ends are in memory at once: 40 KiB each."""

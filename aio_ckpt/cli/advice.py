@@ -10,8 +10,6 @@ from aio_ckpt.cli.console import printable
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.root_manifest import METADATA_FILE
 
-__all__ = ["advice"]
-
 
 def advice(root: Path, names: StepNames, damaged: Sequence[Path], good: Sequence[int] | None) -> str:
     """Return one line on the steps in the directories ``damaged`` of ``root``; empty if there is nothing to advise.

@@ -16,8 +16,6 @@ from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.names import ENGINE_DIR, StepNames
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 
-__all__ = ["Directory", "MistypedPathError", "check_root", "example", "json_option", "root_argument", "step_dir_option"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

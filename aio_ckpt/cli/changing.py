@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
-__all__ = ["protect_command", "prune_command", "rm_command", "rollback_command", "unprotect_command"]
-
 
 class _Step(click.IntRange):
     """Number of a step. The name of its directory is refused, because ``--step-dir`` tells how to read that."""

@@ -24,8 +24,6 @@ from aio_ckpt.cli.rescuing import recover_command, rescue_command
 from aio_ckpt.cli.verifying import verify_command
 from aio_ckpt.errors import AioCkptError, ConfigError
 
-__all__ = ["commands", "main", "run"]
-
 
 def main() -> None:
     """Entry point of the console script."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
-__all__ = ["diff_command"]
-
 
 @click.command("diff", epilog=example("aio-ckpt diff runs/a runs/b --values"))
 @click.argument("a", type=Directory())

@@ -17,22 +17,6 @@ from aio_ckpt.reports import amount
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "Advance",
-    "Cells",
-    "Screen",
-    "age_text",
-    "bytes_progress",
-    "clock_text",
-    "extra_text",
-    "metrics_text",
-    "pace_words",
-    "percent_text",
-    "plural",
-    "printable",
-    "time_text",
-]
-
 Advance: TypeAlias = Callable[[int, str], None]
 """``advance(done, words)``: shows the total amount done so far, and a text."""
 Cells: TypeAlias = tuple[str, ...]

@@ -20,8 +20,6 @@ from aio_ckpt.reports import amount
 if TYPE_CHECKING:
     from aio_ckpt.cli.work.conversions import Converted
 
-__all__ = ["convert_command", "export_command", "import_command"]
-
 _SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth", ".bin", ".ckpt")}
 
 

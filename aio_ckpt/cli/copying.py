@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
-__all__ = ["cp_command"]
-
 
 @click.command("cp", epilog=example("aio-ckpt cp runs/ckpt/step_000000100 /backup/ckpt"))
 @click.argument("path", type=Directory())

@@ -9,8 +9,6 @@ import click
 from aio_ckpt.cli.arguments import example, json_option
 from aio_ckpt.cli.console import Screen
 
-__all__ = ["demo_command"]
-
 
 @click.command("demo", epilog=example("aio-ckpt demo --out /tmp/demo --steps 60"))
 @click.option("--out", type=click.Path(path_type=Path), default=Path("demo-out"), show_default=True, help="Directory.")

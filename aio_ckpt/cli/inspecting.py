@@ -15,8 +15,6 @@ from aio_ckpt.reports import amount
 if TYPE_CHECKING:
     from aio_ckpt.cli.work.contents import Branch, Contents, LeafRow
 
-__all__ = ["inspect_command"]
-
 _KEYS: dict[str, Any] = {
     "name": lambda leaf: leaf.name,
     "bytes": lambda leaf: -leaf.nbytes,

@@ -29,8 +29,6 @@ from aio_ckpt.reports import amount
 if TYPE_CHECKING:
     from aio_ckpt.cli.work.root_table import RootRow, RootTable
 
-__all__ = ["best_rule", "du_command", "ls_command"]
-
 _EXTRA_CHARS = 40
 """Width of the column ``extra`` of ``ls``, in characters."""
 _TITLES = ("directory", "bytes", "ranks", "age", "marks", "metrics", "written", "torch", "extra")

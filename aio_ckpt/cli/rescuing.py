@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
-__all__ = ["recover_command", "rescue_command"]
-
 
 @click.command("rescue", epilog=example("aio-ckpt rescue runs/ckpt"))
 @root_argument

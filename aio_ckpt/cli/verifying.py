@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
-__all__ = ["verify_command"]
-
 
 class _Verified(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the verification of one checkpoint."""

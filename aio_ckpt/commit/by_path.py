@@ -18,8 +18,6 @@ from aio_ckpt.format.names import ENGINE_DIR, TRASH_DIR, StepNames
 from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage, read_small_file, sync_or_undo
 
-__all__ = ["check_place", "file_refusal", "is_same_place", "move_to_trash", "prepare_place", "refusal"]
-
 _SHOWN = 3
 """Most foreign names that an error shows."""
 

@@ -19,8 +19,6 @@ from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["SETTLE_SECS", "PendingCleanup", "settle_failure"]
-
 _log = logging.getLogger("aio_ckpt")
 _AGAIN_SECS = 0.05
 SETTLE_SECS = 5.0

@@ -19,19 +19,6 @@ from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage
 
-__all__ = [
-    "ASIDE",
-    "PENDING",
-    "begin_directory",
-    "commit_directory",
-    "hold_directory",
-    "is_checkpoint_of",
-    "pending_saves",
-    "recover_directory",
-    "recoverable_names",
-    "retire_directory",
-]
-
 ASIDE = ".replaced-"
 """Infix of a file that was set aside: between its own name and the id of the save that replaces it."""
 PENDING = "aio_ckpt.pending-"

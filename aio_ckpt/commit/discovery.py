@@ -16,22 +16,6 @@ from aio_ckpt.format.names import ABANDONED_DIR, StepNames
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage, names_in, read_small_file, sync_parents
 
-__all__ = [
-    "IS_FILE",
-    "MAX_RETRIES",
-    "CommittedCheckpoint",
-    "abandon_after",
-    "check_any_readable",
-    "checkpoint_at",
-    "directories_of",
-    "discover",
-    "discover_all",
-    "has_vanished",
-    "is_unchanged",
-    "passing_by_unreadable",
-    "read_save_id",
-]
-
 IS_FILE = "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load read the file"
 """Text of the error of a path that is a file."""
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP)

@@ -11,8 +11,6 @@ from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.leaves.objects import type_name
 
-__all__ = ["MAX_EXTRA_BYTES", "check_extra"]
-
 MAX_EXTRA_BYTES = 1 << 16
 """Largest length of ``save(extra=)`` as JSON."""
 _MAX_DEPTH = 32

@@ -26,17 +26,6 @@ from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.write.result import WriteResult
 
-__all__ = [
-    "MetadataFile",
-    "metadata_file",
-    "object_entries",
-    "object_spans",
-    "render_metadata_file",
-    "render_rank",
-    "render_root",
-    "written_names",
-]
-
 _VERSIONS = {
     "aio_ckpt": __version__,
     "torch": str(torch.__version__),

@@ -35,21 +35,6 @@ from aio_ckpt.format.names import (
 from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
-__all__ = [
-    "Owner",
-    "clear_leftovers",
-    "is_abandoned",
-    "keep_alive",
-    "make_engine_dirs",
-    "make_pending",
-    "owner_by_name",
-    "pending_path",
-    "read_owner",
-    "recorded_owner",
-    "restore_protected",
-    "write_owner",
-]
-
 _HEARTBEATS = 6
 """Heartbeats within ``stale_after_secs``. Several may be late or lost before the owner counts as dead."""
 _MAX_OWNER_BYTES = 1 << 20

@@ -20,8 +20,6 @@ from aio_ckpt.format.names import OWNER_FILE, TRASH_DIR
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.storage.local import Storage, sync_or_undo
 
-__all__ = ["holds_checkpoint", "publish", "sync_pending"]
-
 _TIDY_SECS = 60.0
 """Longest time that a committed save waits for the removal of the replaced checkpoint."""
 _log = logging.getLogger("aio_ckpt")

@@ -26,8 +26,6 @@ from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.lock import RootLock
 
-__all__ = ["LOCK", "only_writer", "publish_files"]
-
 LOCK = ".aio_ckpt-file.lock"
 """Lock file of a directory, there while safetensors files are renamed into it."""
 _AGAIN_SECS = 0.05

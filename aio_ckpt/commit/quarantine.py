@@ -22,8 +22,6 @@ from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.names import CORRUPT_DIR, StepNames
 from aio_ckpt.storage.local import Storage, sync_parents
 
-__all__ = ["CorruptCandidate", "Quarantine"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -29,19 +29,6 @@ from aio_ckpt.format.names import PROTECTED_DIR, TRASH_DIR, StepNames, protected
 from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
-__all__ = [
-    "Policy",
-    "Retention",
-    "best",
-    "check_deletion",
-    "check_metrics",
-    "expired",
-    "protect",
-    "protected_steps",
-    "unprotect",
-    "unprotect_after",
-]
-
 _MAX_ROOT_MANIFEST_BYTES = 1 << 30
 _SHOWN = 10
 """Most steps that the line of one pass names."""

@@ -10,8 +10,6 @@ from typing import TypeVar
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import StepOrderError
 
-__all__ = ["MAX_STEP", "check_step", "check_step_number", "step_after", "whole_number"]
-
 MAX_STEP = 1 << 62
 """Largest number that a manifest holds."""
 T = TypeVar("T")

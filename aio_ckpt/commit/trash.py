@@ -11,8 +11,6 @@ from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import LINKED
 
-__all__ = ["check_engine_dirs", "delete_trash"]
-
 
 async def check_engine_dirs(storage: Storage, root: Path) -> None:
     """Refuse a root whose directories of the engine are symbolic links: the engine deletes what it finds in them.

@@ -9,8 +9,6 @@ from aio_ckpt.errors import ConfigError
 from aio_ckpt.format.names import OWNER_FILE
 from aio_ckpt.format.root_manifest import METADATA_FILE
 
-__all__ = ["check_files", "is_of_checkpoint"]
-
 _NAME_BYTES = 255
 
 

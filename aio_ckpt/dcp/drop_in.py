@@ -31,8 +31,6 @@ from aio_ckpt.dcp.stager import AsyncStager, stage_whole
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError, PlanChangedError, RootError
 
-__all__ = ["Installation", "default", "install"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 from aio_ckpt.errors import BudgetExceededError, SaveCancelledError, StallError
 from aio_ckpt.runtime.handover import Handover
 
-__all__ = ["LiveState"]
-
 
 class LiveState(dict[str, Any]):
     """State whose tensors are the caller's own, until the thread of ``dcp.async_save`` has captured them.

@@ -45,8 +45,6 @@ from aio_ckpt.restore.page_cache import is_read_by_several
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import run_blocking
 
-__all__ = ["Load"]
-
 T = TypeVar("T")
 
 

@@ -47,8 +47,6 @@ from aio_ckpt.write.result import check_complete
 from aio_ckpt.write.trace_file import NO_TRACE
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
-__all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "recover_unless_busy", "write_rank"]
-
 _MARK_POLLS, _MARK_POLL_SECS = 100, 0.02
 """Number of polls for the mark of this save, and the pause between two. A save that overtakes this one removes the
 files first, fsyncs the directory, and then removes the mark."""

@@ -36,8 +36,6 @@ from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.paths import checked_path
 
-__all__ = ["Reader"]
-
 
 class Reader(Face, StorageReader):
     """Storage reader for ``dcp.load`` of a checkpoint of :class:`Writer`, of an engine (one step) or of stock DCP.

@@ -11,8 +11,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-__all__ = ["ResolvedPlanner"]
-
 
 class ResolvedPlanner(SavePlanner):
     """Planner for ``dcp.save`` in another thread. The planner of the caller plans and resolves before that.

@@ -27,8 +27,6 @@ from aio_ckpt.snapshot.capture import CopyEngines
 from aio_ckpt.storage.local import LocalStorage, Storage
 from aio_ckpt.write.throttle import WriteThrottle
 
-__all__ = ["Face", "Runtime", "SharedRuntime", "peers_on_host"]
-
 _WINDOW_CHUNKS = 2
 """Chunks of an image in memory for each write in flight: one is filled while another is written."""
 _WINDOW_SHARE = 4

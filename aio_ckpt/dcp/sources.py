@@ -14,15 +14,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
-from aio_ckpt.format import tensor_zip
+from aio_ckpt.format import tensor_pickle, tensor_zip
 from aio_ckpt.format.rank_manifest import ObjectEntry
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.layout import Placement
 from aio_ckpt.plan.planner import PlannedImage, plan_image
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, partition
 from aio_ckpt.state.flatten import FlatState
-
-__all__ = ["Sources", "Stream", "collect_sources", "is_plain", "plan_tensors"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -135,7 +133,7 @@ def is_plain(data: object) -> bool:
         and isinstance(data, torch.Tensor)
         and data.layout is torch.strided
         and not (data.is_quantized or data.is_meta)
-        and tensor_zip.storable_dtype(data.dtype)
+        and tensor_pickle.storable_dtype(data.dtype)
     )
 
 

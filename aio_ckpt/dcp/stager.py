@@ -29,8 +29,6 @@ from aio_ckpt.snapshot.capture import capture
 from aio_ckpt.snapshot.image import image_bytes_of, lease_image
 from aio_ckpt.write.trace_file import NO_TRACE
 
-__all__ = ["AsyncStager", "Staging", "plan_staging", "stage_whole"]
-
 
 class AsyncStager(Face, staging.AsyncStager):
     """Stager for ``dcp.async_save(async_stager=...)``, with any storage writer.

@@ -43,8 +43,6 @@ from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import checked_path, make_dirs
 
-__all__ = ["Writer", "recover"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 
-__all__ = ["GPT", "Batches", "Corpus", "ModelSize", "read_corpus"]
-
 _VOCABULARY = 256
 _MAX_CORPUS_BYTES = 8 << 20
 

@@ -9,8 +9,6 @@ import msgspec
 
 from aio_ckpt.demo.train import Ended, Event, Saved, Started, Stepped
 
-__all__ = ["Continuation", "DemoReport", "Run", "compare", "draw", "report_on"]
-
 _GREY, _ORANGE, _BLUE, _GREEN = "#b0b0b0", "#d55e00", "#0072b2", "#009e73"
 
 

@@ -25,8 +25,6 @@ from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.names import PENDING_DIR
 from aio_ckpt.reports import amount
 
-__all__ = ["MIN_STEPS", "DemoError", "DemoSpec", "OutError", "Screen", "run_demo"]
-
 Advance: TypeAlias = Callable[[int, str], None]
 """``advance(done, words)``: shows the number of steps done so far, and a text."""
 

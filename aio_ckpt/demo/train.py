@@ -24,11 +24,9 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.demo.model import GPT, Batches, ModelSize, read_corpus
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.leaves.values import PerRank
-from aio_ckpt.ranks.store_coordinator import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.ticket import SaveTicket
-
-__all__ = ["Ended", "Event", "Saved", "Started", "Stepped", "TrainSpec", "Trainer", "decode_event"]
 
 _WARM_UP_STEPS = 10
 _LEARNING_RATE = 1e-3

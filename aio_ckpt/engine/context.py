@@ -13,8 +13,6 @@ from aio_ckpt.reports import Target
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["EngineContext"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:

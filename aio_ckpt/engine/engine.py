@@ -40,8 +40,9 @@ from aio_ckpt.memory.lifetime import LifetimeStats
 from aio_ckpt.plan.safetensors_plan import FileRename, SafetensorsOptions
 from aio_ckpt.ranks.agreed_poll import AgreedPreemption, AgreedTimer
 from aio_ckpt.ranks.agreed_work import AgreedWork, Failure, Work
+from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator, has_default_group
+from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_group
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import RootRescue
 from aio_ckpt.runtime.futures import cancellable_result, follow
@@ -51,8 +52,6 @@ from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
 from aio_ckpt.storage.local import LocalStorage, Storage
 from aio_ckpt.ticket import Milestone, PendingCall, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
-
-__all__ = ["BaseEngine", "CheckpointEngine"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

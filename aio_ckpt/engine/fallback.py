@@ -24,8 +24,6 @@ from aio_ckpt.runtime.error_notes import mark_modified, name_checkpoint
 from aio_ckpt.runtime.waiting import disk_lines
 from aio_ckpt.storage.local import names_in
 
-__all__ = ["ChangedError", "Damage", "FallbackSearch", "Use", "Wanted", "candidates", "newest_good", "too_many_changes"]
-
 T = TypeVar("T")
 
 

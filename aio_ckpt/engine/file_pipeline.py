@@ -43,8 +43,6 @@ from aio_ckpt.write.throttle import WriteThrottle
 from aio_ckpt.write.trace_file import NO_TRACE
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
-__all__ = ["TEMPORARY", "CapturedPart", "FilePipeline", "PendingFile", "what_is_there"]
-
 TEMPORARY = ".aio_ckpt-file-"
 """Begin of the names of temporary directories."""
 _log = logging.getLogger("aio_ckpt")

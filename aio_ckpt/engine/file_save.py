@@ -41,8 +41,6 @@ from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
 from aio_ckpt.ticket import SaveTicket, settle
 from aio_ckpt.write.trace_file import NO_TRACE
 
-__all__ = ["FileSaves", "file_target"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -30,8 +30,6 @@ from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, while_beating
 from aio_ckpt.ranks.membership import different_roots
 from aio_ckpt.reports import SkippedCheckpoint
 
-__all__ = ["GroupUse", "Loaded", "newest_good_for_all", "refuse_for_all"]
-
 _log = logging.getLogger("aio_ckpt")
 T = TypeVar("T")
 

@@ -52,8 +52,6 @@ from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
 from aio_ckpt.ticket import Milestone, SaveTicket, settle
 
-__all__ = ["MAX_CALLS", "CallsByPath", "InFlight", "note_failure", "raise_failure"]
-
 CallsByPath: TypeAlias = tuple[tuple[Path, Future[None]], ...]
 """Path and settlement of calls that save or remove at a path, in the order of the calls."""
 

@@ -11,8 +11,6 @@ from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.errors import StepOrderError
 from aio_ckpt.runtime.portal import Lock
 
-__all__ = ["EarlierSteps", "KnownSteps"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -41,8 +41,6 @@ from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = ["BeforeLoad", "LoadCall", "Loader", "load_report", "read_report", "selection", "wanted_checkpoint"]
-
 BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]
 """Waits for the pending calls that change what a load finds."""
 

@@ -20,21 +20,6 @@ from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.runtime.portal import Lock
 from aio_ckpt.write.full_disk import explain_full_disk
 
-__all__ = [
-    "Counters",
-    "Statistics",
-    "call_back",
-    "duration",
-    "explain_failure",
-    "log_commit",
-    "log_failure",
-    "log_load",
-    "logged_errors",
-    "named",
-    "older_step",
-    "stage_secs",
-]
-
 _log = logging.getLogger("aio_ckpt")
 T = TypeVar("T")
 

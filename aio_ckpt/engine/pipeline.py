@@ -48,8 +48,6 @@ from aio_ckpt.write.result import WriteResult, check_complete
 from aio_ckpt.write.throttle import WriteThrottle
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
-__all__ = ["SavePipeline", "keep_trace"]
-
 _TELL_SECS = 1.0
 """Time after its deadline within which a save ends: a living leader answers in milliseconds."""
 

@@ -28,8 +28,6 @@ from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.ticket import Milestone, SaveTicket
 
-__all__ = ["Removal", "Remover"]
-
 _STAGE = "remove"
 _Message: TypeAlias = tuple[str, str]
 """(path, why a save before the call failed; '' if none did)."""

@@ -33,8 +33,6 @@ from aio_ckpt.runtime.waiting import WaitLines, call_within, disk_lines
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import checked_path
 
-__all__ = ["RootSession", "StepsChange", "usable_root"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 StepsChange: TypeAlias = tuple[int | None, list[int]]

@@ -52,8 +52,6 @@ from aio_ckpt.state.flatten import FlatState, check_not_empty, flatten
 from aio_ckpt.state.leaf_faults import naming_all_faults
 from aio_ckpt.ticket import Milestone, SaveTicket
 
-__all__ = ["SaveFrontend"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -21,8 +21,6 @@ from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import start_beside_or_here
 from aio_ckpt.runtime.waiting import WaitLines
 
-__all__ = ["Shutdown", "log_if_second_to"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -36,8 +36,6 @@ from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.trace_file import NO_TRACE, SaveTrace, TraceFile
 
-__all__ = ["CapturedSave", "PendingSave", "SaveCall", "SaveTimer", "WrittenRank", "sent_target"]
-
 
 def sent_target(target: Target) -> int | str:
     """Return a target as the ranks send it to each other."""

@@ -10,9 +10,6 @@ import msgspec
 if TYPE_CHECKING:  # manifests are read without torch, see aio_ckpt.cli
     import torch
 
-__all__ = ["BLOCK_BYTES", "MAX_BYTES", "MAX_DIMS", "PAGE_BYTES", "RAW_ALIGN_BYTES", "Envelope", "Size"]
-__all__ += ["TensorSpec", "align_up"]
-
 BLOCK_BYTES = 1 << 20
 """Raw bytes of an item that one stored CRC32 covers (format)."""
 

@@ -30,8 +30,6 @@ from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.constants import MAX_BYTES
 from aio_ckpt.format.pickle_scan import scan
 
-__all__ = ["DTYPES", "OLDEST_FIELDS", "parse_metadata"]
-
 _log = logging.getLogger("aio_ckpt")
 
 DTYPES: dict[str, torch.dtype] = {

@@ -42,8 +42,6 @@ from aio_ckpt._torch import StorageInfo
 from aio_ckpt.format.dcp_metadata_read import DTYPES, OLDEST_FIELDS
 from aio_ckpt.format.tensor_table import IntArray
 
-__all__ = ["MetadataTable", "MetadataTemplate", "dump_metadata", "render_metadata"]
-
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Hole: TypeAlias = "str | int"
 """Placeholder of a value in a pickled instance: a text or a number that occurs nowhere else in it."""

@@ -8,22 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "ABANDONED_DIR",
-    "CORRUPT_DIR",
-    "ENGINE_DIR",
-    "ENGINE_DIRS",
-    "LOCK_FILE",
-    "OWNER_FILE",
-    "PENDING_DIR",
-    "PROTECTED_DIR",
-    "SEGMENTS_FILE",
-    "TRASH_DIR",
-    "StepNames",
-    "protected_name",
-    "protected_step",
-]
-
 ENGINE_DIR = ".aio_ckpt"
 PENDING_DIR = f"{ENGINE_DIR}/pending"
 """Saves that are being written, or whose writer died."""

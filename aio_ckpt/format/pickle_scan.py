@@ -19,8 +19,6 @@ from typing import Any
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 
-__all__ = ["ALL_OPCODES", "BUDGET_FACTOR", "MAX_TUPLES", "check_calls", "scan"]
-
 BUDGET_FACTOR = 64
 """Bytes that the memo and the copies may take, by byte of the pickle. A sound pickle takes below 45."""
 _LEAST_BYTES = 1024

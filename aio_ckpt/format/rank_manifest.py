@@ -40,16 +40,6 @@ from aio_ckpt.format.tensor_table import (
     stored_columns,
 )
 
-__all__ = [
-    "ObjectEntry",
-    "RankManifest",
-    "block_sums",
-    "data_file_name",
-    "decode_rank",
-    "encode_rank",
-    "encode_static",
-]
-
 
 def data_file_name(rank: int, n: int = 0) -> str:
     """Return the file name of a rank's ``n``-th data file, as DCP names it."""

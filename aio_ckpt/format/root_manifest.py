@@ -18,25 +18,6 @@ from isal import isal_zlib
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.format.constants import MAX_BYTES, Size
 
-__all__ = [
-    "FORMAT_MAJOR",
-    "FORMAT_MINOR",
-    "METADATA_FILE",
-    "ROOT_MANIFEST",
-    "UNREADABLE",
-    "Count",
-    "Crc",
-    "FileEntry",
-    "FormatHead",
-    "RootManifest",
-    "add_checksum",
-    "data_file_of",
-    "decode_checked",
-    "decode_root",
-    "encode_root",
-    "rank_manifest_name",
-]
-
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
 ROOT_MANIFEST = "aio_ckpt.json"

@@ -19,9 +19,6 @@ import torch
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 
-__all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "METADATA", "PACKED", "SUFFIX", "SafetensorsIndex"]
-__all__ += ["StoredTensor", "dtype_names", "index_name", "parse_header", "parse_index", "render_header", "split"]
-
 SUFFIX = ".safetensors"
 """End of the names of safetensors files."""
 LENGTH_BYTES = 8

@@ -19,8 +19,6 @@ from typing import NamedTuple
 from aio_ckpt.format import zip_records
 from aio_ckpt.format.zip_records import LOCAL
 
-__all__ = ["SCALAR_TYPES", "NotScalarError", "read_scalar", "render_scalar"]
-
 SCALAR_TYPES = frozenset({NoneType, bool, int, float, str})
 """Types whose pickle of protocol 2 names no class. Values of subclasses are no scalars."""
 

@@ -21,8 +21,6 @@ from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.format.pickle_scan import scan
 
-__all__ = ["STORAGE_ELEMENT_BYTES", "StorageRef", "TensorView", "read_pickle", "render_pickle", "storable_dtype"]
-
 _V2_STORAGES = {
     "float64": "DoubleStorage",
     "float32": "FloatStorage",

@@ -15,21 +15,6 @@ import numpy.typing as npt
 
 from aio_ckpt.format.constants import MAX_BYTES, MAX_DIMS, Size
 
-__all__ = [
-    "IntArray",
-    "Names",
-    "StoredColumns",
-    "TensorColumns",
-    "TensorEntry",
-    "TensorSignature",
-    "are_sizes",
-    "columns_fault",
-    "columns_of",
-    "entries_of",
-    "read_columns",
-    "stored_columns",
-]
-
 Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 """One name or several."""
 _Dims: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMS)]

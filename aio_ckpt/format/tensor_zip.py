@@ -32,21 +32,6 @@ from aio_ckpt.format.tensor_pickle import TensorView, read_pickle, render_pickle
 from aio_ckpt.format.zip_directory import body_offset, corrupt, read_directory, read_record
 from aio_ckpt.format.zip_records import MAX_U32
 
-__all__ = [
-    "HEAD_BYTES",
-    "TAIL_BYTES",
-    "ParsedItem",
-    "fill_crc",
-    "is_dense",
-    "parse",
-    "raw_bytes",
-    "records_of",
-    "render",
-    "row_major_stride",
-    "storable_dtype",
-    "stored_stride",
-]
-
 HEAD_BYTES = 32768
 """Most bytes that :func:`parse` reads from an item's beginning. torch aligns each record to
 ``torch.utils.serialization.config.save.storage_alignment``: with 4096 the raw bytes begin at 20480."""

@@ -24,8 +24,6 @@ from aio_ckpt.errors import UnsupportedLeafError
 from aio_ckpt.format import zip_records
 from aio_ckpt.format.constants import Envelope
 
-__all__ = ["PickledObject", "ZipTail", "pickle_object", "storage_envelope"]
-
 _PROTOCOL = 2
 """The pickle protocol of ``torch.save``, which ``weights_only=True`` reads."""
 

@@ -17,8 +17,6 @@ from typing import NoReturn, Protocol
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.format.zip_records import CENTRAL, END, END64, LOCAL, LOCATOR64, MAX_U32, ZIP64_EXTRA
 
-__all__ = ["CompressedError", "Record", "ZipBytes", "body_offset", "corrupt", "read_directory", "read_record"]
-
 _ENCRYPTED_FLAG = 0x01
 
 

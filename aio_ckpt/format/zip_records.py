@@ -13,10 +13,6 @@ import zlib
 
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 
-__all__ = ["CENTRAL", "DEFERRED_FLAG", "END", "END64", "LOCAL", "LOCATOR64", "MAX_U32", "ZIP64_EXTRA"]
-__all__ += ["deferred_descriptor", "deferred_entry", "deferred_header", "end_of_zip", "needs_zip64", "padding_to_align"]
-__all__ += ["small_entry", "small_record"]
-
 LOCAL = struct.Struct("<4s2xHH4x3I2H")
 """magic, flags, method, crc, packed, nbytes, name, extra. Versions and dates stay zero, as torch writes them."""
 CENTRAL = struct.Struct("<4s4xHH4x3I4H6xI")

@@ -20,12 +20,11 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, PeerFailedError, SaveCancelledError
 from aio_ckpt.integrations.async_saves import Committed, Shared
 from aio_ckpt.ranks.agreed_work import WORK_STAGE, AgreedWork, Failure, Work
+from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
+from aio_ckpt.ranks.store_coordinator import default_coordinator
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
-
-__all__ = ["AsyncCallsQueue"]
 
 _LEAVE_SECS = 10.0
 """Time that closing waits for the coordinator to leave."""

@@ -21,8 +21,6 @@ from aio_ckpt.runtime.futures import outcome_of
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 
-__all__ = ["Committed", "Shared"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("aio_ckpt")

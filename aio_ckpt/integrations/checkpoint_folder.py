@@ -26,8 +26,6 @@ from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import exchange_directories
 
-__all__ = ["SUMS_FILE", "check", "newest_verified", "publish", "remove", "seal", "sync_files", "sync_path"]
-
 SUMS_FILE = "checksums.sfv"
 """Name of the file of checksums."""
 _BLOCK_BYTES = 4 << 20

@@ -18,8 +18,6 @@ from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in, read_small_file, sync_parents
 
-__all__ = ["DRAFTS", "Draft", "clear_leftovers", "remove_draft"]
-
 _log = logging.getLogger("aio_ckpt")
 
 _LATEST = "latest"

@@ -12,8 +12,6 @@ from aio_ckpt.integrations.async_calls import AsyncCallsQueue
 from aio_ckpt.integrations.async_saves import Shared
 from aio_ckpt.integrations.places import Placed
 
-__all__ = ["Installed"]
-
 
 class Installed(ABC):
     """Handle of an ``install()``. The block of its ``with`` ends with :meth:`uninstall`."""

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPTIMIZER", "as_bytes", "join", "moved", "split"]
-
 OPTIMIZER = "optimizer_"
 """Beginning of the names of the optimizers' entries; their indices follow."""
 _LEFT = "aio_ckpt_left"

@@ -14,11 +14,9 @@ from typing import Any
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import RootError
-from aio_ckpt.ranks.store_coordinator import Coordinator
+from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
-
-__all__ = ["PathSaves", "local_path", "wait_for_saves"]
 
 _LIVING: weakref.WeakSet[PathSaves] = weakref.WeakSet()
 """All of this process. A function that is given a path alone finds a pending save of it here."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from aio_ckpt.checks import shown
 
-__all__ = ["Place", "Placed", "missing"]
-
 _log = logging.getLogger("aio_ckpt")
 _MISSING = object()
 

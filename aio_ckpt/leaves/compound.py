@@ -30,20 +30,6 @@ from aio_ckpt.leaves.containers import Notes, named_type
 from aio_ckpt.leaves.objects import decode_object, encode_object
 from aio_ckpt.leaves.tensor_memory import has_own_memory
 
-__all__ = [
-    "CompoundTensor",
-    "allowed_type",
-    "difference",
-    "is_compound",
-    "kind_of",
-    "plain_form",
-    "plain_tensors",
-    "put_together",
-    "put_together_like",
-    "settle",
-    "take_apart",
-]
-
 _COMPRESSED: dict[torch.layout, tuple[str, str]] = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),

@@ -30,28 +30,6 @@ from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, SourceChangedE
 from aio_ckpt.leaves.harmless import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
 from aio_ckpt.leaves.objects import decode_object, encode_object, type_name
 
-__all__ = [
-    "Form",
-    "Notes",
-    "Opened",
-    "UnreadableError",
-    "decode_metadata",
-    "entries_of",
-    "fields_of",
-    "form_of",
-    "has_fields",
-    "is_mapping",
-    "is_opened",
-    "is_transparent",
-    "items_of",
-    "named_type",
-    "notes_of",
-    "objects_of",
-    "open_container",
-    "parts_of",
-    "remade",
-]
-
 Notes: TypeAlias = "tuple[tuple[str, Any], ...]"
 """Notes of a container in a skeleton, such as its type: (name, value) pairs in a fixed order.
 

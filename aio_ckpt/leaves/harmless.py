@@ -28,21 +28,6 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-__all__ = [
-    "BY_KIND",
-    "FACTORIES",
-    "TAG",
-    "ClassNotImportedError",
-    "Fields",
-    "HarmlessType",
-    "NotEncodableError",
-    "Recurse",
-    "find_class",
-    "harmless_type",
-    "is_named_tuple",
-    "is_short",
-]
-
 TAG = "__aio_ckpt__"
 """Key that marks a dict as the stored form of another value; the kind is its value."""
 

@@ -12,8 +12,6 @@ from aio_ckpt.errors import UnsupportedLeafError
 from aio_ckpt.leaves.harmless import harmless_type
 from aio_ckpt.leaves.objects import decode_object, encode_object
 
-__all__ = ["HELD_KEYS", "Key", "freeze_key", "frozen_keys", "key_text", "thaw_key"]
-
 Key: TypeAlias = "str | tuple[str, Any]"
 """A mapping's key: a str as itself, others as (type tag, text), so that 1, True and 1.0 never compare equal."""
 HELD_KEYS = frozenset("ot")

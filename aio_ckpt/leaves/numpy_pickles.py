@@ -19,8 +19,6 @@ import numpy as np
 
 from aio_ckpt.errors import UnsafeObjectError
 
-__all__ = ["NUMPY_GLOBALS", "real_values"]
-
 _PLAIN_DTYPE = re.compile(r"[biufc][0-9]{1,2}|[SU][0-9]{1,9}")
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 

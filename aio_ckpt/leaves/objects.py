@@ -40,20 +40,6 @@ from aio_ckpt.leaves.harmless import (
 )
 from aio_ckpt.leaves.values import LeafKind, Shard, StockCopy
 
-__all__ = [
-    "MAX_DEPTH",
-    "TORCH_ARRAY_DTYPES",
-    "ObjectBytes",
-    "ObjectEncoder",
-    "as_tensor",
-    "check_key",
-    "decode_object",
-    "encode_object",
-    "from_tensor",
-    "is_immutable",
-    "type_name",
-]
-
 MAX_DEPTH = 200
 """Most containers inside each other. Deeper nesting counts as a cycle."""
 

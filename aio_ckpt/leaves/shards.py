@@ -8,8 +8,6 @@ from aio_ckpt._torch import ShardedTensor
 from aio_ckpt.errors import UnsupportedLeafError
 from aio_ckpt.leaves.values import OwnedShard
 
-__all__ = ["ShardedTensor", "shard_of"]
-
 
 def shard_of(tensor: ShardedTensor, name: str) -> OwnedShard:
     """Return this rank's shard of a ``ShardedTensor`` (FSDP1 without a mesh, TorchRec), which may be empty.

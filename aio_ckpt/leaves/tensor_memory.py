@@ -17,21 +17,6 @@ from aio_ckpt._torch import local_tensor
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.leaves.values import Shard, Target
 
-__all__ = [
-    "are_apart",
-    "extent_bytes",
-    "has_own_memory",
-    "local_memory",
-    "memory_fault",
-    "memory_of",
-    "needed_bytes",
-    "overlapping",
-    "overlaps_itself",
-    "signature_of",
-    "span_of",
-    "unwrapped",
-]
-
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _DERIVED = frozenset({"_precomputed_scale"})
 """Inner tensors that hold nothing of their own: torchao computes this one anew after each step of the optimizer."""

@@ -11,8 +11,6 @@ import torch
 
 from aio_ckpt.errors import ConfigError
 
-__all__ = ["LeafKind", "OwnedShard", "PerRank", "Shard", "State", "Stateful", "StockCopy", "Target", "UntrustedObject"]
-
 
 class Stateful(Protocol):
     """Object that tells and takes its state: a module, an optimizer, a scheduler, or one of your own."""

@@ -16,8 +16,6 @@ from aio_ckpt.state.flatten import Template, compounds_of
 from aio_ckpt.state.names import below_each, compound_notes, is_below
 from aio_ckpt.state.skeleton import may_hold_compounds
 
-__all__ = ["CompoundTarget", "check_targets", "match_compounds", "own_below", "stored_compounds"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompoundTarget:

@@ -15,8 +15,6 @@ from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.state.flatten import Template
 from aio_ckpt.state.names import MARK, NamedKeys, compound_keys, leaf_keys, marked_name
 
-__all__ = ["NamedTemplate", "named_as_stored"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTemplate:

@@ -20,8 +20,6 @@ from aio_ckpt.leaves.tensor_memory import are_apart, memory_fault, memory_of, si
 from aio_ckpt.leaves.values import Shard, Target
 from aio_ckpt.state.flatten import leaves_of
 
-__all__ = ["fillable", "layouts_below", "tensors_below"]
-
 
 def tensors_below(prefix: str, value: Any, names: Iterable[str], *, rank: int) -> dict[str, Target]:
     """Return the tensors of ``value.state_dict()`` that have one of ``names``. Calls it once."""

@@ -40,20 +40,6 @@ from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.state.flatten import Template, read_template
 from aio_ckpt.state.names import MARK, below_each, branches_of, is_below, marked_name, node_names
 
-__all__ = [
-    "Match",
-    "OnMatched",
-    "ReplacedArray",
-    "StatefulTarget",
-    "TensorTarget",
-    "WholeTarget",
-    "at_once",
-    "first_of",
-    "listed",
-    "match_template",
-    "shard_like",
-]
-
 _SHOWN = 5
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _GROUP_TENSORS = 256

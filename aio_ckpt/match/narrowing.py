@@ -8,8 +8,6 @@ import torch
 
 from aio_ckpt.checkpoint.catalog import Shards
 
-__all__ = ["is_narrower", "narrowed"]
-
 _TOLERANCE = 1.01
 """Factor between two ranges that count as equal: bfloat16 ends 0.4 % below float32."""
 

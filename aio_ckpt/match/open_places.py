@@ -18,8 +18,6 @@ from aio_ckpt.state.dcp_paths import unflatten_dcp
 from aio_ckpt.state.names import below_each, find_named, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton
 
-__all__ = ["OpenPlace", "build_at", "dcp_paths_of", "names_at", "nested_at", "with_int_keys"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPlace:

@@ -15,8 +15,6 @@ from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.errors import TemplateMismatchError
 from aio_ckpt.leaves.tensor_memory import overlaps_itself, span_of
 
-__all__ = ["SharedTarget", "can_be_shared", "check_agreement", "check_tied", "write_shared"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Length of an element in bytes -> a dtype of that length, in which its bits are copied; see :func:`_equal_bits`."""
 _ALIGNED_BYTES = 16

@@ -13,8 +13,6 @@ from aio_ckpt.state.names import below_each, branches_of, copy_names, find_named
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton
 from aio_ckpt.state.union import united
 
-__all__ = ["as_one_state", "dropped_names", "empty_containers", "skeleton_of", "unexpected_names", "wanted_names"]
-
 _log = logging.getLogger("aio_ckpt")
 _SHOWN = 5
 

@@ -11,8 +11,6 @@ from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, MissingNameError
 from aio_ckpt.state.names import branches_of
 
-__all__ = ["Rename", "check_rename", "prefix_remedy", "renamed"]
-
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 """Maps the stored name of a leaf to its name in the template. A mapping may name branches, too."""
 

@@ -21,17 +21,6 @@ from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.runtime.portal import Executor
 
-__all__ = [
-    "HUGE_PAGE_BYTES",
-    "POISON",
-    "Arena",
-    "ArenaKind",
-    "SharedMemory",
-    "SharedMemoryFactory",
-    "arena_capacity",
-    "map_arena",
-]
-
 ArenaKind = Literal["pinned", "shm", "pageable"]
 
 POISON = 0xCB

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_bytes", "headroom_bytes"]
-
 _SELF = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 

@@ -14,8 +14,6 @@ import torch
 from aio_ckpt import _torch
 from aio_ckpt.memory.host_copy import CopyVectors, copy_all, memmove
 
-__all__ = ["FOREACH_DTYPES", "Copies", "CopyEvent", "DeviceMemory", "Groups", "HostCopies", "foreach_copy", "pack_part"]
-
 FOREACH_DTYPES = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 )

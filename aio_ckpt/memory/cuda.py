@@ -20,21 +20,6 @@ from aio_ckpt.memory.copies import Copies, CopyEvent, DeviceMemory, Groups, Host
 from aio_ckpt.memory.cuda_driver import batch_copy
 from aio_ckpt.memory.host_copy import CopyVectors
 
-__all__ = [
-    "CopyStreams",
-    "begin_uploads",
-    "can_copy_by_address",
-    "cuda_is_available",
-    "gathered_below_bytes",
-    "is_capturing_graph",
-    "is_host_memory",
-    "on_device",
-    "prefers_page_locked",
-    "register_host_memory",
-    "unregister_host_memory",
-]
-
-
 _CAPTURE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 _GATHERED_BYTES = 1 << 20

@@ -11,8 +11,6 @@ import numpy as np
 
 from aio_ckpt.memory.host_copy import CopyVectors
 
-__all__ = ["Batch", "batch_copy"]
-
 Batch: TypeAlias = Callable[[CopyVectors, int, int], int]
 """Function of (vectors, base address of their target offsets, stream) that returns the driver's error number, or 0."""
 

@@ -15,8 +15,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CopyVectors", "copy_all", "first_unreadable", "memmove"]
-
 CopyVectors: TypeAlias = npt.NDArray[np.uint64]
 """Rows of (target offset, source address, bytes). No row has 0 bytes."""
 _IOVecs: TypeAlias = npt.NDArray[np.uint64]

@@ -14,8 +14,6 @@ from aio_ckpt.errors import AioCkptError, BudgetExceededError, ConfigError
 from aio_ckpt.memory.arena import Arena, ArenaKind, map_arena
 from aio_ckpt.memory.cuda import cuda_is_available
 
-__all__ = ["StagingChoice", "can_lock", "check_staging"]
-
 T = TypeVar("T")
 _PROBE_BYTES = 4096
 _log = logging.getLogger("aio_ckpt")

@@ -24,8 +24,6 @@ from aio_ckpt.memory.available import available_bytes
 from aio_ckpt.runtime.portal import Condition, Executor, Lock
 from aio_ckpt.runtime.waiting import WaitLines, call_text
 
-__all__ = ["ArenaSpec", "Lease", "LifetimeManager", "LifetimeStats", "default_budget_bytes", "ranks_on_host"]
-
 
 def ranks_on_host(world_size: int) -> int:
     """Return the number of ranks that share this host's memory and disk.

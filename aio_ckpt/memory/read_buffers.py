@@ -16,8 +16,6 @@ from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.memory.cuda import on_device, register_host_memory, unregister_host_memory
 from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
 
-__all__ = ["address_of", "bounce_buffers", "page_locked"]
-
 _log = logging.getLogger("aio_ckpt")
 
 _HUGE_PAGE_BYTES = 2 << 20

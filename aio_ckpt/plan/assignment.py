@@ -18,15 +18,6 @@ from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.plan.shard_table import Flags, ShardTable, SmallInts
 
-__all__ = [
-    "Assignment",
-    "Boxes",
-    "Candidates",
-    "Writers",
-    "assign",
-    "assign_replicas",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Writers:

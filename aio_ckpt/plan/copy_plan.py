@@ -17,18 +17,6 @@ from aio_ckpt.memory.host_copy import CopyVectors
 from aio_ckpt.plan.structure import Structure
 from aio_ckpt.plan.values import Chunk, ImageLayout, Piece
 
-__all__ = [
-    "SMALL_COPY_BYTES",
-    "ChunkCopyMethods",
-    "CopyDescriptors",
-    "GatherRun",
-    "HostTransfers",
-    "Places",
-    "Rows",
-    "choose_copy_methods",
-    "image_order",
-]
-
 SMALL_COPY_BYTES = 256 << 10
 """Largest host copy that is one ``memmove`` with the GIL held. Torch makes larger ones, on many threads."""
 

@@ -18,8 +18,6 @@ from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources
 from aio_ckpt.plan.values import ImageLayout, TensorItem
 from aio_ckpt.state.flatten import FlatState
 
-__all__ = ["FileContent", "FilePart", "planned_file", "structure_of", "torch_content"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:

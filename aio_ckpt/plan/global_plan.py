@@ -32,8 +32,6 @@ from aio_ckpt.state.dcp_paths import dcp_paths
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.skeleton import decode_skeleton
 
-__all__ = ["Stored", "cover_faults", "dcp_plan", "local_plan", "places", "render_global", "shard_offsets"]
-
 _PAIRS_AT_ONCE = 1 << 20
 _SHOWN = 5
 

@@ -14,8 +14,6 @@ from aio_ckpt.config import LEAST_BUDGET_BYTES
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, RAW_ALIGN_BYTES, Envelope, TensorSpec, align_up
 from aio_ckpt.plan.values import Chunk, ChunkSums, ImageLayout, Piece, TensorItem
 
-__all__ = ["Placement", "chunk_bytes_for", "chunk_bytes_within", "cut_chunks", "file_chunks", "lay_out"]
-
 _CHUNK_BYTES_MIN = 4 << 20
 _CHUNK_BYTES_FEW = 32 << 20
 _CHUNK_BYTES_MAX = 64 << 20

@@ -35,19 +35,6 @@ from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.skeleton import encode_skeleton
 
-__all__ = [
-    "ImagePlan",
-    "Plan",
-    "PlanCache",
-    "PlannedImage",
-    "PlannedSave",
-    "is_gathered",
-    "narrow",
-    "plan_image",
-    "plan_layout",
-    "tensor_entry",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlan:

@@ -22,8 +22,6 @@ from aio_ckpt.plan.structure import Structure
 from aio_ckpt.plan.values import TensorItem
 from aio_ckpt.state.flatten import FlatState
 
-__all__ = ["ObjectColumns", "Tolerance", "have_to_be_equal", "may_differ", "tolerances", "unequal_replicas"]
-
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """Last parts of the names of BatchNorm's buffers, in a ``state_dict()`` without its module."""
 

@@ -33,8 +33,6 @@ from aio_ckpt.plan.file_plan import FileContent, FilePart, planned_file, structu
 from aio_ckpt.plan.layout import chunk_bytes_within, cut_chunks
 from aio_ckpt.plan.values import ImageLayout, TensorItem
 
-__all__ = ["FileRename", "SafetensorsOptions", "safetensors_content"]
-
 FileRename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 """Maps the name of a tensor to its name in the file; a mapping leaves other names as they are."""
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)

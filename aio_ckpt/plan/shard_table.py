@@ -21,19 +21,6 @@ from aio_ckpt.format.constants import MAX_BYTES
 from aio_ckpt.format.dcp_metadata_read import DTYPES
 from aio_ckpt.format.tensor_table import IntArray
 
-__all__ = [
-    "Flags",
-    "LocalPlan",
-    "ShardInfo",
-    "ShardTable",
-    "SmallInts",
-    "TensorSignature",
-    "intern",
-    "malformed",
-    "object_names",
-    "padded",
-]
-
 SmallInts: TypeAlias = "npt.NDArray[np.int32]"
 Tolerances: TypeAlias = "npt.NDArray[np.uint32]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"

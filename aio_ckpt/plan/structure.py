@@ -26,8 +26,6 @@ from aio_ckpt.leaves.tensor_memory import extent_bytes, local_memory, needed_byt
 from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.flatten import FlatState
 
-__all__ = ["Leaves", "Structure", "addresses", "check_sources", "check_whole", "partition", "storage_bytes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaves:

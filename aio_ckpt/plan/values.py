@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from aio_ckpt.format.constants import PAGE_BYTES, Envelope, TensorSpec
 
-__all__ = ["Chunk", "ChunkSums", "ImageLayout", "Piece", "TensorItem"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorItem:

@@ -19,8 +19,6 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.signals import Preemption
 
-__all__ = ["AgreedPoll", "AgreedPreemption", "AgreedTimer"]
-
 _FIRST_POLL: Exchange[int, int] = Exchange(int, int, stage="agree")
 """Each rank sends the number of its polls so far; the leader replies with the first poll that returns True."""
 _OWN_SECS = 0.2

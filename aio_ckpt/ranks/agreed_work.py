@@ -19,8 +19,6 @@ from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import WaitLines
 from aio_ckpt.ticket import Milestone
 
-__all__ = ["WORK_STAGE", "AgreedWork", "Failure", "Work", "failure_of"]
-
 WORK_STAGE = "write"
 
 Work: TypeAlias = Future[Any] | Milestone[Any]

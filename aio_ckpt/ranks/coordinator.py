@@ -12,8 +12,6 @@ from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.plan.shard_table import malformed
 from aio_ckpt.ranks.messages import Decision
 
-__all__ = ["Coordinator", "Decide", "Exchange", "SoloCoordinator"]
-
 M = TypeVar("M")
 R = TypeVar("R")
 

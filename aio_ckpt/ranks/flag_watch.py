@@ -12,8 +12,6 @@ from torch.distributed import DistStoreError
 from aio_ckpt.ranks.store_values import Store
 from aio_ckpt.runtime.portal import Executor, Lock
 
-__all__ = ["FlagWatch", "bell_key", "flag_key"]
-
 _WAIT = datetime.timedelta(days=1)
 """Time after which the thread begins its request to the store anew. torch's stores count milliseconds as an int."""
 

@@ -15,8 +15,6 @@ from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import Executor, Portal
 
-__all__ = ["CALL_STAGE", "GroupCall", "await_counted", "await_met", "told_of"]
-
 CALL_STAGE = "capture"
 """Stage of the errors that ``save()`` itself raises."""
 Room: TypeAlias = tuple[bool, int]

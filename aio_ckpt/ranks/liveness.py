@@ -22,16 +22,6 @@ from aio_ckpt.runtime import waiting
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.waiting import WaitLines
 
-__all__ = [
-    "HEARTBEATS_A_STALL",
-    "Liveness",
-    "LivenessTimer",
-    "LostPeer",
-    "heartbeat_pauses",
-    "lost_peer",
-    "while_beating",
-]
-
 T = TypeVar("T")
 
 _POLL_SECS_MAX = 0.01

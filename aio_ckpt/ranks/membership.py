@@ -25,8 +25,6 @@ from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Membership", "different_roots"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("aio_ckpt")

@@ -11,22 +11,6 @@ import msgspec
 from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.runtime.waiting import call_text
 
-__all__ = [
-    "HEARTBEATS",
-    "REPLIES",
-    "Call",
-    "Decision",
-    "Failure",
-    "Frame",
-    "Heartbeat",
-    "Reply",
-    "call_of",
-    "failure_of",
-    "numbering",
-    "pack",
-    "unpack",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from aio_ckpt.ranks.messages import Call, Heartbeat
 from aio_ckpt.runtime.waiting import duration_text
 
-__all__ = ["MEETING", "REMEDY", "SHOWN", "Awaited", "Heard", "line_about", "names_of"]
-
 SHOWN = 5
 """Most ranks that a line or an error names."""
 MEETING = "the rendezvous"

@@ -21,19 +21,6 @@ from aio_ckpt.plan.global_plan import Stored, render_global
 from aio_ckpt.plan.replicas import ObjectColumns, have_to_be_equal, may_differ, unequal_replicas
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardTable, intern, object_names
 
-__all__ = [
-    "AssignReply",
-    "CommitReply",
-    "ContentSums",
-    "Extent",
-    "Ledger",
-    "PlanMsg",
-    "SentExtents",
-    "Vote",
-    "extents_crc32",
-    "slowest_ranks",
-]
-
 Extent: TypeAlias = "tuple[int, int]"
 """(offset in the data file, length)."""
 

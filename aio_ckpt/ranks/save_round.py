@@ -27,8 +27,6 @@ from aio_ckpt.ranks.save_ledger import (
 )
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = ["SAVE", "SaveEnd", "SaveRound", "SaveState", "next_state"]
-
 SAVE: Exchange[PlanMsg | Vote | None, AssignReply | CommitReply] = Exchange(
     PlanMsg | Vote | None, AssignReply | CommitReply, stage="agree"
 )

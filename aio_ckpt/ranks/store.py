@@ -21,8 +21,6 @@ from aio_ckpt.ranks.store_values import SMALL_BYTES, Store, delete_value, found,
 from aio_ckpt.runtime.portal import Executor, run_blocking, unwatched
 from aio_ckpt.runtime.waiting import WaitLines, duration_text
 
-__all__ = ["Rendezvous", "Store", "StoreClient", "StoreKeys", "companions", "without"]
-
 T = TypeVar("T")
 _REPLIES_KEPT = 256
 """Replies that a rank remembers, because a call may ask for its reply again when it ends. Bounds the calls in

@@ -30,10 +30,9 @@ from aio_ckpt.ranks.flag_watch import FlagWatch
 from aio_ckpt.ranks.liveness import Liveness, LivenessTimer
 from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, failure_of
 from aio_ckpt.ranks.missing import MEETING, Awaited
-from aio_ckpt.ranks.store import Rendezvous, Store, StoreClient, StoreKeys
+from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
+from aio_ckpt.ranks.store_values import Store
 from aio_ckpt.runtime.futures import follow
-
-__all__ = ["Coordinator", "Decide", "Decision", "SoloCoordinator", "StoreCoordinator", "default_coordinator"]
 
 T = TypeVar("T")
 

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 
 from isal import isal_zlib
 
-__all__ = ["PIECE_BYTES", "SMALL_BYTES", "Store", "delete_value", "found", "put_value", "value_of"]
-
 Store: TypeAlias = Any
 """``torch.distributed.Store``, whose stubs know neither ``append`` nor values of bytes."""
 

@@ -41,8 +41,6 @@ from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.trace_file import NO_TRACE
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
-__all__ = ["RescueReport", "Rescued", "Unrescued", "rescue_root"]
-
 _WORKERS = 4
 
 

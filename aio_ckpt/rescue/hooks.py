@@ -38,8 +38,6 @@ from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Rescue", "RootRescue"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -23,9 +23,6 @@ from aio_ckpt.rescue.segment import SEGMENT_PREFIX, StoredSegment, list_segments
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Decision", "OrphanSegment", "OrphanSnapshots", "Refusal", "RescuableSave", "decide", "decide_against_root"]
-__all__ += ["find_orphans", "remove_segments", "segment_directories", "segment_prefix"]
-
 _DIRECTORIES = msgspec.json.Decoder(list[str])
 _log = logging.getLogger("aio_ckpt")
 

@@ -22,9 +22,6 @@ from isal import isal_zlib
 from aio_ckpt.errors import BudgetExceededError, ConfigError
 from aio_ckpt.format.constants import PAGE_BYTES
 
-__all__ = ["SEGMENT_PREFIX", "SegmentDirectory", "SharedSegment", "StoredSegment", "list_segments", "map_image"]
-__all__ += ["read_segment"]
-
 SEGMENT_PREFIX = "aio_ckpt-"
 IMAGE_OFFSET = 2 << 20
 """A huge page, so that the image is aligned to them; the rest of it is a hole."""

@@ -31,16 +31,6 @@ from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.write.result import WriteResult
 
-__all__ = [
-    "SnapshotRecord",
-    "decode_record",
-    "layout_of",
-    "raw_sums",
-    "record_of",
-    "store_record",
-    "store_record_when_captured",
-]
-
 _VERSION = 1
 _log = logging.getLogger("aio_ckpt")
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]

@@ -30,8 +30,6 @@ from aio_ckpt.state.build import build_parts
 from aio_ckpt.state.flatten import leaves_of
 from aio_ckpt.state.put_back import put_back
 
-__all__ = ["prepare_apply", "target_modified"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -22,8 +22,6 @@ from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
 
-__all__ = ["FetchedValues", "by_stored_name", "fetch_values"]
-
 T = TypeVar("T")
 
 

@@ -33,8 +33,6 @@ from aio_ckpt.restore.page_cache import is_read_by_several, wanted_bytes
 from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
 
-__all__ = ["LoadOutcome", "load_checkpoint"]
-
 _FREED_AFTER_SECS = 0.01
 """Delay after which an opened checkpoint is freed: no caller waits for its thousands of small objects then."""
 

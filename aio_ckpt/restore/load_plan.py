@@ -25,8 +25,6 @@ from aio_ckpt.leaves.values import OwnedShard, Shard, Target
 from aio_ckpt.match.match import WholeTarget, shard_like
 from aio_ckpt.restore.options import ReadContext
 
-__all__ = ["LoadPlan", "Source", "check_trusted", "locate", "new_tensor"]
-
 _SHOWN = 5
 """Objects that a message names."""
 _MAX_EXPANSION = 1 << 16

@@ -14,8 +14,6 @@ from aio_ckpt.match.rename import Rename, check_rename
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["LoadOptions", "ReadContext"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadContext:

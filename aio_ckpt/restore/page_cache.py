@@ -9,8 +9,6 @@ from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.match.match import Match, shard_like
 
-__all__ = ["covering_bytes", "is_read_by_several", "wanted_bytes"]
-
 _SHARING_PAYS_READERS = 1.5
 """Readers a byte from which on the page cache, which serves all but the first, beats O_DIRECT for each. 2 GiB on 32
 cores and a disk of 2.2 GB/s: two readers take 0.60 to 0.63 of the time, four 0.34 to 0.38

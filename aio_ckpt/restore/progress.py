@@ -17,8 +17,6 @@ from aio_ckpt.reports import OnProgress, Progress, Stage
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Executor
 
-__all__ = ["NO_METER", "CallbackMeter", "Meter", "metered"]
-
 _log = logging.getLogger("aio_ckpt")
 _INTERVAL_SECS = 0.1
 """Least time between two calls in one stage: a terminal shows no more."""

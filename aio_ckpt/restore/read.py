@@ -22,8 +22,6 @@ from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.state.build import build
 from aio_ckpt.state.dcp_paths import unflatten_dcp
 
-__all__ = ["ReadOutcome", "assemble", "read_leaves", "read_state", "stored_names"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

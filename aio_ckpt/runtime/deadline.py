@@ -9,8 +9,6 @@ from aio_ckpt.checks import check_seconds
 from aio_ckpt.errors import StallError
 from aio_ckpt.reports import title
 
-__all__ = ["NO_DEADLINE", "Deadline"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:

@@ -9,8 +9,6 @@ from pathlib import Path
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["mark_modified", "name_checkpoint", "naming_checkpoint", "note_stage", "note_ticket"]
-
 
 def note_stage(error: BaseException, stage: str) -> None:
     """Note on ``error`` the stage of the save in which it came. A stage that an error of ours already has stays."""

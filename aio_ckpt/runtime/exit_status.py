@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["fail_at_exit"]
-
 _FAILED = 1
 
 

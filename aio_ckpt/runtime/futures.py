@@ -13,17 +13,6 @@ import anyio
 from aio_ckpt.errors import SaveCancelledError
 from aio_ckpt.runtime.portal import watch_submissions
 
-__all__ = [
-    "ThreadTracker",
-    "cancellable_result",
-    "cancellable_result_blocking",
-    "failed",
-    "first_cause",
-    "follow",
-    "outcome_of",
-    "run_cancellable",
-]
-
 T = TypeVar("T")
 
 

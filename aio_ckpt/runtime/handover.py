@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-__all__ = ["Handover"]
-
 _POLL_SECS = 0.1
 """Interval at which the owner checks that the worker is alive: a thread that fails notifies nobody."""
 

@@ -8,8 +8,6 @@ import resource
 
 from aio_ckpt.errors import SystemLimitError
 
-__all__ = ["files_limit", "files_remedy", "opening_refusal", "thread_refusal", "threads_remedy"]
-
 
 def files_limit() -> int:
     """Return how many files this process may have open at once."""

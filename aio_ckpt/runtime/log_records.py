@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 
-__all__ = ["is_logged", "log_step"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

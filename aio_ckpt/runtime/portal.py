@@ -24,7 +24,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from multiprocessing.util import Finalize
-from threading import Condition, Lock
+from threading import Condition as Condition
+from threading import Lock as Lock
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 # Imported here, because anyio would import the last three at first use, on a thread. A fork during such an import would
@@ -46,9 +47,6 @@ from aio_ckpt.errors import (
     WrongThreadError,
 )
 from aio_ckpt.runtime.limits import opening_refusal, thread_refusal, threads_remedy
-
-__all__ = ["HOUSEKEEPING_THREADS", "ON_SUBMIT", "STOP_SECS", "Condition", "Executor", "Lock", "Portal"]
-__all__ += ["run_blocking", "run_owned", "start_beside", "start_beside_or_here", "unwatched", "watch_submissions"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

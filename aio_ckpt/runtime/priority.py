@@ -11,8 +11,6 @@ import logging
 import os
 import platform
 
-__all__ = ["lower_priority"]
-
 _log = logging.getLogger("aio_ckpt")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}

@@ -13,8 +13,6 @@ from typing import Any
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, WrongThreadError
 
-__all__ = ["Preemption"]
-
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 

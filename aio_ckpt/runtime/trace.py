@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-__all__ = ["CALLER", "COPIES", "STAGES", "SUMS", "Recorder", "Span", "SpanRecorder", "render"]
-
 CALLER = "save() on the caller's thread"
 COPIES = "copies from devices"
 STAGES = "stages"

@@ -20,8 +20,6 @@ from aio_ckpt.errors import StallError
 from aio_ckpt.reports import title
 from aio_ckpt.runtime.portal import Portal, start_beside_or_here
 
-__all__ = ["FIRST_LINE_SECS", "WaitLines", "call_text", "call_within", "disk_lines", "duration_text", "next_line_secs"]
-
 T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
 FIRST_LINE_SECS = 30.0

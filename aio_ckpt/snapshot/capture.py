@@ -26,8 +26,6 @@ from aio_ckpt.snapshot.gather import GatherBuffers, LeafGroups
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CapturedRun
 
-__all__ = ["NO_ORDER", "Capture", "CopyEngines", "CopyOrder", "CopyOrderCache", "capture"]
-
 _TransfersByDevice = Mapping[torch.device, HostTransfers]
 
 

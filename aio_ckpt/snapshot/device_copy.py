@@ -20,8 +20,6 @@ from aio_ckpt.plan.copy_plan import CopyDescriptors, HostTransfers, Places
 from aio_ckpt.plan.planner import ImagePlan
 from aio_ckpt.snapshot.gather import LeafGroups, by_dtype
 
-__all__ = ["DeviceCopier", "DeviceCopy", "copy_budget_bytes"]
-
 _ALIGNMENT = 512
 _MIN_LEAF_BYTES = 256 << 10
 """Smallest leaf that gets a copy. To move a smaller one takes no longer than to issue one more copy, about 5 us."""

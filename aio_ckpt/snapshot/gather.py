@@ -14,8 +14,6 @@ from aio_ckpt.plan.copy_plan import GatherRun
 from aio_ckpt.plan.planner import ImagePlan
 from aio_ckpt.plan.values import ImageLayout
 
-__all__ = ["GatherBuffers", "GatherTarget", "LeafGroups", "by_dtype", "view_at"]
-
 LeafGroups: TypeAlias = tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]
 """Per dtype, views into memory of a device, and the leaf that is copied to each view."""
 

@@ -17,8 +17,6 @@ from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.plan.values import Chunk
 
-__all__ = ["Image", "arena_spec", "image_bytes_of", "lease_image", "ring_slots"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:

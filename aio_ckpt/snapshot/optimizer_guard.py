@@ -17,8 +17,6 @@ from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.cuda import is_capturing_graph
 from aio_ckpt.plan.structure import Structure, addresses
 
-__all__ = ["OptimizerGuards", "OptimizerLike"]
-
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _SHARDED_TYPES = _PLAIN_TYPES | {DTensor}
 

@@ -11,8 +11,6 @@ from typing import TypeAlias
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = ["CaptureProgress", "CapturedRun"]
-
 CapturedRun: TypeAlias = tuple[Sequence[int], tuple[CopyEvent, ...]]
 """(chunks, events): the chunks are captured once the events are reached."""
 

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from isal import isal_zlib
 
-__all__ = ["content_sums"]
-
 _COLUMNS = 4096
 """Words of a row."""
 _PIECE_BYTES = 16 << 20

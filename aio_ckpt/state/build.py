@@ -18,8 +18,6 @@ from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.names import children_of, find_named, is_selected, leaf_paths, sizes_of, unique_names
 from aio_ckpt.state.skeleton import KEYED, MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
 
-__all__ = ["build", "build_below", "build_parts"]
-
 _FORMS: dict[int, Form] = {
     **dict.fromkeys(map(int, MAPPINGS), "mapping"),
     Container.FIELDS: "fields",

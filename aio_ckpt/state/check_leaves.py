@@ -17,8 +17,6 @@ from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.classify import TENSOR_TYPES
 from aio_ckpt.state.flatten import FlatState
 
-__all__ = ["check_leaves", "leaf_fault", "tensor_fault"]
-
 _SHARDED: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 """Types of the tensor of a ``Shard``."""
 _UNPLANNED_DTYPES = frozenset(dtype for name, dtype in vars(torch).items() if re.fullmatch(r"u?int[1-7]|bits\w+", name))

@@ -16,8 +16,6 @@ from aio_ckpt.leaves.objects import MAX_DEPTH, TORCH_ARRAY_DTYPES
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
 from aio_ckpt.state.skeleton import MAPPINGS, Container
 
-__all__ = ["CODES", "CONTAINERS_FROM", "LEAVES", "TENSOR_TYPES", "code_of", "holds_leaves"]
-
 TENSOR_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, DTensor)
 """Exact types of the tensors that an item holds."""
 _PLAIN_TYPES: tuple[type, ...] = (NoneType, bool, int, float, complex, str, bytes, bytearray, torch.Size)

@@ -9,8 +9,6 @@ from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.state.names import copy_paths, leaf_paths, unique_names
 from aio_ckpt.state.skeleton import Skeleton
 
-__all__ = ["dcp_paths", "unflatten_dcp"]
-
 _INDEX_SLACK = 1000
 """A list index of foreign metadata may exceed its number of leaves by this factor (empty containers have none)."""
 

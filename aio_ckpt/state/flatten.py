@@ -26,19 +26,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from aio_ckpt._torch import ShardedTensor
 from aio_ckpt.errors import EmptyStateError, UnsupportedLeafError
 from aio_ckpt.leaves.compound import CompoundTensor, is_compound, take_apart
 from aio_ckpt.leaves.containers import UnreadableError, entries_of, fields_of, notes_of, objects_of, parts_of
 from aio_ckpt.leaves.keys import Key, frozen_keys
 from aio_ckpt.leaves.objects import MAX_DEPTH, type_name
-from aio_ckpt.leaves.shards import ShardedTensor, shard_of
+from aio_ckpt.leaves.shards import shard_of
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard, StockCopy
 from aio_ckpt.state.classify import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES, code_of, holds_leaves
 from aio_ckpt.state.names import compound_notes, is_below, prefix_of, unique_names, without_copies
 from aio_ckpt.state.skeleton import MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
-
-__all__ = ["FlatState", "Template", "check_not_empty", "compounds_of", "flatten", "leaves_of", "read_template"]
-
 
 # Python 3.11 calls a method of an imported name by a slower path, so the hot loop uses names of this module.
 _CODES, _LEAVES = CODES, LEAVES

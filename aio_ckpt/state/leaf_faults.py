@@ -11,8 +11,6 @@ from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.check_leaves import leaf_fault
 from aio_ckpt.state.flatten import FlatState
 
-__all__ = ["naming_all_faults"]
-
 _SHOWN = 10
 """Most leaves that one error names."""
 

@@ -12,33 +12,6 @@ from aio_ckpt.leaves.keys import Key, key_text
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.skeleton import INDEXED, KEYED, Container, Skeleton
 
-__all__ = [
-    "MARK",
-    "NamedKeys",
-    "NamedNode",
-    "Path",
-    "below_each",
-    "branches_of",
-    "children_of",
-    "compound_keys",
-    "compound_notes",
-    "copy_names",
-    "copy_paths",
-    "find_named",
-    "is_below",
-    "is_selected",
-    "leaf_keys",
-    "leaf_paths",
-    "marked_name",
-    "node_names",
-    "prefix_of",
-    "sizes_of",
-    "skeleton_names",
-    "subtree",
-    "unique_names",
-    "without_copies",
-]
-
 Path: TypeAlias = "tuple[str | int, ...]"
 """Path of a leaf as DCP has it: str for keys of mappings, int for indices of lists and tuples."""
 

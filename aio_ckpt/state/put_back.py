@@ -18,8 +18,6 @@ from aio_ckpt.state.classify import CONTAINERS_FROM, code_of, holds_leaves
 from aio_ckpt.state.names import prefix_of
 from aio_ckpt.state.skeleton import MAPPINGS, Container
 
-__all__ = ["put_back"]
-
 
 def put_back(
     state: object,

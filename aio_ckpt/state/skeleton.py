@@ -18,18 +18,6 @@ from aio_ckpt.leaves.keys import Key, freeze_key, thaw_key
 from aio_ckpt.leaves.objects import MAX_DEPTH
 from aio_ckpt.leaves.values import LeafKind
 
-__all__ = [
-    "INDEXED",
-    "KEYED",
-    "MAPPINGS",
-    "TENSOR_WITH_GRAD",
-    "Container",
-    "Skeleton",
-    "decode_skeleton",
-    "encode_skeleton",
-    "may_hold_compounds",
-]
-
 
 class Container(IntEnum):
     """Containers of a skeleton. The numbers are part of the on-disk skeleton and differ from those of ``LeafKind``."""

@@ -14,8 +14,6 @@ from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.leaves.keys import Key, key_text
 from aio_ckpt.state.skeleton import INDEXED, KEYED, MAPPINGS, Container, Skeleton
 
-__all__ = ["united"]
-
 
 @dataclass(slots=True, kw_only=True)
 class _Node:

@@ -39,15 +39,6 @@ if TYPE_CHECKING:
 
     from aio_ckpt.config import DirectIO
 
-__all__ = [
-    "LocalDataFile",
-    "LocalReadFile",
-    "create_data_file",
-    "open_data_file",
-    "open_regular_file",
-    "translate_errors",
-]
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

@@ -12,9 +12,6 @@ from typing import Literal, TypeAlias
 
 from aio_ckpt.format.constants import PAGE_BYTES
 
-__all__ = ["NOT_SUPPORTED", "RWF_DONTCACHE", "PageCache", "Probe", "aligned_span", "probe_read", "probe_write"]
-__all__ += ["probe_refusal", "supports_direct_io"]
-
 RWF_DONTCACHE = 0x80
 """Flag of Linux 6.14: a write goes through the page cache and is dropped from it once written. ``os`` lacks it."""
 

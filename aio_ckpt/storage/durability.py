@@ -14,8 +14,6 @@ from pathlib import Path
 
 from aio_ckpt.storage.direct_io import NOT_SUPPORTED
 
-__all__ = ["sync_data", "sync_dir", "sync_file", "warn_of_names"]
-
 _logger = logging.getLogger("aio_ckpt")
 
 

@@ -26,21 +26,6 @@ from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import make_dirs
 
-__all__ = [
-    "DataFile",
-    "FileStatus",
-    "LocalStorage",
-    "PageCache",
-    "ReadFile",
-    "RootLock",
-    "Storage",
-    "exchange_directories",
-    "names_in",
-    "read_small_file",
-    "sync_or_undo",
-    "sync_parents",
-]
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1

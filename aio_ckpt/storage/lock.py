@@ -15,9 +15,8 @@ from typing import Self
 
 from aio_ckpt.errors import RootError
 from aio_ckpt.runtime.limits import files_remedy
-from aio_ckpt.storage.paths import open_without_links, sync_dir
-
-__all__ = ["RootLock"]
+from aio_ckpt.storage.durability import sync_dir
+from aio_ckpt.storage.paths import open_without_links
 
 _logger = logging.getLogger("aio_ckpt")
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})

@@ -10,8 +10,6 @@ from aio_ckpt.checks import is_path, local_name, shown
 from aio_ckpt.errors import RootError
 from aio_ckpt.storage.durability import sync_dir
 
-__all__ = ["LINKED", "checked_path", "make_dirs", "open_without_links", "sync_dir"]
-
 LINKED = "is a symbolic link, and what it leads to is never changed: remove the link"
 """Text of the error of a name of the package's own that is a symbolic link."""
 

@@ -7,8 +7,6 @@ import os
 
 from aio_ckpt.runtime.limits import files_remedy
 
-__all__ = ["with_remedy"]
-
 
 def with_remedy(error: OSError, *, writes: bool) -> str:
     """Return the text of ``error`` and, after a colon, the way out of it if there is a common one.

@@ -11,8 +11,6 @@ from aio_ckpt.errors import WriteError
 from aio_ckpt.reports import amount
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["explain_full_disk", "explained"]
-
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LOOK_SECS = 2.0
 """Time within which the file system must tell how much is free: the save has failed and others wait for it."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.reports import WriteMode
 
-__all__ = ["WriteResult", "check_complete"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult:

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-__all__ = ["TokenBucket", "WriteThrottle"]
-
 _POLL_SECS = 0.05
 """Interval at which a waiting write checks whether the limit was lifted meanwhile."""
 

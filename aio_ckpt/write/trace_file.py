@@ -20,8 +20,6 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.trace import Recorder, SpanRecorder, render
 from aio_ckpt.storage.paths import open_without_links
 
-__all__ = ["NO_TRACE", "SaveTrace", "TraceFile"]
-
 _log = logging.getLogger("aio_ckpt")
 _WRITE_SECS = 10.0
 """Seconds that a save that has ended waits for the write of its trace."""

@@ -26,9 +26,6 @@ from aio_ckpt.snapshot.image import Image
 from aio_ckpt.storage.local import DataFile, Storage
 from aio_ckpt.write.result import WriteResult
 
-__all__ = ["ChunkPreparer", "Seal", "new_file", "write_image"]
-
-
 Seal: TypeAlias = Callable[[Sequence[int]], bytes]
 """Function from the CRC32 of each item to the bytes behind the items. Their length does not depend on the CRC32s."""
 

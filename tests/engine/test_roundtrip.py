@@ -22,7 +22,7 @@ from tree_states import same
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import UnsupportedLeafError
-from aio_ckpt.format.tensor_zip import storable_dtype
+from aio_ckpt.format.tensor_pickle import storable_dtype
 from aio_ckpt.plan.layout import chunk_bytes_for
 
 ALL_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)

@@ -21,11 +21,12 @@ from rank_processes import Ranks, needs_list_keys, ranks
 
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator as coordinator_module
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, LivenessTimer, lost_peer
 from aio_ckpt.ranks.messages import Decision, Heartbeat, call_of
 from aio_ckpt.ranks.missing import REMEDY
 from aio_ckpt.ranks.store import StoreKeys
-from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
+from aio_ckpt.ranks.store_coordinator import StoreCoordinator, default_coordinator
 
 STALL_SECS = 20.0
 SHORT_SECS = 2.0

@@ -21,9 +21,6 @@ from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Branch", "Contents", "LeafRow", "branches_of", "describe", "describe_newest", "leaves_of", "locate"]
-__all__ += ["selected", "use_newest"]
-
 T = TypeVar("T")
 
 

@@ -22,11 +22,9 @@ from aio_ckpt.engine.file_save import file_target
 from aio_ckpt.errors import MissingNameError, StepOrderError, UnsupportedLeafError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.safetensors_file import SUFFIX
-from aio_ckpt.ranks.store_coordinator import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.sync import SyncCheckpointEngine
-
-__all__ = ["Converted", "FileOptions", "convert_to_file", "convert_to_step"]
 
 _BUDGET_BYTES = 256 << 20
 """Memory in which the result is staged. A larger state passes through it in waves."""

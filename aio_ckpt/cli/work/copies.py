@@ -31,11 +31,9 @@ from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, OWNER_FILE
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import translate_errors
-from aio_ckpt.storage.durability import sync_file
+from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import Storage, read_small_file
-from aio_ckpt.storage.paths import make_dirs, sync_dir
-
-__all__ = ["Copied", "copied_files", "copy_checkpoint"]
+from aio_ckpt.storage.paths import make_dirs
 
 _READERS = 4
 _PART_BYTES = 64 << 20

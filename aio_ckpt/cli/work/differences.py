@@ -25,8 +25,6 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Comparison", "KindChange", "ValueChange", "compare", "distance", "object_change"]
-
 _BATCH_BYTES = 256 << 20
 """Bytes of one checkpoint that are read before they are compared, unless one tensor is larger."""
 _BLOCK_BYTES = 1 << 20

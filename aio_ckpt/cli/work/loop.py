@@ -9,8 +9,6 @@ from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage import local
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["call"]
-
 T = TypeVar("T")
 _HOUSEKEEPING_THREADS = 2
 _CLOSE_SECS = 5.0

@@ -26,8 +26,6 @@ from aio_ckpt.reports import amount
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import LINKED, open_without_links
 
-__all__ = ["PartialTensors", "partial_path", "remove_emptied"]
-
 _LOCK, _TENSORS, _JOURNAL = ".lock", "tensors", "journal"
 _SUM_CHARS = 9
 """Length of the checksum that a line of the journal begins with."""

@@ -13,8 +13,6 @@ from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, FileEntry, RootManifest, data_file_of
 from aio_ckpt.storage.data_file import open_regular_file
 
-__all__ = ["check_files", "file_lengths"]
-
 
 def file_lengths(directory: Path) -> dict[str, int]:
     """Return the length of each regular file in ``directory``, in bytes."""

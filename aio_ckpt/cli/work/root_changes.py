@@ -30,17 +30,6 @@ from aio_ckpt.format.names import LOCK_FILE, StepNames
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
-__all__ = [
-    "PrunePlan",
-    "as_writer",
-    "check_committed",
-    "check_newest",
-    "check_removable",
-    "delete_steps",
-    "plan_prune",
-    "roll_back",
-]
-
 _HELD = (errno.EAGAIN, errno.EACCES, errno.EBUSY)
 
 

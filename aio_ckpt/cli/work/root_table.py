@@ -27,8 +27,6 @@ from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, RootMani
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in, read_small_file
 
-__all__ = ["RootRow", "RootTable", "RootUsage", "list_root", "rows_of", "use_of"]
-
 _log = logging.getLogger("aio_ckpt")
 
 

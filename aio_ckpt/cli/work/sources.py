@@ -43,8 +43,6 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Check", "OnProgress", "Source", "mapped_state", "opened"]
-
 _GROUP_BYTES = 256 << 20
 """Least length of the tensors that are read together. A killed conversion loses as much."""
 _ZIP = b"PK\x03\x04"

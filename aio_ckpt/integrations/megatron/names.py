@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from aio_ckpt.integrations.places import Place, missing
 
-__all__ = ["TRIED_CORE", "TRIED_TRAINING", "core", "missing_in_core", "missing_in_training", "training"]
-
 TRIED_CORE = ("0.16.1", "0.19.2")
 """Versions of ``megatron.core`` that the strategies and the queue were tried with."""
 TRIED_TRAINING = ("0.19.2",)

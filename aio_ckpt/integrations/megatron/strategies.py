@@ -20,8 +20,6 @@ from aio_ckpt.integrations.async_saves import Committed, Shared
 from aio_ckpt.integrations.megatron.names import TRIED_CORE, core, missing_in_core
 from aio_ckpt.integrations.places import Place
 
-__all__ = ["LoadStrategy", "SaveStrategy", "our_reader", "placed"]
-
 _SaveBase: Any = core.save_strategy.value or object
 _LoadBase: Any = core.load_strategy.value or object
 _Planner: Any = core.save_planner.value or object

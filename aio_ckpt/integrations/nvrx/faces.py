@@ -26,8 +26,6 @@ from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.async_calls import AsyncCallsQueue
 from aio_ckpt.integrations.async_saves import Committed, Shared
 
-__all__ = ["faces", "lend_members"]
-
 Path = str | os.PathLike[str]
 StockOf = Callable[[str], Any]
 """Function that returns the original of a name. It raises an error if there is none."""

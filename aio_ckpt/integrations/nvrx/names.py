@@ -9,8 +9,6 @@ from typing import Any
 
 from aio_ckpt.integrations.places import Place
 
-__all__ = ["TRIED", "changed", "holders", "replaced"]
-
 TRIED = ("0.5.0", "0.6.0", "0.7.0")
 """Versions of ``nvidia-resiliency-ext`` whose names and parameters are served."""
 

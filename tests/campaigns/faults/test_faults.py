@@ -15,7 +15,7 @@ from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.errors import SaveCancelledError, ThreadDiedError
-from aio_ckpt.ranks.store_coordinator import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from tests.campaigns.faults import work
 from tests.campaigns.faults.campaign import (
     FAULTS,

@@ -24,7 +24,9 @@ from aio_ckpt.errors import CorruptCheckpointError, ReadError, WriteError
 from aio_ckpt.memory.arena import POISON
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import ON_SUBMIT, Executor, run_blocking
-from aio_ckpt.storage.local import DataFile, FileStatus, PageCache, ReadFile, RootLock
+from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.local import DataFile, FileStatus, ReadFile
+from aio_ckpt.storage.lock import RootLock
 
 __all__ = ["Chances", "DeadlockError", "Directory", "File", "SimStorage", "SimThreads", "virtual_loop"]
 

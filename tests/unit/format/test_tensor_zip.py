@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.format import zip_records
 from aio_ckpt.format.constants import TensorSpec
+from aio_ckpt.format.tensor_pickle import storable_dtype
 from aio_ckpt.format.tensor_zip import (
     HEAD_BYTES,
     TAIL_BYTES,
@@ -43,7 +44,6 @@ from aio_ckpt.format.tensor_zip import (
     raw_bytes,
     records_of,
     render,
-    storable_dtype,
     stored_stride,
 )
 
