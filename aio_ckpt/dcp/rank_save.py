@@ -44,7 +44,6 @@ from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.full_disk import explain_full_disk
 from aio_ckpt.write.result import WriteResult as Written
 from aio_ckpt.write.result import check_complete
-from aio_ckpt.write.trace_file import NO_TRACE
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
 _MARK_POLLS, _MARK_POLL_SECS = 100, 0.02
@@ -184,7 +183,6 @@ def _capture_and_write(
             guarded=frozenset(),
             on_captured=lambda runs: runtime.portal.post(progress.add, runs),
             stall_timeout_secs=limit_secs,
-            trace=NO_TRACE,
         )
         work.finish()
         on_captured()
@@ -274,7 +272,6 @@ async def _write_data(
         captured=lambda index: progress.wait(index, runtime.portal.executor),
         admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=progress.touch),
         on_written=lambda _: progress.touch(),
-        trace=NO_TRACE,
     )
     progress.touch()
     return written

@@ -27,7 +27,6 @@ from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.capture import capture
 from aio_ckpt.snapshot.image import image_bytes_of, lease_image
-from aio_ckpt.write.trace_file import NO_TRACE
 
 
 class AsyncStager(Face, staging.AsyncStager):
@@ -177,7 +176,6 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
             guarded=frozenset(),
             on_captured=lambda _: None,
             stall_timeout_secs=config.stall_timeout_secs,
-            trace=NO_TRACE,
         ).finish()
         memory = np.frombuffer(lease.arena.memory, np.uint8)
         holder = object()

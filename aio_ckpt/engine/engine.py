@@ -195,7 +195,6 @@ class BaseEngine:
         metrics: Mapping[str, SupportsFloat] | None = None,
         extra: dict[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
-        trace: str | os.PathLike[str] | None = None,
     ) -> SaveTicket:
         """Capture ``state`` now and save it in the background.
 
@@ -222,8 +221,6 @@ class BaseEngine:
                 loads hold it. If there are several ranks, the value of rank 0 counts, and others may pass None.
             files: small files to put beside the data, by name, for other programs: durable and visible with it, copied
                 now. Nothing of aio_ckpt reads or verifies them. If there are several ranks, those of rank 0 count.
-            trace: file for a Chrome trace of this save (Perfetto, chrome://tracing), replaced before the ticket is
-                settled, also if the save fails once it has begun. A trace that cannot be written is logged.
 
         Raises:
             StepOrderError, EmptyStateError, ConfigError: bad input; nothing was touched.
@@ -248,7 +245,6 @@ class BaseEngine:
             metrics=metrics,
             extra=extra,
             files=files,
-            trace=trace,
         )
         return self._frontend.save(state, step, call)
 

@@ -40,7 +40,6 @@ from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.full_disk import explain_full_disk
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.throttle import WriteThrottle
-from aio_ckpt.write.trace_file import NO_TRACE
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
 TEMPORARY = ".aio_ckpt-file-"
@@ -267,7 +266,6 @@ class FilePipeline:
             captured=lambda index: captured.progress.wait(index, ctx.executor),
             admit=functools.partial(self.throttle.admit, is_hurried=False, on_wait=save.progress.touch),
             on_written=on_written,
-            trace=NO_TRACE,
         )
 
     async def _commit(self, save: PendingFile) -> Sequence[str]:

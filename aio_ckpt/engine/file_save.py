@@ -39,7 +39,6 @@ from aio_ckpt.snapshot.capture import Capture, capture
 from aio_ckpt.snapshot.image import Image, lease_image
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
 from aio_ckpt.ticket import SaveTicket, settle
-from aio_ckpt.write.trace_file import NO_TRACE
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -224,7 +223,6 @@ class FileSaves:
             on_captured=captured,
             on_issued=issued,
             stall_timeout_secs=self._pipeline.slot_timeout_secs(image.slots * image.chunk_bytes),
-            trace=NO_TRACE,
         )
         return work, image.lease
 

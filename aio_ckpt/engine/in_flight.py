@@ -23,7 +23,7 @@ from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.outcomes import call_back, log_commit, log_failure, logged_errors, named
-from aio_ckpt.engine.pipeline import SavePipeline, keep_trace
+from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.removal import Removal, Remover
 from aio_ckpt.engine.stages import CapturedSave, PendingSave, SaveCall, SaveTimer
 from aio_ckpt.errors import (
@@ -335,7 +335,6 @@ class InFlight:
                 on_captured=captured,
                 on_issued=issued,
                 stall_timeout_secs=self._pipeline.slot_timeout_secs(image.slots * image.chunk_bytes),
-                trace=save.call.trace,
             )
             save.debug("save() returns")
             self._finish(save, work, is_staged=is_staged)
@@ -386,7 +385,6 @@ class InFlight:
         save.progress.fail(cause)
         if save.scope is None:  # the pipeline has not begun
             save.captured.image.lease.close()
-            await keep_trace(self._ctx, save, cause)
             self._settle(save, failed(cause))
 
     def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:

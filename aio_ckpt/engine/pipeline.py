@@ -95,11 +95,9 @@ class SavePipeline:
             with anyio.CancelScope(shield=True):
                 await explain_failure(cause, self.ctx, save.captured.image.chunks[-1].stop, save.target)
                 cause = await self._clean_up(save, cause, stage)
-                await keep_trace(self.ctx, save, cause)
             if cause is error:
                 raise
             raise cause from cause.__cause__
-        await keep_trace(self.ctx, save, None)
         return report
 
     async def _save(self, save: PendingSave) -> SaveReport:
@@ -192,7 +190,6 @@ class SavePipeline:
             captured=lambda index: progress.wait(index, ctx.executor),
             admit=functools.partial(self.throttle.admit, is_hurried=is_hurried, on_wait=progress.touch),
             on_written=on_written,
-            trace=save.call.trace,
         )
         progress.touch()
         if image.is_whole:
@@ -376,13 +373,6 @@ class SavePipeline:
             are_several=self.ctx.world_size > 1,
         )
         return end.cause
-
-
-async def keep_trace(ctx: EngineContext, save: PendingSave, error: BaseException | None) -> None:
-    """Write the trace that the caller asked for, once the save has ended. ``error``: its failure, or None."""
-    captured = save.captured
-    about = {"step": save.stored_step, "plan_hit": captured.plan_hit, "image_bytes": captured.image.chunks[-1].stop}
-    await save.call.trace.keep(ctx.executor, origin=save.call.started, rank=ctx.rank, about=about, error=error)
 
 
 def _tell_secs(deadline: Deadline) -> float | None:

@@ -44,7 +44,6 @@ from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import Lock, Portal
-from aio_ckpt.runtime.trace import CALLER
 from aio_ckpt.runtime.waiting import call_within, disk_lines
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.replica_sums import content_sums
@@ -158,7 +157,7 @@ class SaveFrontend:
         """
         self._portal.check_thread("save()")
         self._check_not_inside("save()")
-        with call.trace.span("save()", CALLER), self._lock:
+        with self._lock:
             number, failed = self.in_flight.next_number("save", step), None
             self._saves += 1
             # A refused call takes its step all the same, so that all ranks count alike. A save by path takes none.
@@ -183,8 +182,7 @@ class SaveFrontend:
                     self._refused = None
                 # Under the lock no other call leases: a lease that no pending save owns was lost by Ctrl-C.
                 self._close_lost()
-                with call.trace.span("wait for room", CALLER):
-                    waited_secs, through = self._make_room(call.path or step, number, when_busy, joint, call.deadline)
+                waited_secs, through = self._make_room(call.path or step, number, when_busy, joint, call.deadline)
                 failed = self.in_flight.take_unreported(through)
                 ticket = self._save(state, step, call, number, waited_secs, joint)
             except BaseException as error:
@@ -216,9 +214,8 @@ class SaveFrontend:
         self, state: object, step: int | None, call: SaveCall, number: int, waited_secs: float | None, joint: GroupCall
     ) -> SaveTicket:
         """Plan, lease and capture. ``waited_secs``: how long the call waited for room; None if it is to be skipped."""
-        in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
-        with trace.span("read the steps", CALLER):
-            self._learn_steps(deadline)
+        in_flight, deadline = self.in_flight, call.deadline
+        self._learn_steps(deadline)
         if call.refuse is not None:  # after the wait, which ends alike on all ranks: the call is refused on all
             call = call.refuse()
         read_steps = functools.partial(self._root_session.steps, deadline)
@@ -231,30 +228,25 @@ class SaveFrontend:
             skipped_step = 0 if call.path else (in_flight.newest_step or 0) if step is None else step
             check = self._portal.check_thread
             return SaveTicket(step=skipped_step, path=call.path, portal_check=check, skipped=True)
-        with trace.span("walk and plan", CALLER):
-            flat = self._flatten(state)
-            with naming_all_faults(flat):
-                planned = self.cache.resolve(flat)
+        flat = self._flatten(state)
+        with naming_all_faults(flat):
+            planned = self.cache.resolve(flat)
         plan_secs = time.perf_counter() - call.started - waited_secs
-        with trace.span("encode objects", CALLER), naming_all_faults(flat):
+        with naming_all_faults(flat):
             encoded = self._encoder.encode(planned.objects, flat.versions)
-        with trace.span("sum replicas", CALLER):
-            content = self._content(planned, encoded)
-        with trace.span("open the root", CALLER):
-            if self._ctx.members.is_leader:
-                self._root_session.become_writer(in_flight.steps.learn, deadline)
-            if call.takes_step:
-                self._tell_earlier_steps(step)
-            target: Target = in_flight.claim_step(number, step) if call.path is None else call.path
-            if step is not None:
-                in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
+        content = self._content(planned, encoded)
+        if self._ctx.members.is_leader:
+            self._root_session.become_writer(in_flight.steps.learn, deadline)
+        if call.takes_step:
+            self._tell_earlier_steps(step)
+        target: Target = in_flight.claim_step(number, step) if call.path is None else call.path
+        if step is not None:
+            in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
         if _lacks_share(planned.plan):
-            with trace.span("agree before the capture", CALLER):
-                planned = self._assign(planned, content, target, number, joint.agreement, deadline)
+            planned = self._assign(planned, content, target, number, joint.agreement, deadline)
             content = ContentSums(content.objects)
         objects = _own_objects(encoded, [name for name, _ in planned.objects], planned.plan.object_names)
-        with trace.span("lease memory", CALLER):
-            image = self._lease(planned, objects, target, deadline)
+        image = self._lease(planned, objects, target, deadline)
         try:
             self._tell_waves(image, target)
             save = in_flight.enter(
@@ -273,8 +265,7 @@ class SaveFrontend:
             self._map_next(
                 planned.plan, objects
             )  # first: an error after the start would be raised while the save goes on
-            with trace.span("capture", CALLER):
-                in_flight.start(save, planned)
+            in_flight.start(save, planned)
         except Exception:
             image.lease.close()  # again: without memory, start() may have failed to close it
             raise

@@ -34,7 +34,6 @@ from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.result import WriteResult
-from aio_ckpt.write.trace_file import NO_TRACE, SaveTrace, TraceFile
 
 
 def sent_target(target: Target) -> int | str:
@@ -62,8 +61,6 @@ class SaveCall:
     """Directory that the caller named, absolute; None for a save of a step, and for a refused call."""
     takes_step: bool = True
     """Whether the call takes a step number: no path was given."""
-    trace: SaveTrace = NO_TRACE
-    """Records the time of each stage."""
     refuse: Callable[[], SaveCall] | None = None
     """Raises the error of a refused call, after the other ranks were told; None if the call is accepted."""
 
@@ -78,7 +75,6 @@ class SaveCall:
         metrics: Mapping[str, object] | None,
         extra: dict[str, Any] | None,
         files: Mapping[str, bytes] | None,
-        trace: str | os.PathLike[str] | None,
     ) -> SaveCall:
         """Return the call that begins now. Raises nothing: bad arguments give a call with ``refuse``."""
         started, began = time.perf_counter(), time.monotonic()
@@ -99,7 +95,6 @@ class SaveCall:
                 files=check_files(files),
                 deadline=deadline,
                 started=started,
-                trace=NO_TRACE if trace is None else TraceFile(trace),
             )
 
         try:
@@ -277,7 +272,6 @@ class PendingSave:
         """Note, on the loop, the activity that begins now, and its stage if that changes."""
         self.activity = activity
         self.stage = stage or self.stage
-        self.call.trace.stage(activity)
         self.debug(activity)
 
     def debug(self, text: str) -> None:

@@ -38,7 +38,6 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.write.trace_file import NO_TRACE
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
 _WORKERS = 4
@@ -215,7 +214,6 @@ async def _write_data(
             captured=_no_wait,
             admit=_no_wait,
             on_written=lambda _: None,
-            trace=NO_TRACE,
         )
     finally:
         lease.close()

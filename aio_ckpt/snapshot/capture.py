@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -20,7 +19,6 @@ from aio_ckpt.plan.copy_plan import ChunkCopyMethods, GatherRun, HostTransfers
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses
 from aio_ckpt.plan.values import Chunk, Piece
-from aio_ckpt.runtime.trace import CALLER, COPIES, Recorder
 from aio_ckpt.snapshot.device_copy import DeviceCopier, DeviceCopy
 from aio_ckpt.snapshot.gather import GatherBuffers, LeafGroups
 from aio_ckpt.snapshot.image import Image
@@ -127,9 +125,7 @@ class Capture:
     It owns the references to the source tensors, from the call of ``save()`` until the last copy is done.
     """
 
-    def __init__(
-        self, planned: PlannedImage, image: Image, copy_engines: CopyEngines, guarded: Set[int], trace: Recorder
-    ) -> None:
+    def __init__(self, planned: PlannedImage, image: Image, copy_engines: CopyEngines, guarded: Set[int]) -> None:
         self._planned = planned
         self._image = image
         self._copy_engines = copy_engines
@@ -145,8 +141,6 @@ class Capture:
         """Events after all copies; empty until all are issued."""
         self.source_events: tuple[CopyEvent, ...] = ()
         """Events that must be reached before a source may change."""
-        self._trace = trace
-        self._runs: list[tuple[str, float, tuple[CopyEvent, ...]]] = []
 
     def issue_first(self) -> None:
         """Issue the copies of unguarded leaves on devices: the caller's stream waits for these alone.
@@ -191,16 +185,6 @@ class Capture:
         self._without_event.clear()
         return events
 
-    def capture_run(self, run: Sequence[Chunk], *, is_issued: bool) -> CapturedRun:
-        """Issue the copies of a run. If ``is_issued``, they come from devices and end only when their events do."""
-        name = f"chunk {run[0].index}" + (f" to {run[-1].index}" if run[1:] else "")
-        with self._trace.span(f"{'issue' if is_issued else 'copy'} {name}", CALLER):
-            self.issue(run)
-            events = self.take_events()
-        if is_issued:
-            self._runs.append((name, time.perf_counter(), events))
-        return [chunk.index for chunk in run], events
-
     def end(self) -> None:
         """End the issue of copies: if the sources are not guarded, the caller's stream waits for the copies."""
         self.events = tuple(copies.record_event() for copies in self._copies.values())
@@ -227,13 +211,6 @@ class Capture:
 
     def finish(self) -> None:
         """Block until every copy is done, then drop the references to the sources."""
-        ended = 0.0
-        for name, issued, events in self._runs:  # runs follow each other on the side stream, and so on their lane
-            for event in events:
-                event.synchronize()
-            began, ended = max(issued, ended), time.perf_counter()
-            self._trace.add(f"copy {name}", COPIES, began, ended)
-        self._runs.clear()
         for event in self.events:
             event.synchronize()
         self._flat.clear()
@@ -341,7 +318,6 @@ def capture(
     on_captured: Callable[[Sequence[CapturedRun]], None],
     on_issued: Callable[[Capture], None] = lambda _: None,
     stall_timeout_secs: float,
-    trace: Recorder,
 ) -> Capture:
     """Issue every copy of a save, chunk by chunk, so that the first chunks are written while later ones are captured.
 
@@ -356,7 +332,7 @@ def capture(
         SourceChangedError: another thread freed or resized a source meanwhile.
         StallError: a slot of the ring did not become free in time.
     """
-    work = Capture(planned, image, copy_engines, guarded, trace)
+    work = Capture(planned, image, copy_engines, guarded)
     unreported: list[CapturedRun] = []
 
     def report() -> None:
@@ -372,7 +348,8 @@ def capture(
                 if not is_brief or run[0].index >= image.slots:  # a slot becomes free only after its chunk is reported
                     report()
                 _await_slot(image, run[0], stall_timeout_secs)
-                unreported.append(work.capture_run(run, is_issued=is_issued))
+                work.issue(run)
+                unreported.append(([chunk.index for chunk in run], work.take_events()))
                 if not is_brief:
                     report()
         except (RuntimeError, OSError):

@@ -21,7 +21,6 @@ from isal import isal_zlib
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.plan.values import Chunk, ImageLayout, Piece
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
-from aio_ckpt.runtime.trace import SUMS, Recorder
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.storage.local import DataFile, Storage
 from aio_ckpt.write.result import WriteResult
@@ -159,7 +158,6 @@ async def write_image(
     captured: Callable[[int], Awaitable[None]],
     admit: Callable[[int], Awaitable[None]],
     on_written: Callable[[int], None],
-    trace: Recorder,
 ) -> WriteResult:
     """Write each chunk of ``image`` to a file as soon as ``captured(index)`` and ``admit(nbytes)`` return.
 
@@ -172,21 +170,17 @@ async def write_image(
     async def prepare() -> None:
         async with sender:
             for chunk in image.chunks:
-                with trace.span(f"wait for chunk {chunk.index} to be captured", SUMS):
-                    await captured(chunk.index)
-                with trace.span(f"sum chunk {chunk.index}", SUMS, bytes=chunk.stop - chunk.start):
-                    await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
+                await captured(chunk.index)
+                await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
                 with contextlib.suppress(anyio.BrokenResourceError):  # no writer is left, and their error is raised
                     await sender.send(chunk)
 
-    async def write(file: DataFile, chunks: MemoryObjectReceiveStream[Chunk], lane: str) -> None:
+    async def write(file: DataFile, chunks: MemoryObjectReceiveStream[Chunk]) -> None:
         async with chunks:
             async for chunk in chunks:
                 nbytes = chunk.stop - chunk.start
-                with trace.span("wait for the rate limit", lane):
-                    await admit(nbytes)
-                with trace.span(f"write chunk {chunk.index}", lane, bytes=nbytes, offset=chunk.start):
-                    await file.write(chunk.start, image.view(chunk))
+                await admit(nbytes)
+                await file.write(chunk.start, image.view(chunk))
                 written.add(chunk.index)
                 if chunk.index < len(image.written):
                     image.written[chunk.index].set_result(None)
@@ -197,8 +191,8 @@ async def write_image(
             group.start_soon(prepare)
         async with opening as file, anyio.create_task_group() as writing:
             with watch_submissions(image.lease.hold_until):
-                for number in range(min(workers, len(image.chunks))):
-                    writing.start_soon(write, file, receiver.clone(), f"writer {number}")
+                for _ in range(min(workers, len(image.chunks))):
+                    writing.start_soon(write, file, receiver.clone())
     return WriteResult(
         image_bytes=image.chunks[-1].stop,
         file_crc32=preparer.file_crc32,

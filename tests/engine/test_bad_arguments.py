@@ -98,11 +98,6 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     ),
     "save(files)": (lambda engine, odd: engine.save(STATE, files=odd), {"None", "an empty dict"}, "files"),
     "save(extra)": (lambda engine, odd: engine.save(STATE, extra=odd), {"None", "a dict", "an empty dict"}, "extra="),
-    "save(trace)": (
-        lambda engine, odd: engine.save(STATE, trace=engine.root.parent / odd if isinstance(odd, str) and odd else odd),
-        {"None", "text"},
-        "trace=",
-    ),
     "load(state)": (lambda engine, odd: engine.load(copy.copy(odd)), {"a dict", "an empty dict"}, "state"),
     "load(step)": (lambda engine, odd: engine.load(STATE, odd), {"None", "1", "a numpy int"}, "step"),
     "load(strict)": (lambda engine, odd: engine.load(STATE, strict=odd), FLAG, "strict="),

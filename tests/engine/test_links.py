@@ -190,15 +190,6 @@ def test_a_link_in_the_partial_directory_of_an_export_is_refused(
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_link_in_the_place_of_the_work_file_of_a_trace_is_not_followed(root: Path, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / f".trace.json.{os.getpid()}.tmp").symlink_to(victim)
-    with SyncCheckpointEngine(root) as engine:
-        engine.save(weights(1), step=1, trace=tmp_path / "trace.json").result(TIMEOUT)
-    assert victim.read_text() == "mine"
-
-
 # -- failures that left trash -----------------------------------------------------------------------
 
 

@@ -107,3 +107,11 @@ def test_the_numbers_are_flat_and_leave_out_what_is_unknown(root: Path) -> None:
         assert (numbers["committed"], numbers["newest_step"]) == (1, 1)
         assert numbers["write_secs"] == stats.stage_secs["write"]
         assert {type(value) for value in numbers.values()} == {int, float}
+
+
+def test_the_stages_of_a_report_end_in_order(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        times = engine.save(weights(1)).result(TIMEOUT).timings
+    ends = [times.written_secs, times.synced_secs, times.agreed_secs, times.dir_synced_secs, times.committed_secs]
+    assert ends[0] > 0
+    assert ends == sorted(ends)

@@ -279,7 +279,6 @@ REFUSED: list[dict[str, Any]] = [
     {"extra": {"loss": float("nan")}},
     {"overwrite": "no"},
     {"step": -1},
-    {"trace": 5},
 ]
 
 

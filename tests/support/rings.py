@@ -24,7 +24,6 @@ from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult
-from aio_ckpt.write.trace_file import NO_TRACE
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
 TIMEOUT = 20.0
@@ -86,7 +85,6 @@ async def save_image(
             guarded=frozenset(),
             on_captured=lambda runs: loop.call_soon_threadsafe(progress.add, list(runs)),
             stall_timeout_secs=TIMEOUT,
-            trace=NO_TRACE,
         )
         try:
             async with anyio.create_task_group() as group:
@@ -107,7 +105,6 @@ async def save_image(
                     captured=lambda index: progress.wait(index, executor),
                     admit=lambda nbytes: anyio.lowlevel.checkpoint(),
                     on_written=lambda nbytes: None,
-                    trace=NO_TRACE,
                 )
         finally:
             for future in image.written:  # frees a capture that waits for a slot

@@ -22,7 +22,6 @@ from aio_ckpt.plan.copy_plan import ChunkCopyMethods, GatherRun, HostTransfers
 from aio_ckpt.plan.planner import PlannedImage
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import CopyEngines, CopyOrderCache, capture
-from aio_ckpt.write.trace_file import NO_TRACE
 
 
 def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -154,7 +153,6 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
         guarded=frozenset(guarded),
         on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
         stall_timeout_secs=TIMEOUT,
-        trace=NO_TRACE,
     )
     raw = {item.leaf: item.raw_offset for item in plan.layout.items}
     got = [bytes(image.lease.arena.memory[raw[leaf] : raw[leaf] + size]) for leaf, size in enumerate(sizes)]

@@ -450,7 +450,7 @@ def test_no_thread_of_the_engine_imports_a_module(tmp_path: Path) -> None:
             state = {"w": torch.ones(1 << 20), "n": [torch.ones(3), {"k": 1}], "rank": PerRank(1)}
             with SyncCheckpointEngine(root, EngineConfig(keep_last=2)) as engine:
                 for _ in range(3):
-                    engine.save(state, trace=f"{root}.json").result()
+                    engine.save(state).result()
                 engine.load(state)
                 engine.read(only=["w"])
                 engine.rollback(2)

@@ -36,7 +36,6 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.image import Image, lease_image, ring_slots
 from aio_ckpt.snapshot.progress import CapturedRun
-from aio_ckpt.write.trace_file import NO_TRACE
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 
@@ -60,7 +59,6 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
         guarded=frozenset(),
         on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
         stall_timeout_secs=stall_timeout_secs,
-        trace=NO_TRACE,
     )
     work.finish()
     return told
@@ -137,7 +135,6 @@ def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: Lifeti
             guarded=frozenset(),
             on_captured=lambda *_: state["freed"].untyped_storage().resize_(0),
             stall_timeout_secs=TIMEOUT,
-            trace=NO_TRACE,
         )
     assert planned.tensors == []
 
@@ -191,7 +188,6 @@ def test_a_long_run_from_the_host_is_told_of_at_once_and_a_brief_one_at_the_end(
         on_captured=lambda runs: told.append([index for indices, _ in runs for index in indices]),
         on_issued=lambda _: told.append("all issued"),
         stall_timeout_secs=TIMEOUT,
-        trace=NO_TRACE,
     ).finish()
     assert told == [[0], [1], "all issued", [2]]
 
@@ -223,7 +219,6 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
             guarded=frozenset(),
             on_captured=on_captured,
             stall_timeout_secs=TIMEOUT,
-            trace=NO_TRACE,
         )
         while len(written) < len(image.chunks):
             with changed:

@@ -19,7 +19,6 @@ from aio_ckpt.plan import planner as plan
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot import gather
 from aio_ckpt.snapshot.capture import CopyEngines, capture
-from aio_ckpt.write.trace_file import NO_TRACE
 
 
 @pytest.fixture
@@ -56,7 +55,6 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
             guarded=frozenset(),
             on_captured=lambda *_: None,
             stall_timeout_secs=TIMEOUT,
-            trace=NO_TRACE,
         ).finish()
         memory = image.lease.arena.tensor
         for item in planned.plan.layout.items:
@@ -84,7 +82,6 @@ def test_without_device_memory_each_tensor_is_copied_alone(
         guarded=frozenset(),
         on_captured=lambda *_: None,
         stall_timeout_secs=TIMEOUT,
-        trace=NO_TRACE,
     ).finish()
     for item in planned.plan.layout.items:
         raw = image.lease.arena.tensor[item.raw_offset : item.raw_offset + item.raw_bytes].clone()
