@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -52,34 +52,36 @@ class PendingCleanup:
 async def settle_failure(
     storage: Storage,
     pending: Path | None,
-    image: Image,
+    images: Sequence[Image],
     threads: ThreadTracker,
     *,
     title: str,
     cause: BaseException,
     pending_cleanup: PendingCleanup,
-    are_several: bool,
+    is_in_doubt: bool = False,
+    are_several: bool = False,
 ) -> None:
     """Give the memory back once the last thread has ended, and remove the directory of the save.
 
-    ``title`` names the save. ``pending`` is None if another rank removes it. If ``are_several``, a late rank may make
-    the directory anew.
+    ``title`` names the save. ``pending`` is None if another rank removes it. It stays if ``is_in_doubt``, as the
+    checkpoint may become visible. If ``are_several``, a late rank may make the directory anew.
     """
-    image.fail_slots(cause)
-    lease = image.lease
-    lease.close()
+    for image in images:
+        image.fail_slots(cause)
+        image.lease.close()
     with anyio.move_on_after(SETTLE_SECS):
-        await asyncio.wrap_future(follow(lease.settled))
+        for image in images:
+            await asyncio.wrap_future(follow(image.lease.settled))
         await threads.wait()
 
     def is_idle() -> bool:
-        return lease.settled.done() and threads.is_idle
+        return threads.is_idle and all(image.lease.settled.done() for image in images)
 
     if not is_idle():
         _log.error("%s: a thread still works for it; its pending directory stays until it has ended", title)
     if pending is None:
         return
-    if isinstance(cause, AioCkptError) and cause.in_doubt:
+    if is_in_doubt:
         # The directory may hold the files of a visible step, or of the step that it replaced.
         _log.error("%s: %s stays until it is cleared: the checkpoint may still become visible", title, pending)
     elif not is_idle() or not await _try_remove(storage, pending) or are_several:

@@ -39,12 +39,12 @@ from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.snapshot.capture import capture
 from aio_ckpt.snapshot.image import Image, lease_image
-from aio_ckpt.snapshot.progress import CaptureProgress
+from aio_ckpt.snapshot.progress import CapturedChunks, StallTimer
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.full_disk import explain_full_disk
+from aio_ckpt.write.part import Part, write_part
 from aio_ckpt.write.result import WriteResult as Written
 from aio_ckpt.write.result import check_complete
-from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
 _MARK_POLLS, _MARK_POLL_SECS = 100, 0.02
 """Number of polls for the mark of this save, and the pause between two. A save that overtakes this one removes the
@@ -172,21 +172,28 @@ def _capture_and_write(
     on_captured: Callable[[], None],
 ) -> list[WriteResult]:
     limit_secs = runtime.config.stall_timeout_secs
-    progress = CaptureProgress(len(image.chunks))
+    stall = StallTimer()
+    part = Part(
+        name=save.data_file,
+        layout=sources.planned.plan.layout,
+        tail=b"".join(stream.data for stream in sources.streams),
+        image=image,
+        chunks=CapturedChunks(len(image.chunks), stall),
+    )
     ended: Future[None] = Future()
-    writing = runtime.portal.submit(_write, runtime, directory, save, sources, image, progress, ended)
+    writing = runtime.portal.submit(_write, runtime, directory, save, sources, part, stall, ended)
     try:
         work = capture(
             sources.planned,
             image,
             runtime.copy_engines,
             guarded=frozenset(),
-            on_captured=lambda runs: runtime.portal.post(progress.add, runs),
+            on_captured=lambda runs: runtime.portal.post(part.chunks.add, runs),
             stall_timeout_secs=limit_secs,
         )
         work.finish()
         on_captured()
-        manifest = _outcome(writing, progress, limit_secs, directory)
+        manifest = _outcome(writing, stall, limit_secs, directory)
     except BaseException as error:
         writing.cancel()
         with contextlib.suppress(TimeoutError):
@@ -200,11 +207,9 @@ def _capture_and_write(
     return [*results, manifest]
 
 
-def _outcome(
-    writing: Future[ManifestResult], progress: CaptureProgress, limit_secs: float, directory: Path
-) -> ManifestResult:
+def _outcome(writing: Future[ManifestResult], stall: StallTimer, limit_secs: float, directory: Path) -> ManifestResult:
     while not writing.done():
-        left = progress.idle_left_secs(limit_secs)
+        left = stall.idle_left_secs(limit_secs)
         if left <= 0:
             raise StallError(f"a save made no progress for {limit_secs} s: storage under {directory} is stalled")
         with contextlib.suppress(TimeoutError):
@@ -217,19 +222,29 @@ async def _write(
     directory: Path,
     save: RankSave,
     sources: Sources,
-    image: Image,
-    progress: CaptureProgress,
+    part: Part,
+    stall: StallTimer,
     ended: Future[None],
 ) -> ManifestResult:
     try:
-        written = await _write_data(runtime, directory / save.data_file, sources, image, progress)
+        written = await write_part(
+            part,
+            directory / part.name,
+            runtime.storage,
+            runtime.portal.executor,
+            workers=runtime.config.workers,
+            settle_secs=SETTLE_SECS,
+            admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=stall.touch),
+            on_activity=lambda _: stall.touch(),
+            on_written=lambda _: stall.touch(),
+        )
         manifest = await _write_manifest(runtime.storage, directory, save, sources, written)
         await runtime.storage.sync_dir(directory)
         await _check_mark(runtime.storage, directory, save.save_id)
     except BaseException as error:
         cause = first_cause(error)
         with anyio.CancelScope(shield=True):
-            needed_bytes = image.chunks[-1].stop
+            needed_bytes = part.image.chunks[-1].stop
             await explain_full_disk(
                 cause,
                 runtime.storage,
@@ -238,7 +253,7 @@ async def _write(
                 whose=f" of rank {save.rank} of {save.world_size}" if save.world_size > 1 else "",
                 remedy="delete an older checkpoint",
             )
-            await _clear(runtime.storage, directory, save, image, cause)
+            await _clear(runtime.storage, directory, save, part.image, cause)
             cause = await _error_to_raise(runtime.storage, directory, save, cause)
         if cause is error:
             raise
@@ -247,34 +262,6 @@ async def _write(
         return manifest
     finally:
         ended.set_result(None)
-
-
-async def _write_data(
-    runtime: Runtime, path: Path, sources: Sources, image: Image, progress: CaptureProgress
-) -> Written:
-    preparer = ChunkPreparer(
-        sources.planned.plan.layout, b"".join(stream.data for stream in sources.streams), renders_constants=True
-    )
-    workers = runtime.config.workers
-    written = await write_image(
-        image,
-        preparer,
-        new_file(
-            runtime.storage,
-            path,
-            image.chunks[-1].stop,
-            writers=workers,
-            settle_secs=SETTLE_SECS,
-            on_activity=lambda _: progress.touch(),
-        ),
-        runtime.portal.executor,
-        workers=workers,
-        captured=lambda index: progress.wait(index, runtime.portal.executor),
-        admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=progress.touch),
-        on_written=lambda _: progress.touch(),
-    )
-    progress.touch()
-    return written
 
 
 async def _write_manifest(

@@ -25,12 +25,13 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.job import SaveCall
 from aio_ckpt.engine.load import Loader, selection, wanted_checkpoint
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, usable_root
+from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.save_call import SaveFrontend
 from aio_ckpt.engine.shutdown import Shutdown
-from aio_ckpt.engine.stages import SaveCall
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.leaves.values import State
@@ -144,9 +145,8 @@ class BaseEngine:
         )
         pipeline = SavePipeline(
             ctx=ctx,
-            throttle=self._throttle,
+            runner=JobRunner(ctx=ctx, throttle=self._throttle, pending_cleanup=self._pending_cleanup),
             quarantine=self._quarantine,
-            pending_cleanup=self._pending_cleanup,
             rescue=self._rescue,
         )
         self._frontend = SaveFrontend(
@@ -159,10 +159,9 @@ class BaseEngine:
             on_committed=self._expire,
         )
         self._shutdown = Shutdown(
-            self._frontend.in_flight,
-            self._frontend.files,
+            self._frontend.queue,
             background=lambda: [
-                *self._frontend.in_flight.removals(),
+                *self._frontend.queue.removals(),
                 *self._root_session.last_passes(),
                 *self._frontend.dropping,
                 *(agreed.ended for agreed in self._agreed),
@@ -355,7 +354,7 @@ class BaseEngine:
         Raises:
             ConfigError: ``guarded`` has no ``step()`` or ``param_groups``. So does a step inside a CUDA graph.
         """
-        self._frontend.in_flight.guards.add(guarded)
+        self._frontend.queue.guards.add(guarded)
 
     def clear_cache(self) -> None:
         """Forget the cached plan and free its gather buffers: the next save plans anew."""
@@ -367,13 +366,13 @@ class BaseEngine:
         This never waits. Any thread and any signal handler may call it, also once the engine is closed.
         """
         frontend = self._frontend
-        counters, newest = frontend.statistics.counters, frontend.in_flight.steps.newest(())
+        counters, newest = frontend.statistics.counters, frontend.queue.steps.newest(())
         return EngineStats(
             rank=self._ctx.rank,
             committed=counters.committed,
             failed=counters.failed,
             skipped=counters.skipped,
-            pending=frontend.in_flight.pending_count,
+            pending=frontend.queue.pending_count,
             committed_bytes=counters.committed_bytes,
             blocked_secs=counters.blocked_secs,
             stage_secs=counters.stage_secs,
@@ -477,9 +476,9 @@ class BaseEngine:
     def _wait_ready(self) -> None:
         """Block until ``save()`` would not have to wait for an earlier save."""
         self._portal.check_thread("ready()")
-        in_flight = self._frontend.in_flight
-        lines = in_flight.lines("ready")
-        while (settled := in_flight.settled_before_room) is not None:
+        queue = self._frontend.queue
+        lines = queue.lines("ready")
+        while (settled := queue.settled_before_room) is not None:
             lines.wait_for([settled])
 
     def _submit_load(
@@ -580,9 +579,9 @@ class CheckpointEngine(BaseEngine):
 
         If an earlier save fails meanwhile, this does not raise: the next ``save()`` or ``close()`` does.
         """
-        in_flight = self._frontend.in_flight
-        with in_flight.lines("ready").on_loop():
-            while (settled := in_flight.settled_before_room) is not None:
+        queue = self._frontend.queue
+        with queue.lines("ready").on_loop():
+            while (settled := queue.settled_before_room) is not None:
                 await asyncio.wrap_future(follow(settled))
 
     async def load(

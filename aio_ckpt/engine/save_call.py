@@ -22,14 +22,23 @@ from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.owner import make_pending
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.file_save import FileSaves, file_target
-from aio_ckpt.engine.in_flight import InFlight, note_failure, raise_failure
+from aio_ckpt.engine.file_save import FileSaves, file_target, log_file
+from aio_ckpt.engine.job import FileJob, Job, SaveCall, SaveJob, SaveTimer, sent_target
+from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
 from aio_ckpt.engine.known_steps import EarlierSteps
-from aio_ckpt.engine.outcomes import Statistics
+from aio_ckpt.engine.outcomes import Statistics, log_commit, log_failure
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, StepsChange
-from aio_ckpt.engine.stages import SaveCall, sent_target
-from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
+from aio_ckpt.errors import (
+    AioCkptError,
+    BusyError,
+    EngineClosedError,
+    PeerFailedError,
+    SaveCancelledError,
+    StallError,
+    WrongThreadError,
+)
+from aio_ckpt.format.rank_manifest import data_file_name
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
@@ -46,10 +55,12 @@ from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.waiting import call_within, disk_lines
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
+from aio_ckpt.snapshot.progress import CapturedChunks
 from aio_ckpt.snapshot.replica_sums import content_sums
 from aio_ckpt.state.flatten import FlatState, check_not_empty, flatten
 from aio_ckpt.state.leaf_faults import naming_all_faults
 from aio_ckpt.ticket import Milestone, SaveTicket
+from aio_ckpt.write.part import Part
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -104,11 +115,10 @@ class SaveFrontend:
             budget_bytes=self.lifetime.measure_budget,
         )
         """The plan of the last save."""
-        self.in_flight = InFlight(ctx, portal, pipeline, on_settled=self._after)
+        self.queue = JobQueue(ctx, portal, pipeline.runner, pipeline.quarantine, on_settled=self._after)
         self.earlier_steps = EarlierSteps(ctx.root)
         """Messages about the steps of an earlier run."""
-        self.files = FileSaves(ctx, portal, pipeline, self.in_flight, self.lifetime)
-        """Files that are being saved."""
+        self._files = FileSaves(ctx, pipeline.runner, self.queue, self.lifetime)
         self.statistics = Statistics()
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
@@ -158,10 +168,10 @@ class SaveFrontend:
         self._portal.check_thread("save()")
         self._check_not_inside("save()")
         with self._lock:
-            number, failed = self.in_flight.next_number("save", step), None
+            number, failed = self.queue.next_number("save", step), None
             self._saves += 1
             # A refused call takes its step all the same, so that all ranks count alike. A save by path takes none.
-            claim = functools.partial(self.in_flight.claim_step, number, step) if call.takes_step else _take_none
+            claim = functools.partial(self.queue.claim_step, number, step) if call.takes_step else _take_none
             joint = GroupCall(
                 self._ctx.members,
                 self._ctx.executor,
@@ -183,7 +193,7 @@ class SaveFrontend:
                 # Under the lock no other call leases: a lease that no pending save owns was lost by Ctrl-C.
                 self._close_lost()
                 waited_secs, through = self._make_room(call.path or step, number, when_busy, joint, call.deadline)
-                failed = self.in_flight.take_unreported(through)
+                failed = self.queue.take_unreported(through)
                 ticket = self._save(state, step, call, number, waited_secs, joint)
             except BaseException as error:
                 self._refused = joint.refuse(error)
@@ -202,19 +212,27 @@ class SaveFrontend:
         limit_secs, place = self._ctx.config.stall_timeout_secs, check_path("path", path, of="a file")
         target = call_within(limit_secs, functools.partial(file_target, path), "looking at the file", place)
         with self._lock:
-            self.in_flight.check_open()
+            self.queue.check_open()
             self._close_lost()
-            return self.files.save(obj, target, options, started)
+            earlier = self.queue.take_unreported(0)
+            try:
+                ticket = self._files.save(obj, target, options, started)
+            except BaseException as error:
+                if earlier is not None:
+                    note_failure(error, earlier)
+                raise
+        if earlier is not None:
+            raise_failure(earlier, made=ticket)
+        return ticket
 
     def _close_lost(self) -> None:
-        leases = [save.captured.image.lease for save in self.in_flight.pending]
-        self.lifetime.close_lost([*leases, *self.files.leases])
+        self.lifetime.close_lost(self.queue.leases)
 
     def _save(
         self, state: object, step: int | None, call: SaveCall, number: int, waited_secs: float | None, joint: GroupCall
     ) -> SaveTicket:
         """Plan, lease and capture. ``waited_secs``: how long the call waited for room; None if it is to be skipped."""
-        in_flight, deadline = self.in_flight, call.deadline
+        queue, deadline = self.queue, call.deadline
         self._learn_steps(deadline)
         if call.refuse is not None:  # after the wait, which ends alike on all ranks: the call is refused on all
             call = call.refuse()
@@ -222,10 +240,10 @@ class SaveFrontend:
         if call.path is not None:
             self._root_session.check_place(call.path, deadline)
         elif step is not None:
-            in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
+            queue.steps.check(step, queue.pending_steps, overwrite=call.overwrite, read=read_steps)
         if waited_secs is None:
             self.statistics.skip()
-            skipped_step = 0 if call.path else (in_flight.newest_step or 0) if step is None else step
+            skipped_step = 0 if call.path else (queue.steps.newest(queue.pending_steps) or 0) if step is None else step
             check = self._portal.check_thread
             return SaveTicket(step=skipped_step, path=call.path, portal_check=check, skipped=True)
         flat = self._flatten(state)
@@ -236,12 +254,12 @@ class SaveFrontend:
             encoded = self._encoder.encode(planned.objects, flat.versions)
         content = self._content(planned, encoded)
         if self._ctx.members.is_leader:
-            self._root_session.become_writer(in_flight.steps.learn, deadline)
+            self._root_session.become_writer(queue.steps.learn, deadline)
         if call.takes_step:
             self._tell_earlier_steps(step)
-        target: Target = in_flight.claim_step(number, step) if call.path is None else call.path
+        target: Target = queue.claim_step(number, step) if call.path is None else call.path
         if step is not None:
-            in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
+            queue.steps.check(step, queue.pending_steps, overwrite=call.overwrite, read=read_steps)
         if _lacks_share(planned.plan):
             planned = self._assign(planned, content, target, number, joint.agreement, deadline)
             content = ContentSums(content.objects)
@@ -249,27 +267,41 @@ class SaveFrontend:
         image = self._lease(planned, objects, target, deadline)
         try:
             self._tell_waves(image, target)
-            save = in_flight.enter(
-                call,
-                planned,
-                objects,
-                image,
-                content=content,
-                target=target,
+            ctx, plan = self._ctx, planned.plan
+            job = queue.enter(
+                SaveJob,
+                target,
+                joint.agreement,
+                SaveTimer(call.started, waited_secs=waited_secs + image.lease.waited_secs, plan_secs=plan_secs),
+                place=ctx.root,
                 number=number,
-                agreement=joint.agreement,
+                deadline=deadline,
+                call=call,
+                pending=ctx.pending_path(number),
+                final=ctx.final_path(target),
+                save_id=ctx.save_id(number),
                 requested=flat.names,
-                waited_secs=waited_secs + image.lease.waited_secs,
-                plan_secs=plan_secs,
+                plan=plan,
+                plan_hit=planned.plan_hit,
+                fingerprint_hit=planned.fingerprint_hit,
+                objects=objects,
+                content=content,
             )
-            self._map_next(
-                planned.plan, objects
-            )  # first: an error after the start would be raised while the save goes on
-            in_flight.start(save, planned)
+            part = Part(
+                name=data_file_name(ctx.rank),
+                layout=plan.layout,
+                tail=objects.region,
+                renders_constants=not image.has_constants or plan.gathers,
+                image=image,
+                chunks=CapturedChunks(len(image.chunks), job.stall),
+            )
+            # Before the start: an error after it would be raised while the save goes on.
+            self._map_next(plan, objects)
+            queue.start(job, self._pipeline, [(planned, part)])
         except Exception:
             image.lease.close()  # again: without memory, start() may have failed to close it
             raise
-        return save.ticket
+        return job.ticket
 
     def _make_room(
         self, target: Target | None, number: int, when_busy: BusyPolicy, joint: GroupCall, deadline: Deadline
@@ -279,32 +311,32 @@ class SaveFrontend:
         All ranks decide alike at the same call, because the decision uses only information that every rank has at that
         call: all calls up to the last one have settled on every rank.
         """
-        in_flight = self.in_flight
+        queue = self.queue
         if not self._ctx.members.are_several:
-            return in_flight.wait_for_room(target, when_busy, deadline), number - 1
-        began, has_room, through = time.perf_counter(), True, in_flight.settled_by_now
+            return queue.wait_for_room(SaveJob, target, when_busy, deadline), number - 1
+        began, has_room, through = time.perf_counter(), True, queue.settled_by_now
         if when_busy != "wait":  # if the leader has room, every rank has, or will have once a message has arrived
-            in_flight.check_open()
-            has_room, through = joint.room(in_flight.room(), deadline)
-        in_flight.wait_settled(target, through, deadline)
+            queue.check_open()
+            has_room, through = joint.room(queue.room(), deadline)
+        queue.wait_settled(target, through, deadline)
         if not has_room and when_busy == "skip":
             return None, through
         if not has_room:
-            raise BusyError("saves are pending on some rank: await engine.ready() first, or raise max_in_flight")
-        in_flight.wait_for_room(target, "wait", deadline)
+            raise BusyError("saves are pending on some rank: await engine.ready() first, or raise max_queue")
+        queue.wait_for_room(SaveJob, target, "wait", deadline)
         return time.perf_counter() - began, through
 
     def _learn_steps(self, deadline: Deadline) -> None:
         """Read the committed steps if they are not known."""
-        if not self.in_flight.steps.are_known:
-            self.in_flight.steps.learn(functools.partial(self._known_steps, deadline))
+        if not self.queue.steps.are_known:
+            self.queue.steps.learn(functools.partial(self._known_steps, deadline))
 
     def _tell_earlier_steps(self, step: int | None) -> None:
         """Warn once if a save without a step goes on after the steps of another run."""
         if step is not None:
             self.earlier_steps.pass_first_save()
         elif self.earlier_steps.may_be_mixed and self._ctx.members.is_leader:
-            self.earlier_steps.tell_first_save(self.in_flight.newest_step)
+            self.earlier_steps.tell_first_save(self.queue.steps.newest(self.queue.pending_steps))
 
     def _known_steps(self, deadline: Deadline) -> list[int]:
         """Return the committed steps on the disk, as the leader sees them."""
@@ -331,7 +363,7 @@ class SaveFrontend:
         self._check_not_inside("prepare()")
         self._ctx.members.check_group()
         with self._lock:
-            self.in_flight.check_open()
+            self.queue.check_open()
             if step is not None:
                 self._check_first_step(step_numbers.check_step_number(step))
             flat = self._flatten(state)
@@ -340,9 +372,9 @@ class SaveFrontend:
                 objects = self._encoder.encode(planned.objects, flat.versions)
             spec = self._spec(planned.plan, objects)
             if self._ctx.members.is_leader:
-                self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
+                self._root_session.become_writer(self.queue.steps.learn, NO_DEADLINE)
             self._tell_earlier_steps(step)
-            self.in_flight.prepare_buffers(planned.plan)
+            self.queue.copy_engines.prepare(planned.plan)
             # How much memory this rank's share takes is known once the ranks have agreed, in the first save.
             mapped = None if _lacks_share(planned.plan) else self.lifetime.map_ahead(spec, arenas=1)
         return _milestone_of(mapped, self._portal)
@@ -351,14 +383,15 @@ class SaveFrontend:
         """Raise StepOrderError on all ranks if ``save(step=step)`` would. Nothing is locked or made."""
         await_met(self._ctx.members, NO_DEADLINE)
         self._learn_steps(NO_DEADLINE)
-        self.in_flight.check_step(step, overwrite=False, read_steps=self._root_session.steps)
+        read, pending = self._root_session.steps, self.queue.pending_steps
+        self.queue.steps.check(step, pending, overwrite=False, read=read)
 
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
         self._portal.check_thread("rollback()")
         self._check_not_inside("rollback()")
         with self._lock:
-            topic = f"rollback {self.in_flight.next_number('rollback')}"
+            topic = f"rollback {self.queue.next_number('rollback')}"
             gone = self._change_steps("rollback", topic, step, self._root_session.rollback)
             self.earlier_steps.go_on()
             self._rescue.give_up(f"rollback({step}) went back behind it", after=step)
@@ -369,7 +402,7 @@ class SaveFrontend:
         self._portal.check_thread("delete()")
         self._check_not_inside("delete()")
         with self._lock:
-            topic = f"delete {self.in_flight.next_number('delete')}"
+            topic = f"delete {self.queue.next_number('delete')}"
             self._change_steps("delete", topic, step, self._root_session.discard, allow_newest=allow_newest)
         self._delete_files(step, f"files of {topic}")
 
@@ -379,10 +412,10 @@ class SaveFrontend:
         Raises:
             WrongThreadError: the call stands inside a save of the same thread, which may be one of these.
         """
-        calls = self.in_flight.calls_before_load(step, path)
+        calls = self.queue.calls_before_load(step, path)
         if calls:
             self._check_not_inside(f"{kind}()")
-        return functools.partial(self.in_flight.await_calls, kind, path, calls)
+        return functools.partial(self.queue.await_calls, kind, path, calls)
 
     def check_call(self, what: str) -> None:
         """Raise WrongThreadError if the call ``what``, run in another thread, would wait for the calling thread."""
@@ -405,14 +438,14 @@ class SaveFrontend:
             for name, flag in flags.items():
                 check_flag(name, flag)
             call = f"{kind}({', '.join([str(step), *(f'{name}=True' for name, flag in flags.items() if flag)])})"
-            mine = call, bool(self.in_flight.pending)
+            mine = call, bool(self.queue.pending_count)
             asked = self._portal.call(_CHANGE.gather, coordinator, topic, mine, timeout=timeout_secs, what=what)
             busy = _busy_ranks(asked, call)
             changed: StepsChange = (None, [])
             if members.is_leader and not busy:
                 self._root_session.check_holds_steps(call)  # first: a mistyped root stays as it is
-                self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
-                self.in_flight.steps.forget()  # a change that fails midway has renamed some steps
+                self._root_session.become_writer(self.queue.steps.learn, NO_DEADLINE)
+                self.queue.steps.forget()  # a change that fails midway has renamed some steps
                 changed = change(step, **flags)
             busy, (newest, gone) = self._portal.call(
                 _CHANGE.broadcast, coordinator, topic, (busy, changed), timeout=timeout_secs, what=what
@@ -424,7 +457,7 @@ class SaveFrontend:
         if busy:
             whose = f"saves of rank {busy}" if len(asked) != 1 else "saves"
             raise BusyError(f"{kind}({step}): {whose} are pending; await their tickets first")
-        self.in_flight.steps.change(newest)
+        self.queue.steps.change(newest)
         members.newest = newest
         return gone
 
@@ -448,15 +481,15 @@ class SaveFrontend:
         self._check_not_inside("remove()")
         members, session = self._ctx.members, self._root_session
         with self._lock:
-            number = self.in_flight.next_number("remove")
+            number = self.queue.next_number("remove")
             try:
-                self.in_flight.check_open()
+                self.queue.check_open()
                 await_met(members, NO_DEADLINE)
                 place = check_path("path", path)
                 session.check_place(place, NO_DEADLINE)
                 if members.is_leader:
-                    session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
-                return self.in_flight.remove(place, number)
+                    session.become_writer(self.queue.steps.learn, NO_DEADLINE)
+                return self.queue.remove(place, number)
             except BaseException as error:
                 self._tell_refused(f"remove {number}", error)
                 raise
@@ -472,12 +505,12 @@ class SaveFrontend:
         self._check_not_inside("clear_cache()")
         with self._lock:
             self.cache.clear()
-            self.in_flight.clear_buffers()
+            self.queue.copy_engines.clear()
 
     def let_go(self) -> None:
         """Forget guarded optimizers and free the gather buffers. Arenas are freed once their last thread has ended."""
-        self.in_flight.guards.close()
-        self.in_flight.clear_buffers()
+        self.queue.guards.close()
+        self.queue.copy_engines.clear()
 
     def _spec(self, plan: Plan, objects: ObjectBytes) -> ArenaSpec:
         kind, budget_bytes = self._staging.kind(plan.source), self.lifetime.budget_bytes
@@ -541,7 +574,7 @@ class SaveFrontend:
             planned,
             len(objects.region),
             self.lifetime,
-            timeout_secs=self._pipeline.slot_timeout_secs(planned.plan.layout.chunk_bytes),
+            timeout_secs=self._pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
             step=target if isinstance(target, int) else None,
         )
@@ -582,17 +615,29 @@ class SaveFrontend:
             with contextlib.suppress(EngineClosedError):
                 self.dropping = [self._ctx.executor.submit(self._rescue.give_up, "a later run has committed a step")]
 
-    def _after(self, outcome: SaveReport | BaseException, step: int | None) -> None:
-        """Handle the outcome of a save that is about to settle. After a failure, the cached plan is not trusted."""
-        self.statistics.settle(outcome, step)
-        if isinstance(outcome, BaseException):
-            self.cache.clear()
-            self._ctx.members.sent.forget()
+    def _after(self, job: Job, outcome: SaveReport | BaseException) -> None:
+        """Log and count the outcome of a save that is about to settle.
+
+        After a failure, the cached plan is not trusted.
+        """
+        if isinstance(job, FileJob):
+            log_file(job, outcome)
             return
-        if step is not None:
-            self._ctx.members.newest = max(step, self._ctx.members.newest or 0)
-            self._drop_orphans()
-        self._on_committed(step)
+        ctx = self._ctx
+        if isinstance(outcome, BaseException):
+            if not isinstance(outcome, SaveCancelledError):
+                newest = self.queue.steps.newest(())
+                log_failure(outcome, job.target, stage=job.failing_stage, rank=ctx.rank, newest=newest)
+            self.cache.clear()
+            ctx.members.sent.forget()
+        else:
+            log_commit(outcome, job.target, rank=ctx.rank, world_size=ctx.world_size)
+        self.statistics.settle(outcome, job.step)
+        if isinstance(outcome, SaveReport):
+            if job.step is not None:
+                ctx.members.newest = max(job.step, ctx.members.newest or 0)
+                self._drop_orphans()
+            self._on_committed(job.step)
 
 
 _CHANGE: Exchange[tuple[str, bool], tuple[str, StepsChange]] = Exchange(

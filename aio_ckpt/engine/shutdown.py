@@ -12,10 +12,9 @@ from typing import Any
 
 import anyio
 
-from aio_ckpt.engine.file_save import FileSaves
-from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight, raise_failure
+from aio_ckpt.engine.job import Job
+from aio_ckpt.engine.job_queue import MAX_CALLS, JobQueue, raise_failure
 from aio_ckpt.errors import StallError
-from aio_ckpt.reports import title
 from aio_ckpt.runtime.exit_status import fail_at_exit
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import start_beside_or_here
@@ -44,8 +43,7 @@ class Shutdown:
 
     def __init__(
         self,
-        in_flight: InFlight,
-        files: FileSaves,
+        queue: JobQueue,
         *,
         background: Callable[[], Iterable[Future[Any]]],
         agreements: Callable[[], Iterable[str]],
@@ -57,8 +55,7 @@ class Shutdown:
         ``agreements`` names the work of all ranks, in the background, that has not ended. ``release`` may wait for the
         disk. ``restore`` restores signal handlers, which needs the main thread.
         """
-        self._in_flight = in_flight
-        self._files = files
+        self._queue = queue
         self._background = background
         self._agreements = agreements
         self._release = release
@@ -107,13 +104,12 @@ class Shutdown:
         A save that does not end within ``timeout_secs`` is logged and left behind.
         """
         self._begin()
-        saves = [save.ticket for save in self._in_flight.pending]
-        for ticket in [*saves, *(file.ticket for file in self._files.pending)]:
+        for job in self._queue.pending(Job):
             try:
-                ticket.cancel()
-                ticket.exception(timeout_secs)
+                job.ticket.cancel()
+                job.ticket.exception(timeout_secs)
             except StallError as error:
-                _log.error("terminate(): the save of %s does not end: %s", title(ticket.path or ticket.step), error)
+                _log.error("terminate(): the save of %s does not end: %s", job.title, error)
         self._release_here()
 
     def drain(self, timeout_secs: float) -> None:
@@ -122,32 +118,27 @@ class Shutdown:
         If a step is lost, or a save failed that nobody heard of, the process ends with status 1.
         """
         deadline, lines = time.monotonic() + timeout_secs, self._lines("sys.exit")
-        pending, files = self._in_flight.pending, self._files.pending
+        pending = self._queue.pending(Job)
         try:
             lines.wait_for(self._begin(), timeout_secs)
             lines.wait_for(self._background(), deadline - time.monotonic())
         finally:  # also after Ctrl-C: the lost steps are logged in any case
-            late = [save for save in pending if not save.settled.done()]
+            late = [job for job in pending if not job.settled.done()]
             if late:
-                steps, paths = [save.step for save in late if save.step is not None], [save.call.path for save in late]
-                lost = ", ".join([f"steps {steps}"] * bool(steps) + [str(path) for path in paths if path is not None])
+                steps = [job.step for job in late if job.step is not None]
+                lost = ", ".join([f"steps {steps}"] * bool(steps) + [job.title for job in late if job.step is None])
                 _log.error("interpreter exit: %s were not committed in drain_timeout_secs", lost)
-            late_files = [str(save.path) for save in files if not save.settled.done()]
-            if late_files:
-                _log.error("interpreter exit: %s were not committed in drain_timeout_secs", ", ".join(late_files))
             for name in self._agreements():
                 _log.error("interpreter exit: other ranks did not end in drain_timeout_secs: %s", name)
-            if late or late_files or self._in_flight.take_unreported(MAX_CALLS) is not None:
+            if late or self._queue.take_unreported(MAX_CALLS) is not None:
                 fail_at_exit()
             self._release_here()
 
     def _lines(self, call: str) -> WaitLines:
-        return self._in_flight.lines(call, others=self._waits_for)
+        return self._queue.lines(call, others=self._waits_for)
 
     def _waits_for(self) -> str:
         """Return what is waited for beside saves; '' if it is deletions."""
-        for file in self._files.pending[:1]:
-            return f"{file.path}, which is {file.activity}"
         for name in self._agreements():
             return f"other ranks: {name}"
         return ""
@@ -159,11 +150,10 @@ class Shutdown:
             self._restore()
 
     def _raise_unreported(self) -> None:
-        failed = self._in_flight.take_unreported(MAX_CALLS)
+        failed = self._queue.take_unreported(MAX_CALLS)
         if failed is not None:
             raise_failure(failed)
 
     def _begin(self) -> list[Future[None]]:
-        self._in_flight.close()
-        saves = [save.settled for save in self._in_flight.pending]
-        return [*saves, *(file.settled for file in self._files.pending)]
+        self._queue.close()
+        return [job.settled for job in self._queue.pending(Job)]

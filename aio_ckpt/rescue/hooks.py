@@ -35,7 +35,7 @@ from aio_ckpt.rescue.snapshot_record import record_of, store_record_when_capture
 from aio_ckpt.runtime.portal import Executor, Portal, run_blocking
 from aio_ckpt.runtime.waiting import call_within
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.progress import CaptureProgress
+from aio_ckpt.snapshot.progress import CapturedChunks
 from aio_ckpt.storage.local import Storage
 
 _log = logging.getLogger("aio_ckpt")
@@ -63,7 +63,7 @@ class Rescue:
         image: Image,
         plan: Plan,
         objects: ObjectBytes,
-        progress: CaptureProgress,
+        chunks: CapturedChunks,
         *,
         metadata: MetadataFile,
         final: Path,
@@ -170,7 +170,7 @@ class RootRescue(Rescue):
         image: Image,
         plan: Plan,
         objects: ObjectBytes,
-        progress: CaptureProgress,
+        chunks: CapturedChunks,
         *,
         metadata: MetadataFile,
         final: Path,
@@ -190,7 +190,7 @@ class RootRescue(Rescue):
         image.lease.hold(settled)  # held before the await: the write, the other holder, may end while the id is read
         replaces = await read_save_id(self._storage, final) if overwrite else ""
         record = record_of(final.name, save_id, step, overwrite, replaces, metrics, extra, b"".join(metadata.parts))
-        await store_record_when_captured(record, plan, objects, image, progress, self._executor)
+        await store_record_when_captured(record, plan, objects, image, chunks, self._executor)
 
     def give_up(self, why: str, *, after: int = -1) -> None:
         """Remove the kept snapshots of all steps after ``after``, and log ``why``."""

@@ -28,7 +28,7 @@ from aio_ckpt.plan.values import ImageLayout, TensorItem
 from aio_ckpt.rescue.segment import SharedSegment, StoredSegment
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.progress import CaptureProgress
+from aio_ckpt.snapshot.progress import CapturedChunks
 from aio_ckpt.write.result import WriteResult
 
 _VERSION = 1
@@ -147,14 +147,14 @@ async def store_record_when_captured(
     plan: Plan,
     objects: ObjectBytes,
     image: Image,
-    progress: CaptureProgress,
+    chunks: CapturedChunks,
     executor: Executor,
 ) -> None:
     """Store the record when every chunk is captured, concurrently with the write. The caller holds the lease."""
     segment = image.lease.arena.segment
     assert isinstance(segment, SharedSegment)
     for chunk in image.chunks:
-        await progress.wait(chunk.index, executor)
+        await chunks.wait(chunk.index, executor)
     with watch_submissions(image.lease.hold_until):
         await run_blocking(executor, store_record, segment, record, plan, objects, image)
 

@@ -1,4 +1,4 @@
-"""Progress of one save: its captured chunks, and the time of its last progress, for the stall timer."""
+"""Progress of one save: the time of its last progress, for the stall timer, and its captured chunks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,16 @@ CapturedRun: TypeAlias = tuple[Sequence[int], tuple[CopyEvent, ...]]
 """(chunks, events): the chunks are captured once the events are reached."""
 
 
-class CaptureProgress:
-    """Chunks that the caller's thread has captured, and the stall timer of the save. It is used on the loop."""
+class StallTimer:
+    """Time since the last progress of one save, and the failure of its capture. It is used on the loop."""
 
-    def __init__(self, chunks: int) -> None:
-        self._events: list[tuple[CopyEvent, ...] | None] = [None] * chunks  # None: not captured yet
-        self._awaited: dict[int, asyncio.Event] = {}  # made when awaited, which costs the caller's thread no time
+    def __init__(self) -> None:
         self._error: Exception | None = None
         self._ended_early = asyncio.Event()
         self.last = time.monotonic()
         """``time.monotonic`` of the last progress."""
         self.is_paused = False
         """Whether the save waits for another save, which has its own stall timer."""
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether a chunk is not captured yet."""
-        return None in self._events
 
     def touch(self) -> None:
         """Restart the stall timer: the save has made progress."""
@@ -60,15 +53,6 @@ class CaptureProgress:
         """Seconds since the last progress; 0 while the save waits for another."""
         return 0.0 if self.is_paused else time.monotonic() - self.last
 
-    def add(self, runs: Sequence[CapturedRun]) -> None:
-        """Record the chunks of each run as captured once the events of the run are reached."""
-        for indices, events in runs:
-            for index in indices:
-                self._events[index] = events
-                if index in self._awaited:
-                    self._awaited[index].set()
-        self.touch()
-
     def fail(self, error: Exception) -> None:
         """End the capture early, with ``error``: never KeyboardInterrupt, which would end the engine's loop."""
         self._error = error
@@ -79,6 +63,30 @@ class CaptureProgress:
         await self._ended_early.wait()
         if self._error is not None:
             raise self._error
+
+
+class CapturedChunks:
+    """Chunks of one image that the caller's thread has captured. It is used on the loop."""
+
+    def __init__(self, chunks: int, timer: StallTimer) -> None:
+        """Each captured run restarts ``timer``."""
+        self._timer = timer
+        self._events: list[tuple[CopyEvent, ...] | None] = [None] * chunks  # None: not captured yet
+        self._awaited: dict[int, asyncio.Event] = {}  # made when awaited, which costs the caller's thread no time
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether the capture of every chunk was issued."""
+        return None not in self._events
+
+    def add(self, runs: Sequence[CapturedRun]) -> None:
+        """Record the chunks of each run as captured once the events of the run are reached."""
+        for indices, events in runs:
+            for index in indices:
+                self._events[index] = events
+                if index in self._awaited:
+                    self._awaited[index].set()
+        self._timer.touch()
 
     async def wait(self, index: int, executor: Executor) -> None:
         """Wait until chunk ``index`` is captured. If the capture ended early, this waits for ever."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aio_ckpt import SyncCheckpointEngine
-from aio_ckpt.engine import pipeline
+from aio_ckpt.engine import pipeline, run_job
 from aio_ckpt.errors import PeerFailedError, StallError
 from aio_ckpt.storage.local import LocalStorage
 
@@ -26,7 +26,7 @@ def test_a_deadline_that_strikes_as_the_save_ends_is_too_late(tmp_path: Path, mo
         finally:
             raise StallError("too late")
 
-    monkeypatch.setattr(pipeline, "_watch", late)
+    monkeypatch.setattr(run_job.JobRunner, "_watch", late)
     with SyncCheckpointEngine(tmp_path) as engine:
         report = engine.save(STATE).result(TIMEOUT)
         assert report is not None
@@ -62,7 +62,7 @@ async def test_a_sign_of_life_that_nobody_hears_ends_a_save_until_it_is_committe
     async def beat() -> None:
         nonlocal beats
         beats += 1
-        save.progress.last += 1
+        save.stall.last += 1
         if beats == 3:
             scope.cancel()
         raise PeerFailedError("the store cannot be reached", rank=None, stage="agree")
@@ -70,8 +70,8 @@ async def test_a_sign_of_life_that_nobody_hears_ends_a_save_until_it_is_committe
     ctx: Any = SimpleNamespace(
         config=SimpleNamespace(stall_timeout_secs=0.01), members=SimpleNamespace(coordinator=SimpleNamespace(beat=beat))
     )
-    progress, agreement = SimpleNamespace(last=0, is_paused=True), SimpleNamespace(is_committing=is_committing)
-    save: Any = SimpleNamespace(progress=progress, round=agreement)
+    stall, agreement = SimpleNamespace(last=0, is_paused=True), SimpleNamespace(is_committing=is_committing)
+    save: Any = SimpleNamespace(stall=stall, round=agreement)
     with anyio.move_on_after(TIMEOUT) as scope:
         if is_committing:
             await pipeline._send_heartbeats(ctx, save)

@@ -13,7 +13,8 @@ from gated_storage import gated_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.step_numbers import MAX_STEP
-from aio_ckpt.engine import in_flight as inflight
+from aio_ckpt.engine import job_queue
+from aio_ckpt.engine.job import SaveJob
 from aio_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -86,7 +87,7 @@ def test_an_interrupt_while_copying_is_raised_once_and_cancels_the_save(
 
     with SyncCheckpointEngine(tmp_path) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(inflight, "capture", interrupted)
+            patch.setattr(job_queue, "capture", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.save({"a": T})
         assert engine.lifetime.leases == 0
@@ -97,18 +98,18 @@ def test_an_interrupt_while_copying_is_raised_once_and_cancels_the_save(
 def test_the_pipeline_hears_of_an_interrupt_as_of_a_cancelled_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered: list[inflight.PendingSave] = []
-    enter = inflight.InFlight.enter
+    entered: list[SaveJob] = []
+    enter = job_queue.JobQueue.enter
 
-    def remember(*args: object, **kwargs: object) -> inflight.PendingSave:
+    def remember(*args: object, **kwargs: object) -> SaveJob:
         entered.append(enter(*args, **kwargs))
         return entered[-1]
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inflight.InFlight, "enter", remember)
-    monkeypatch.setattr(inflight, "capture", interrupted)
+    monkeypatch.setattr(job_queue.JobQueue, "enter", remember)
+    monkeypatch.setattr(job_queue, "capture", interrupted)
     with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(KeyboardInterrupt):
         engine.save({"a": T})
     assert isinstance(entered[0].ticket.exception(TIMEOUT), SaveCancelledError)

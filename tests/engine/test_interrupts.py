@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
-from aio_ckpt.engine import engine, file_save
-from aio_ckpt.engine import in_flight as inflight
+from aio_ckpt.engine import engine, file_save, job_queue
 from aio_ckpt.engine import root as keeper
 from aio_ckpt.engine import save_call as saver
+from aio_ckpt.engine.job import Job
 from aio_ckpt.memory import lifetime
 from aio_ckpt.plan import planner as plan
 from aio_ckpt.runtime import deadline, futures, portal
@@ -36,7 +36,7 @@ TRACED = {
         file_save,
         saver,
         image,
-        inflight,
+        job_queue,
         keeper,
         lifetime,
         plan,
@@ -107,9 +107,9 @@ def guard_of(code: CodeType, offset: int) -> int | None:
 
 def check_intact(opened: SyncCheckpointEngine, interrupt: Interrupt) -> None:
     """Nothing stays pending, leased or locked: the next save commits."""
-    for save in opened._frontend.in_flight.pending:
+    for save in opened._frontend.queue.pending(Job):
         save.settled.result(TIMEOUT)
-    assert opened._frontend.in_flight.pending == (), interrupt.where
+    assert opened._frontend.queue.pending(Job) == (), interrupt.where
     state = {"a": torch.full((COUNT,), 7.0 + interrupt.at), "note": "n"}  # of the same plan
     report = opened.save(state).result(TIMEOUT)
     assert report is not None
@@ -165,7 +165,7 @@ def test_closing_ends_the_lease_that_ctrl_c_lost(tmp_path: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     with SyncCheckpointEngine(tmp_path) as opened:
-        monkeypatch.setattr(inflight.InFlight, "enter", lost)
+        monkeypatch.setattr(job_queue.JobQueue, "enter", lost)
         with pytest.raises(KeyboardInterrupt):
             opened.save({"a": torch.zeros(5000)})
         stats = opened._frontend.lifetime
@@ -183,7 +183,6 @@ def test_wherever_ctrl_c_comes_in_save_file_nothing_stays_pending_or_leased(
     path = tmp_path / "out" / name
     options = {"max_shard_bytes": 2 * COUNT} if name.endswith("s") else {}
     with SyncCheckpointEngine(tmp_path / "root", config) as opened:
-        files = opened._frontend.files
 
         def saved(value: float) -> SaveTicket:
             state = {"a": torch.full((COUNT,), value), "b": torch.full((COUNT,), value)}
@@ -196,9 +195,9 @@ def test_wherever_ctrl_c_comes_in_save_file_nothing_stays_pending_or_leased(
                 interrupt.run(lambda: saved(1.0))
             except KeyboardInterrupt:
                 assert interrupt.left == 0, "raised twice"
-            for pending in files.pending:
+            for pending in opened._frontend.queue.pending(Job):
                 pending.settled.result(TIMEOUT)
-            assert files.pending == (), interrupt.where
+            assert opened._frontend.queue.pending(Job) == (), interrupt.where
             saved(2.0).result(TIMEOUT)
             assert (opened.lifetime.leases, opened._frontend.lifetime._reserved_bytes) == (0, 0), interrupt.where
             if interrupt.left > 0:

@@ -77,7 +77,7 @@ def test_without_debug_no_stage_is_formatted(root: Path, monkeypatch: pytest.Mon
     def log_step(*args: object) -> None:
         raise AssertionError("a line was made that nobody asked for")
 
-    monkeypatch.setattr("aio_ckpt.engine.stages.log_step", log_step)
+    monkeypatch.setattr("aio_ckpt.engine.job.log_step", log_step)
     with SyncCheckpointEngine(root) as engine:
         engine.save({"w": torch.ones(2)}).result(TIMEOUT)
 

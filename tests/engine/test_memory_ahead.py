@@ -177,7 +177,7 @@ def test_gather_buffers_are_made_ahead(tmp_path: Path, monkeypatch: pytest.Monke
     given = {f"t{i}": torch.full((100,), float(i)) for i in range(50)}
 
     def buffers(engine: SyncCheckpointEngine) -> list[int]:
-        targets = engine._frontend.in_flight.copy_engines.gathers._targets.values()
+        targets = engine._frontend.queue.copy_engines.gathers._targets.values()
         return [target.memory.untyped_storage().data_ptr() for found in targets for target in (found or {}).values()]
 
     with SyncCheckpointEngine(tmp_path, EngineConfig(gather_bytes=50_000)) as engine:

@@ -23,7 +23,7 @@ from tensor_bits import random_tensor
 from warm_python import WarmPython, run_warm
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
-from aio_ckpt.engine import file_save
+from aio_ckpt.engine import save_call
 from aio_ckpt.errors import (
     ConfigError,
     EngineClosedError,
@@ -401,8 +401,7 @@ def test_an_error_while_a_file_is_settled_loses_no_ticket(
     def fails(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(file_save, "_tell_commit", fails)
-    monkeypatch.setattr(file_save, "what_is_there", fails)
+    monkeypatch.setattr(save_call, "log_file", fails)
     with gated_engine(tmp_path / "root") as (engine, storage):
         if not succeeds:
             storage.fail("sync", "x.pt", disk_error(errno.EIO))
@@ -419,7 +418,7 @@ def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
         ticket = engine.save_file({"n": 1}, tmp_path / "x.pt")
         gate.wait_reached()
         assert ticket.cancel()
-        with pytest.raises(SaveCancelledError, match="is unchanged"):
+        with pytest.raises(SaveCancelledError, match="nothing became visible"):
             ticket.result(TIMEOUT)
         assert listing(tmp_path) == []
         storage.release(gate)

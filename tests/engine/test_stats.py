@@ -88,8 +88,8 @@ def test_stats_wait_for_no_lock_of_the_engine(root: Path) -> None:
         frontend = engine._frontend
         locks = [
             frontend._lock,
-            frontend.in_flight._lock,
-            frontend.in_flight.steps._lock,
+            frontend.queue._lock,
+            frontend.queue.steps._lock,
             frontend.lifetime._lock,
             frontend.statistics._lock,
         ]

@@ -109,7 +109,7 @@ def test_a_close_that_waits_for_a_file_names_it(root: Path, lines: LogLines) -> 
         gate = storage.hold("sync", "*.pt")
         engine.save_file(weights(1), root.parent / "file.pt")
         waiting = pool.submit(engine.close_blocking)
-        lines.wait_for(r"close\(\) has waited \d+ s for \S+/file\.pt, which is .*", 2)
+        lines.wait_for(r"close\(\) has waited \d+ s for the save of \S+/file\.pt, which is .*", 2)
         gate.open()
         waiting.result(TIMEOUT)
 

@@ -20,7 +20,7 @@ from aio_ckpt.plan.planner import ImagePlan, PlanCache, PlannedImage, PlannedSav
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.progress import CaptureProgress
+from aio_ckpt.snapshot.progress import CapturedChunks, StallTimer
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult
@@ -74,7 +74,7 @@ async def save_image(
     renders_constants: bool = True,
 ) -> WriteResult:
     """Capture in a trainer's thread while this loop writes; the lease is closed at the end, come what may."""
-    progress = CaptureProgress(len(image.chunks))
+    chunks = CapturedChunks(len(image.chunks), StallTimer())
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1) as trainer:
         capturing = trainer.submit(
@@ -83,7 +83,7 @@ async def save_image(
             image,
             CopyEngines(),
             guarded=frozenset(),
-            on_captured=lambda runs: loop.call_soon_threadsafe(progress.add, list(runs)),
+            on_captured=lambda runs: loop.call_soon_threadsafe(chunks.add, list(runs)),
             stall_timeout_secs=TIMEOUT,
         )
         try:
@@ -102,7 +102,7 @@ async def save_image(
                     ),
                     executor,
                     workers=workers,
-                    captured=lambda index: progress.wait(index, executor),
+                    captured=lambda index: chunks.wait(index, executor),
                     admit=lambda nbytes: anyio.lowlevel.checkpoint(),
                     on_written=lambda nbytes: None,
                 )

@@ -32,12 +32,14 @@ from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted
-from aio_ckpt.engine.in_flight import InFlight
+from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
+from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.load import Loader
 from aio_ckpt.engine.pipeline import SavePipeline
-from aio_ckpt.engine.stages import PendingSave, SaveCall
+from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.names import ENGINE_DIRS, PENDING_DIR, StepNames
+from aio_ckpt.format.rank_manifest import data_file_name
 from aio_ckpt.leaves.objects import ObjectEncoder
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 from aio_ckpt.plan import layout
@@ -50,7 +52,9 @@ from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import lease_image
+from aio_ckpt.snapshot.progress import CapturedChunks
 from aio_ckpt.state.flatten import flatten
+from aio_ckpt.write.part import Part
 from aio_ckpt.write.throttle import WriteThrottle
 from tests.campaigns.common import log
 from tests.campaigns.simulation.world import HANG_SECS, Chances, Directory, SimStorage, SimThreads, virtual_loop
@@ -74,7 +78,7 @@ class BrokenPromiseError(AssertionError):
 class Attempt:
     """One save of a run."""
 
-    save: PendingSave
+    save: SaveJob
     """In the pipeline."""
     state: dict[str, Any]
     """What was given."""
@@ -210,16 +214,17 @@ class World:
             self.portal.attach(self.loop, group, self.threads)
             pipeline = SavePipeline(
                 ctx=self.ctx,
-                throttle=WriteThrottle(),
+                runner=JobRunner(ctx=self.ctx, throttle=WriteThrottle(), pending_cleanup=PendingCleanup()),
                 quarantine=Quarantine(),
-                pending_cleanup=PendingCleanup(),
             )
-            in_flight = InFlight(self.ctx, self.portal, pipeline, on_settled=lambda outcome, step: None)
+            queue = JobQueue(
+                self.ctx, self.portal, pipeline.runner, pipeline.quarantine, on_settled=lambda job, outcome: None
+            )
             for number in range(1, self.rng.randrange(2, 6)):
-                while (settled := in_flight.settled_before_room) is not None:
+                while (settled := queue.settled_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
-                await self._learn(in_flight)
-                attempt = self._save(in_flight, number)
+                await self._learn(queue)
+                attempt = self._save(queue, pipeline, number)
                 if self.rng.random() < 0.2:
                     group.start_soon(self._cancel, attempt, self.rng.expovariate(10.0))
                 if self.rng.random() < 0.5:
@@ -235,19 +240,19 @@ class World:
             await self.lose_power()
             await self._check_disk(self.disk.copy(), "at the end")
 
-    async def _learn(self, in_flight: InFlight) -> None:
-        while not in_flight.steps.are_known:
+    async def _learn(self, queue: JobQueue) -> None:
+        while not queue.steps.are_known:
             try:
                 with anyio.fail_after(_STALL_SECS):
                     found = await discovery.discover(self.storage, _ROOT, self.ctx.names)
             except (OSError, TimeoutError):
                 continue
-            in_flight.steps.learn(lambda: [checkpoint.step for checkpoint in found])  # noqa: B023 - called at once
+            queue.steps.learn(lambda: [checkpoint.step for checkpoint in found])  # noqa: B023 - called at once
 
-    def _save(self, in_flight: InFlight, number: int) -> Attempt:
+    def _save(self, queue: JobQueue, pipeline: SavePipeline, number: int) -> Attempt:
         rng, now = self.rng, self.loop.time()
         committed = [a.save.stored_step for a in self.attempts if a.save.ticket.committed.state == "reached"]
-        overwrite = bool(committed) and not in_flight.pending and rng.random() < 0.2
+        overwrite = bool(committed) and not queue.pending_count and rng.random() < 0.2
         state = self._state(number)
         flat = flatten(state, rank=0)
         planned = self.cache.resolve(flat)
@@ -256,27 +261,41 @@ class World:
             planned, len(objects.region), self.lifetime, "pageable", timeout_secs=_STALL_SECS, limit_secs=_STALL_SECS
         )
         deadline = Deadline(secs=rng.choice((None, None, rng.expovariate(5.0) + 0.01)), began=now)
-        call = in_flight.next_number()
-        step = in_flight.claim_step(call, max(committed) if overwrite else None)
-        in_flight.check_step(step, overwrite=overwrite, read_steps=lambda: committed)
-        save = in_flight.enter(
-            SaveCall(overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
-            planned,
-            objects,
-            image,
-            content=ContentSums(b""),
-            target=step,
+        call = queue.next_number()
+        step = queue.claim_step(call, max(committed) if overwrite else None)
+        queue.steps.check(step, queue.pending_steps, overwrite=overwrite, read=lambda: committed)
+        save = queue.enter(
+            SaveJob,
+            step,
+            SaveRound(self.ctx.members, self.ctx.executor, topic="save"),
+            SaveTimer(now, waited_secs=0.0),
+            place=_ROOT,
             number=call,
-            agreement=SaveRound(self.ctx.members, self.ctx.executor, topic="save"),
+            deadline=deadline,
+            call=SaveCall(overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
+            pending=self.ctx.pending_path(call),
+            final=self.ctx.final_path(step),
+            save_id=self.ctx.save_id(call),
             requested=flat.names,
-            waited_secs=0.0,
-            plan_secs=0.0,
+            plan=planned.plan,
+            plan_hit=planned.plan_hit,
+            fingerprint_hit=planned.fingerprint_hit,
+            objects=objects,
+            content=ContentSums(b""),
+        )
+        part = Part(
+            name=data_file_name(0),
+            layout=planned.plan.layout,
+            tail=objects.region,
+            renders_constants=not image.has_constants or planned.plan.gathers,
+            image=image,
+            chunks=CapturedChunks(len(image.chunks), save.stall),
         )
         attempt = Attempt(save=save, state=state, began=now)
         self.attempts.append(attempt)
         save.settled.add_done_callback(lambda _: self._ended(attempt))
         self.portal.post_after(rng.expovariate(100.0))
-        in_flight.start(save, planned)
+        queue.start(save, pipeline, [(planned, part)])
         for value in state.values():  # what a trainer does next must not reach the checkpoint
             if isinstance(value, torch.Tensor):
                 value.fill_(-1)
@@ -338,7 +357,7 @@ class World:
                 raise BrokenPromiseError(f"save {attempt.state['number']} was committed before one that came earlier")
             if error is not None and not isinstance(error, AioCkptError | OSError):
                 raise BrokenPromiseError(f"save {attempt.state['number']} failed with {error!r}") from error
-            limit = save.call.deadline.secs
+            limit = save.deadline.secs
             late = attempt.ended - attempt.began - (limit or 0.0) > _STALL_SECS * 2 + _SETTLE_SECS
             if limit is not None and late:
                 raise BrokenPromiseError(f"save {attempt.state['number']} ended long after its deadline of {limit} s")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aio_ckpt.commit import publish
-from aio_ckpt.engine.in_flight import InFlight
+from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.memory.lifetime import Lease
 from tests.campaigns.simulation import runs as simulation
 from tests.campaigns.simulation.runs import BrokenPromiseError, simulate
@@ -83,14 +83,14 @@ def test_it_sees_a_directory_that_is_visible_before_it_is_durable(monkeypatch: p
 
 
 def test_it_sees_a_save_that_is_committed_before_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = InFlight.enter
+    enter = JobQueue.enter
 
     def waits_for_nobody(*args: Any, **kwargs: Any) -> Any:
         save = enter(*args, **kwargs)
         save.earlier = ()
         return save
 
-    monkeypatch.setattr(InFlight, "enter", waits_for_nobody)
+    monkeypatch.setattr(JobQueue, "enter", waits_for_nobody)
     assert "before one that came earlier" in str(failure_of(range(SEEDS)))
 
 

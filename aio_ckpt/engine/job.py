@@ -1,7 +1,8 @@
-"""Values that one save passes from stage to stage, and the pending save."""
+"""One save between its call and its settlement: the arguments of the call, its times, and the job."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -9,31 +10,30 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import anyio
 
 from aio_ckpt.checks import check_flag, check_path, shown
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.extra import check_extra
-from aio_ckpt.commit.manifests import MetadataFile
 from aio_ckpt.commit.retention import check_metrics
 from aio_ckpt.commit.user_files import check_files
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
+from aio_ckpt.plan.file_plan import FileContent
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.ranks.group_call import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import Progress, Stage, StageTimings, Target, title
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
-from aio_ckpt.runtime.futures import ThreadTracker
+from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.runtime.log_records import is_logged, log_step
-from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.progress import CaptureProgress
+from aio_ckpt.snapshot.progress import CapturedRun, StallTimer
 from aio_ckpt.ticket import SaveTicket
-from aio_ckpt.write.result import WriteResult
+from aio_ckpt.write.part import Part
 
 
 def sent_target(target: Target) -> int | str:
@@ -111,55 +111,17 @@ class SaveCall:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedSave:
-    """One save whose copies are issued. The image holds its bytes once the copies end."""
-
-    target: Target
-    """Step of the save, or the directory that the caller named."""
-    number: int
-    """Number of the call of ``save()``, the same on every rank."""
-    requested: Sequence[str]
-    """Names of the leaves of this call's state, not of the cached plan."""
-    plan: Plan
-    """Items that this rank writes, and their places."""
-    plan_hit: bool
-    """Whether the plan was reused."""
-    fingerprint_hit: bool
-    """Whether the copy descriptors were reused."""
-    objects: ObjectBytes
-    content: ContentSums
-    """Checksums by which the leader compares replicas. Those of tensors are left out if the plan message had them."""
-    image: Image
-    """Bytes of the data file."""
-    progress: CaptureProgress
-    """The captured chunks, and the time of the last progress."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenRank:
-    """Files that one rank has written, durable."""
-
-    result: WriteResult
-    """Result of writing the data file."""
-    metadata: MetadataFile | None
-    """``.metadata`` as written by this rank; None if the leader renders it for all ranks."""
-    manifest_bytes: int
-    """Length of the rank's manifest."""
-    manifest_crc32: int
-    """CRC32 of the rank's manifest."""
-
-
 Reached: TypeAlias = Literal["blocked", "staged", "written", "synced", "agreed", "dir_synced"]
 
 
 class SaveTimer:
     """Times at which one save reached its stages, in seconds from its call."""
 
-    def __init__(self, started: float, *, waited_secs: float, plan_secs: float) -> None:
+    def __init__(self, started: float, *, waited_secs: float, plan_secs: float = 0.0) -> None:
         """``started`` is ``time.perf_counter`` at the call."""
         self._started = started
-        self._waited_secs = waited_secs
+        self.waited_secs = waited_secs
+        """Seconds that the call waited for room and for memory."""
         self._plan_secs = plan_secs
         self._secs: dict[Reached, float] = {}
 
@@ -179,7 +141,7 @@ class SaveTimer:
         """Return all times, for the report of a save that is committed now."""
         return StageTimings(
             blocked_secs=self.secs("blocked"),
-            waited_secs=self._waited_secs,
+            waited_secs=self.waited_secs,
             plan_secs=self._plan_secs,
             staged_secs=self.secs("staged"),
             written_secs=self.secs("written"),
@@ -190,27 +152,42 @@ class SaveTimer:
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class PendingSave:
-    """One save between ``save()`` and its settlement: its ticket, its state, its deadline and its progress.
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """One save between its call and its settlement: its ticket, its state and its progress.
 
     The caller's thread changes it until the pipeline is submitted, then the loop's thread.
     """
 
-    call: SaveCall
-    captured: CapturedSave
+    kind: ClassVar[str]
+    """Name of the method that makes the save."""
+    target: Target
+    """Step of the save, or the path that the caller named."""
+    place: Path
+    """Directory below which the save writes, for messages."""
+    number: int = 0
+    """Number of the call of ``save()``, the same on every rank; 0 for a file, of which the other ranks know nothing."""
+    deadline: Deadline = NO_DEADLINE
+    """Time by which the save must be committed."""
     round: SaveRound
     """State of the save, and its agreement with the other ranks."""
     ticket: SaveTicket
-    """The ticket that ``save()`` returns."""
     earlier: tuple[Future[None], ...]
     """Settlements of all saves that were pending at the call: commits keep the order of the calls. The last of them
     alone would not do: it may fail while one before it goes on."""
     timer: SaveTimer
+    stall: StallTimer = field(default_factory=StallTimer)
+    """Time of the last progress, and the failure of the capture."""
     threads: ThreadTracker = field(default_factory=ThreadTracker)
     """Threads that work for this save."""
     settled: Future[None] = field(default_factory=Future)
     """Done once the save is committed or has failed and is cleaned up."""
+    parts: list[Part] = field(default_factory=list)
+    """Data files whose capture has begun."""
+    has_new_part: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, on the loop, when chunks of a part are captured."""
+    is_submitted: bool = False
+    """Whether the pipeline was submitted."""
     events: tuple[CopyEvent, ...] = ()
     """Events after the copies from devices; done once all of them are."""
     activity: str = "beginning"
@@ -218,30 +195,14 @@ class PendingSave:
     stage: Stage = "write"
     """Current stage, for errors: ``write``, ``agree`` or ``commit``."""
     written_bytes: int = 0
-    """Bytes of the data file that are written."""
+    """Bytes of the data files that are written."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline; None until the pipeline has begun."""
 
     @property
-    def failing_stage(self) -> str:
-        """Stage of an error that comes now. In waves, ``save()`` itself raises it while there is more to capture."""
-        is_waiting = not self.captured.image.is_whole and self.progress.is_capturing
-        return CALL_STAGE if is_waiting else self.stage
-
-    @property
-    def target(self) -> Target:
-        """Step of the save, or the directory that the caller named."""
-        return self.captured.target
-
-    @property
     def step(self) -> int | None:
-        """Step of the save; None if the caller named a directory."""
+        """Step of the save; None if the caller named a path."""
         return None if isinstance(self.target, Path) else self.target
-
-    @property
-    def stored_step(self) -> int:
-        """Step in manifests and reports: 0 if the caller named a directory."""
-        return self.step or 0
 
     @property
     def title(self) -> str:
@@ -249,14 +210,15 @@ class PendingSave:
         return title(self.target)
 
     @property
-    def number(self) -> int:
-        """Number of the call of ``save()``."""
-        return self.captured.number
+    def image_bytes(self) -> int:
+        """Length of the data files whose capture has begun."""
+        return sum(part.image.chunks[-1].stop for part in self.parts)
 
     @property
-    def progress(self) -> CaptureProgress:
-        """Progress of the capture and the write."""
-        return self.captured.progress
+    def failing_stage(self) -> str:
+        """Stage of an error that comes now. In waves, ``save()`` itself raises it while there is more to capture."""
+        waves = (part for part in self.parts if not part.image.is_whole)
+        return self.stage if all(part.chunks.are_complete for part in waves) else CALL_STAGE
 
     @property
     def so_far(self) -> Progress:
@@ -265,20 +227,46 @@ class PendingSave:
         return Progress(
             stage="capture" if is_capturing else self.stage,
             bytes_done=self.written_bytes,
-            bytes_total=self.captured.image.chunks[-1].stop,
+            bytes_total=self.image_bytes,
         )
 
     def begin(self, activity: str, *, stage: Stage | None = None) -> None:
         """Note, on the loop, the activity that begins now, and its stage if that changes."""
         self.activity = activity
         self.stage = stage or self.stage
+        self.stall.touch()
         self.debug(activity)
+
+    def wrote(self, nbytes: int) -> None:
+        """Note, on the loop, that ``nbytes`` of a data file were written."""
+        self.timer.reached("written")
+        self.written_bytes += nbytes
+        self.stall.touch()
 
     def debug(self, text: str) -> None:
         """Log one DEBUG line of this save, with the time since its call."""
         if is_logged(logging.DEBUG):
-            secs, told = self.timer.elapsed(), "%s, %.3f s after save(): %s"
-            log_step(logging.DEBUG, self.step, self.round.rank, told, self.title, secs, text)
+            secs, line = self.timer.elapsed(), f"%s, %.3f s after {self.kind}(): %s"
+            log_step(logging.DEBUG, self.step, self.round.rank, line, self.title, secs, text)
+
+    def captured(self, part: Part, runs: Sequence[CapturedRun]) -> None:
+        """Note, on the loop, that chunks of ``part`` are captured."""
+        part.chunks.add(runs)
+        self.has_new_part.set()
+
+    async def part(self, index: int) -> Part:
+        """Wait, on the loop, until part ``index`` is being captured, and return it."""
+        with self.stall.paused():  # the caller's thread plans and waits for memory
+            while len(self.parts) <= index:
+                self.has_new_part.clear()
+                await self.has_new_part.wait()
+        return self.parts[index]
+
+    async def wait_for_earlier(self) -> None:
+        """Wait until earlier saves have settled: commits keep the order of the calls."""
+        with self.stall.paused():
+            for settled in self.earlier:
+                await asyncio.wrap_future(follow(settled))
 
     async def cancel(self) -> bool:
         """Cancel the save, on the loop; False if it is too late."""
@@ -287,3 +275,49 @@ class PendingSave:
         if self.scope is not None:
             self.scope.cancel()
         return True
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SaveJob(Job):
+    """One call of ``save()``, of a step or at a path. It has one part, the data file of this rank."""
+
+    kind = "save"
+    call: SaveCall
+    pending: Path
+    """Directory of the save until the commit, the same on every rank."""
+    final: Path
+    """Directory of the checkpoint once it is committed."""
+    save_id: str
+    """Unique name of the save, the same on every rank."""
+    requested: Sequence[str]
+    """Names of the leaves of this call's state, not of the cached plan."""
+    plan: Plan
+    """Items that this rank writes, and their places."""
+    plan_hit: bool
+    """Whether the plan was reused."""
+    fingerprint_hit: bool
+    """Whether the copy descriptors were reused."""
+    objects: ObjectBytes
+    content: ContentSums
+    """Checksums by which the leader compares replicas. Those of tensors are left out if the plan message had them."""
+
+    @property
+    def stored_step(self) -> int:
+        """Step in manifests and reports: 0 if the caller named a directory."""
+        return self.step or 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class FileJob(Job):
+    """One call of ``save_file()``. It has a part for each file."""
+
+    kind = "save_file"
+    temporary: Path
+    """Directory in which the files are written."""
+    content: FileContent
+
+    @property
+    def path(self) -> Path:
+        """Place of the file, or of the index of several."""
+        assert isinstance(self.target, Path)
+        return self.target

@@ -1,31 +1,33 @@
-"""The saves in flight of one engine: room, start, settlement, and failures that nobody awaited.
+"""The pending saves of one engine: room, start, settlement, and failures that nobody awaited.
 
-:meth:`InFlight.start` runs the capture on the caller's thread and submits the pipeline to the loop.
+:meth:`JobQueue.start` runs the capture on the caller's thread and submits the pipeline to the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from aio_ckpt.checks import MAX_SECS, check_path
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.by_path import is_same_place
+from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.job import Job, SaveJob, SaveTimer
 from aio_ckpt.engine.known_steps import KnownSteps
-from aio_ckpt.engine.outcomes import call_back, log_commit, log_failure, logged_errors, named
-from aio_ckpt.engine.pipeline import SavePipeline
+from aio_ckpt.engine.outcomes import call_back, logged_errors, named
 from aio_ckpt.engine.removal import Removal, Remover
-from aio_ckpt.engine.stages import CapturedSave, PendingSave, SaveCall, SaveTimer
+from aio_ckpt.engine.run_job import JobRunner, Pipeline
 from aio_ckpt.errors import (
     BusyError,
     ConfigError,
@@ -34,10 +36,9 @@ from aio_ckpt.errors import (
     SaveCancelledError,
     StallError,
 )
-from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.plan.planner import Plan, PlannedSave
+from aio_ckpt.memory.lifetime import Lease
+from aio_ckpt.plan.planner import PlannedImage
 from aio_ckpt.ranks.group_call import CALL_STAGE
-from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport, Target, title
 from aio_ckpt.runtime.deadline import Deadline
@@ -47,11 +48,12 @@ from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitLines, call_text
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.device_copy import DeviceCopier
-from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
-from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
+from aio_ckpt.snapshot.progress import CapturedRun
 from aio_ckpt.ticket import Milestone, SaveTicket, settle
+from aio_ckpt.write.part import Part
 
+J = TypeVar("J", bound=Job)
 CallsByPath: TypeAlias = tuple[tuple[Path, Future[None]], ...]
 """Path and settlement of calls that save or remove at a path, in the order of the calls."""
 
@@ -59,41 +61,41 @@ MAX_CALLS = sys.maxsize
 """Larger than the number of any call."""
 
 
-class InFlight:
-    """The table of pending saves.
+class JobQueue:
+    """The table of pending saves, of steps, paths and files: their room, order, start, settlement, and failures.
 
     Invariant: a save is in the table from :meth:`start` until it is settled. The table holds at most ``max_in_flight``
-    saves. A failure that no waiter has seen stays here until it is raised once.
+    saves, and as many files. A failure that no waiter has seen stays here until it is raised once.
     """
 
     def __init__(
         self,
         ctx: EngineContext,
         portal: Portal,
-        pipeline: SavePipeline,
+        runner: JobRunner,
+        quarantine: Quarantine,
         *,
-        on_settled: Callable[[SaveReport | BaseException, int | None], None],
+        on_settled: Callable[[Job, SaveReport | BaseException], None],
     ) -> None:
-        """``on_settled`` gets the report or the error of each save before the save leaves the table, and its step."""
+        """``on_settled`` gets each save, with its report or its error, before the save leaves the table."""
         self._ctx = ctx
-        self._pipeline = pipeline
         self._portal = portal
-        self._remover = Remover(ctx=ctx, quarantine=pipeline.quarantine, pending_cleanup=pipeline.pending_cleanup)
+        self._runner = runner
+        self._remover = Remover(ctx=ctx, quarantine=quarantine, pending_cleanup=runner.pending_cleanup)
         self._on_settled = on_settled
         max_bytes = ctx.config.device_copy_bytes
         self.copy_engines = CopyEngines(device_copier=DeviceCopier(None if max_bytes == "auto" else max_bytes))
         """Streams and buffers of all captures of the engine."""
         self.guards = OptimizerGuards()
         self._max = ctx.config.max_in_flight
-        self.steps = KnownSteps(pipeline.quarantine, counts_calls=ctx.world_size > 1)
-        self._on_failure = ctx.config.on_failure
+        self.steps = KnownSteps(quarantine, counts_calls=ctx.world_size > 1)
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
         # held for ever.
         self._lock = Lock()
         self._changed = Condition(self._lock)
         self._calls = 0
         self._saves: deque[int] = deque(maxlen=self._max + 1)  # numbers of the newest calls of save()
-        self._pending: list[PendingSave] = []
+        self._jobs: list[Job] = []
         self._removals: list[Removal] = []
         # Of the last save that came into the table. An error that nobody was told yet keeps its ticket.
         self._newest: Callable[[], SaveTicket | None] = lambda: None
@@ -102,42 +104,47 @@ class InFlight:
 
     # -- room -----------------------------------------------------------------------------------------
 
-    def wait_for_room(self, step: object, when_busy: BusyPolicy, deadline: Deadline) -> float | None:
-        """Wait for room. Returns the seconds waited; None if the save is to be skipped.
+    def wait_for_room(self, kind: type[Job], target: object, when_busy: BusyPolicy, deadline: Deadline) -> float | None:
+        """Wait until fewer than ``max_in_flight`` jobs of ``kind`` are pending.
 
         Without a deadline, this waits as long as it takes: each pending save has its own limits.
 
+        Returns:
+            The seconds waited; None if the save is to be skipped.
+
         Raises:
             BusyError: there is no room and ``when_busy="raise"``.
-            StallError: there was no room by the deadline of this save, which names ``step`` if it is given.
+            StallError: there was no room by the deadline of this save, which names ``target`` if it is given.
             EngineClosedError: the engine is closed, or was closed meanwhile.
         """
-        began, lines = time.perf_counter(), self.lines("save", step)
+        began, lines = time.perf_counter(), self.lines(kind.kind, target, kind=kind)
         while True:
             pause_secs = lines.pause_secs(deadline.left_secs(MAX_SECS))  # logs, so it is not under the lock
             with self._lock:
-                if self._is_closing or len(self._pending) < self._max:
+                pending = self._of(kind)
+                if self._is_closing or len(pending) < self._max:
                     self.check_open()
                     return time.perf_counter() - began
                 if when_busy == "skip":
                     return None
                 if when_busy == "raise":
                     raise BusyError(
-                        f"the save of {self._pending[0].title} is pending: await engine.ready() first, "
-                        "or raise max_in_flight"
+                        f"the save of {pending[0].title} is pending: await engine.ready() first, or raise max_in_flight"
                     )
-                deadline.check(step, f"waiting for the save of {self._pending[0].title} to end")
+                deadline.check(target, f"waiting for the save of {pending[0].title} to end")
                 self._changed.wait(pause_secs)
 
-    def lines(self, call: str, step: object = None, *, others: Callable[[], str] = lambda: "") -> WaitLines:
-        """Return the lines about a wait of ``call``, of ``step`` if it is given, for the oldest pending save.
+    def lines(
+        self, call: str, step: object = None, *, kind: type[Job] = Job, others: Callable[[], str] = lambda: ""
+    ) -> WaitLines:
+        """Return the lines about a wait of ``call``, of ``step`` if it is given, for the oldest job of ``kind``.
 
-        If no save is pending, the lines name what ``others`` returns, and otherwise deletions.
+        If none is pending, the lines name what ``others`` returns, and otherwise deletions.
         """
 
         def describe(waited: str) -> str:
             what = call_text(call, step)
-            for oldest in self.pending[:1]:
+            for oldest in self.pending(kind)[:1]:
                 return (
                     f"{what} has waited {waited} for the save of {oldest.title}, which is {oldest.activity} "
                     f"(max_in_flight={self._max})"
@@ -162,30 +169,30 @@ class InFlight:
             self._is_closing = True
             self._changed.notify_all()
 
-    def prepare_buffers(self, plan: Plan) -> None:
-        """Make the side streams and gather buffers of ``plan`` now, ahead of its first save."""
-        self.copy_engines.prepare(plan)
-
-    def clear_buffers(self) -> None:
-        """Free the gather buffers, ``EngineConfig.gather_bytes`` on each device."""
-        self.copy_engines.clear()
-
-    @property
-    def pending(self) -> tuple[PendingSave, ...]:
-        """Saves that are not settled, oldest first."""
+    def pending(self, kind: type[J]) -> tuple[J, ...]:
+        """Return the jobs of ``kind`` that are not settled, oldest first; ``Job`` for all."""
         with self._lock:
-            return tuple(self._pending)
+            return tuple(self._of(kind))
+
+    def _of(self, kind: type[J]) -> list[J]:
+        """Return the pending jobs of ``kind``. Call this under the lock."""
+        return [job for job in self._jobs if isinstance(job, kind)]
 
     @property
     def pending_count(self) -> int:
-        """Number of saves that are not settled. Takes no lock, so that a signal handler may read it."""
-        return len(self._pending)
+        """Number of pending calls of ``save()``. Takes no lock, so that a signal handler may read it."""
+        return len(self._of(SaveJob))
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Memory of the pending jobs."""
+        return [part.image.lease for job in self.pending(Job) for part in job.parts]
 
     def room(self) -> tuple[bool, int]:
         """Return whether another save may enter now, and the number of the last call before the oldest pending one."""
         with self._lock:
-            through = self._pending[0].number - 1 if self._pending else self._calls
-            return len(self._pending) < self._max, through
+            pending = self._of(SaveJob)
+            return len(pending) < self._max, pending[0].number - 1 if pending else self._calls
 
     @property
     def settled_by_now(self) -> int:
@@ -197,82 +204,50 @@ class InFlight:
 
     def wait_settled(self, step: object, through: int, deadline: Deadline) -> None:
         """Wait until no save of a call up to number ``through`` is pending. Errors name ``step`` if it is given."""
-        lines = self.lines("save", step)
+        lines = self.lines("save", step, kind=SaveJob)
         while True:
             pause_secs = lines.pause_secs(deadline.left_secs(MAX_SECS))
             with self._lock:
-                if not self._pending or self._pending[0].number > through:
+                pending = self._of(SaveJob)
+                if not pending or pending[0].number > through:
                     return
-                deadline.check(step, f"waiting for the save of {self._pending[0].title} to end")
+                deadline.check(step, f"waiting for the save of {pending[0].title} to end")
                 self._changed.wait(pause_secs)
 
     @property
     def settled_before_room(self) -> Future[None] | None:
         """Return the settlement of the oldest save if the table is full, else None."""
         with self._lock:
-            return self._pending[0].settled if len(self._pending) >= self._max else None
+            pending = self._of(SaveJob)
+            return pending[0].settled if len(pending) >= self._max else None
 
     # -- one save -------------------------------------------------------------------------------------
 
-    def enter(
-        self,
-        call: SaveCall,
-        planned: PlannedSave,
-        objects: ObjectBytes,
-        image: Image,
-        *,
-        content: ContentSums,
-        target: Target,
-        number: int,
-        agreement: SaveRound,
-        requested: Sequence[str],
-        waited_secs: float,
-        plan_secs: float,
-    ) -> PendingSave:
-        """Make a pending save, which owns the lease from now on. :meth:`start` puts it into the table and runs it."""
+    def enter(self, kind: type[J], target: Target, round_: SaveRound, timer: SaveTimer, **fields: Any) -> J:
+        """Make a pending save. :meth:`start` puts it into the table and runs it."""
 
         def cancel() -> bool:
-            return self._portal.call(save.cancel, timeout=self._ctx.config.stall_timeout_secs, what="cancel()")
+            return self._portal.call(job.cancel, timeout=self._ctx.config.stall_timeout_secs, what="cancel()")
 
         def fence(stream: object) -> None:
-            for event in save.events:
+            for event in job.events:
                 event.fence(stream)
 
-        captured = CapturedSave(
-            target=target,
-            number=number,
-            requested=requested,
-            plan=planned.plan,
-            plan_hit=planned.plan_hit,
-            fingerprint_hit=planned.fingerprint_hit,
-            objects=objects,
-            content=content,
-            image=image,
-            progress=CaptureProgress(len(image.chunks)),
+        ticket = SaveTicket(
+            step=0 if isinstance(target, Path) else target,
+            path=target if isinstance(target, Path) else None,
+            portal_check=self._portal.check_thread,
+            cancel=cancel,
+            fence=fence,
+            progress=lambda: job.so_far,
+            waited_secs=timer.waited_secs,
         )
-        try:
-            with self._lock:
-                save = PendingSave(
-                    call=call,
-                    captured=captured,
-                    round=agreement,
-                    ticket=SaveTicket(
-                        step=0 if isinstance(target, Path) else target,
-                        path=target if isinstance(target, Path) else None,
-                        portal_check=self._portal.check_thread,
-                        cancel=cancel,
-                        fence=fence,
-                        progress=lambda: save.so_far,
-                        waited_secs=waited_secs,
-                    ),
-                    earlier=self._unsettled(),
-                    timer=SaveTimer(call.started, waited_secs=waited_secs, plan_secs=plan_secs),
-                )
-        except BaseException:
-            image.lease.close()
-            raise
-        agreement.advance(SaveState.CAPTURING)
-        return save
+        with self._lock:
+            removals = [removal.settled for removal in self._removals if kind is SaveJob]
+            earlier = (*(other.settled for other in self._of(kind)), *removals)
+        job = kind(target=target, round=round_, timer=timer, ticket=ticket, earlier=earlier, **fields)
+        round_.advance(SaveState.CAPTURING)
+        return job
 
     def next_number(self, kind: str = "save", step: object = None) -> int:
         """Return the number of a new call of ``save()``, or of the method ``kind`` that is numbered with it.
@@ -289,151 +264,138 @@ class InFlight:
         self._ctx.members.coordinator.begin_call(f"{kind} {self._calls}", step=step if type(step) is int else None)
         return self._calls
 
-    def start(self, save: PendingSave, planned: PlannedSave) -> None:
-        """Start the pipeline and the copies. The first chunks are written while later ones are copied.
+    def start(self, job: J, pipeline: Pipeline[J], parts: Iterable[tuple[PlannedImage, Part]]) -> None:
+        """Run ``pipeline`` and capture each part in its turn. The first chunks are written while later ones are copied.
 
-        If this raises, the save is settled: nothing is visible and the ticket holds the error.
+        ``parts`` yields each part with its plan, and may wait for memory before. If this raises, the save is settled:
+        nothing is visible and the ticket holds the error.
         """
-        work: Capture | None = None
-        image = save.captured.image
-        is_running, is_staged, plan = False, False, planned.plan
-
-        def begin() -> None:
-            nonlocal is_running
-            self._portal.submit(self._pipeline.run, save, on_done=lambda done: self._settle(save, done))
-            is_running = True
-
-        def captured(runs: Sequence[CapturedRun]) -> None:
-            if is_running:
-                self._portal.post(save.progress.add, runs)
-            else:
-                save.progress.add(runs)  # nothing waits for it yet, so that the loop is woken once
-                begin()
-
-        def issued(work: Capture) -> None:
-            nonlocal is_staged
-            save.events = work.source_events
-            self.guards.wait_for(work.source_events)
-            is_staged = work.is_done
-            save.timer.reached(
-                "blocked"
-            )  # first: the loop wakes next and may settle the save before this thread goes on
-
+        copies: list[tuple[Capture, Part]] = []
+        copied: list[Future[None]] = []
         try:
-            image.lease.hold(save.ticket.staged)
             with self._lock:  # inside the try: a save in the table that is never settled would block all later ones
                 self.check_open()  # again: close() waits only for saves that are in the table then
-                self._pending.append(save)
-                self._newest = weakref.ref(save.ticket)
-            if not plan.uses_cuda:  # with CUDA, once all copies are issued: see capture()
-                begin()
-            work = capture(
-                planned,
-                image,
-                self.copy_engines,
-                guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure),
-                on_captured=captured,
-                on_issued=issued,
-                stall_timeout_secs=self._pipeline.slot_timeout_secs(image.slots * image.chunk_bytes),
-            )
-            save.debug("save() returns")
-            self._finish(save, work, is_staged=is_staged)
+                self._jobs.append(job)
+                if isinstance(job, SaveJob):
+                    self._newest = weakref.ref(job.ticket)
+            for planned, part in parts:
+                job.parts.append(part)
+                part.image.lease.hold(part)
+                work = self._capture(job, pipeline, planned, part)
+                copies.append((work, part))
+                if work.is_done:
+                    _end_copies(work, part)
+                else:  # each part by itself, because the next one may need the memory
+                    copied.append(self._portal.executor.submit(_end_copies, work, part))
+            job.debug(f"{job.kind}() returns")
+            _after_all(copied, functools.partial(_staged, job, copied))
         except BaseException as error:
-            if work is not None:
-                work.finish()  # no copy may still use the arena when it is given back
-            image.lease.release(save.ticket.staged)
-            self._give_up(save, error)
+            for work, part in copies:
+                _end_copies(work, part)  # no copy may still use the arena when it is given back
+            for part in job.parts:
+                part.image.lease.release(part)
+            self._give_up(job, error)
             raise
 
-    def _finish(self, save: PendingSave, work: Capture, *, is_staged: bool) -> None:
-        """Resolve ``staged`` once all issued copies are done, or now if ``is_staged``."""
+    def _capture(self, job: J, pipeline: Pipeline[J], planned: PlannedImage, part: Part) -> Capture:
+        """Issue the copies of a part. The first part submits the pipeline."""
+        image, plan = part.image, planned.plan
 
-        def finish() -> None:
-            work.finish()
-            save.timer.reached("staged")
-            save.debug("everything is staged")
-            save.ticket.staged.resolve(None)
+        def submit() -> None:
+            self._portal.submit(self._runner.run, job, pipeline, on_done=lambda done: self._settle(job, done))
+            job.is_submitted = True
 
-        lease, staged = save.captured.image.lease, save.ticket.staged
-        if is_staged:
-            finish()
-            lease.release(staged)
-        else:
-            self._portal.executor.submit(finish).add_done_callback(lambda _: lease.release(staged))
+        def captured(runs: Sequence[CapturedRun]) -> None:
+            if job.is_submitted:
+                self._portal.post(job.captured, part, runs)
+            else:
+                part.chunks.add(runs)  # nothing waits for it yet, so that the loop is woken once
+                submit()
 
-    def _give_up(self, save: PendingSave, error: BaseException) -> None:
-        """End a save whose ``save()`` is about to raise ``error``, at whatever stage it is."""
+        def issued(work: Capture) -> None:
+            job.events += work.source_events
+            self.guards.wait_for(work.source_events)
+            job.timer.reached("blocked")  # now: the loop wakes next and may settle the save before this thread goes on
+
+        if not plan.uses_cuda and not job.is_submitted:  # with CUDA, once all copies are issued: see capture()
+            submit()
+        return capture(
+            planned,
+            image,
+            self.copy_engines,
+            guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure),
+            on_captured=captured,
+            on_issued=issued,
+            stall_timeout_secs=self._runner.slot_timeout_secs(image.slots * image.chunk_bytes),
+        )
+
+    def _give_up(self, job: Job, error: BaseException) -> None:
+        """End a save whose call is about to raise ``error``, at whatever stage it is."""
         timeout_secs = self._ctx.config.stall_timeout_secs
-        # Only save() raises Ctrl-C. The pipeline and later saves get a SaveCancelledError.
-        interrupted = SaveCancelledError(f"save() of {save.title} was interrupted by {type(error).__name__}")
+        # Only the call itself raises Ctrl-C. The pipeline and later saves get a SaveCancelledError.
+        interrupted = SaveCancelledError(f"{job.kind}() of {job.title} was interrupted by {type(error).__name__}")
         cause = error if isinstance(error, Exception) else interrupted
         note_stage(cause, CALL_STAGE)
         try:
-            self._portal.call(self._stop, save, cause, timeout=timeout_secs, what="save()")
+            self._portal.call(self._stop, job, cause, timeout=timeout_secs, what=f"{job.kind}()")
         except (EngineClosedError, StallError):  # no pipeline runs any more
-            self._settle(save, failed(cause))
+            self._settle(job, failed(cause))
         with contextlib.suppress(StallError):
-            save.ticket.exception(timeout_secs)
-        with self._lock:  # save() raises it; a kept traceback would keep the caller's state alive
-            self._unreported = [entry for entry in self._unreported if entry[1] is not save.ticket]
+            job.ticket.exception(timeout_secs)
+        with self._lock:  # the call raises it; a kept traceback would keep the caller's state alive
+            self._unreported = [entry for entry in self._unreported if entry[1] is not job.ticket]
 
-    async def _stop(self, save: PendingSave, cause: Exception) -> None:
+    async def _stop(self, job: Job, cause: Exception) -> None:
         """Stop a save, on the loop: only there it is certain whether the pipeline has begun.
 
         If so, that settles the save.
         """
-        save.progress.fail(cause)
-        if save.scope is None:  # the pipeline has not begun
-            save.captured.image.lease.close()
-            self._settle(save, failed(cause))
+        job.stall.fail(cause)
+        if job.scope is None:  # the pipeline has not begun
+            for part in job.parts:
+                part.image.lease.close()
+            self._settle(job, failed(cause))
 
-    def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:
+    def _settle(self, job: Job, done: Future[SaveReport]) -> None:
         """Settle a save whose pipeline has ended or will never begin: first the table, then the ticket.
 
         The first call counts.
         """
-        if save.settled.done():
+        if job.settled.done():
             return
         error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
-        is_cancelled = isinstance(error, SaveCancelledError)
-        if save.round.is_committing and isinstance(error, (EngineClosedError, SaveCancelledError)):
-            save.round.lose(error)
-        rank = self._ctx.rank
+        if job.round.is_committing and isinstance(error, (EngineClosedError, SaveCancelledError)):
+            job.round.lose(error)
+        outcome = done.result() if error is None else error
         try:
-            with logged_errors(f"the outcome of the save of {save.title} was not recorded"):
-                self._record(save, done, error)
+            with logged_errors(f"the outcome of the save of {job.title} was not recorded"):
+                if error is not None:
+                    for part in job.parts:
+                        part.image.fail_slots(error)  # a pipeline that never began has not done it
+                self._on_settled(job, outcome)
         finally:  # in any case: close() and later saves wait for a save that stays in the table
-            self._leave(save, error)
-            save.settled.set_result(None)
-            settle(save.ticket, done.result() if error is None else error)
-        # Last: a slow callback then delays neither the waiters of this save nor a save() that waits for room.
-        config = self._ctx.config
-        if error is None:
-            call_back("on_commit", config.on_commit, done.result(), target=save.target, rank=rank)
-        elif isinstance(error, Exception) and not is_cancelled:
-            call_back("on_error", config.on_error, error, target=save.target, rank=rank)
+            self._leave(job, error)
+            job.settled.set_result(None)
+            settle(job.ticket, outcome)
+        if isinstance(job, SaveJob):  # last: a slow callback then delays no waiter, and no save() that waits for room
+            self._call_back(job, outcome)
 
-    def _record(self, save: PendingSave, done: Future[SaveReport], error: BaseException | None) -> None:
-        """Log and count the outcome of a save that is about to settle."""
-        rank, world_size = self._ctx.rank, self._ctx.world_size
-        if error is not None:
-            save.captured.image.fail_slots(error)  # a pipeline that never began has not done it
-        if error is None:
-            log_commit(done.result(), save.target, rank=rank, world_size=world_size)
-        elif not isinstance(error, SaveCancelledError):
-            newest = self.steps.newest(())
-            log_failure(error, save.target, stage=save.failing_stage, rank=rank, newest=newest)
-        self._on_settled(done.result() if error is None else error, save.step)
-
-    def _leave(self, save: PendingSave, error: BaseException | None) -> None:
+    def _leave(self, job: Job, error: BaseException | None) -> None:
         """Take a save that has ended out of the table."""
         with self._lock:
-            self._pending = [other for other in self._pending if other is not save]
-            if save.step is not None:
-                self.steps.settle(save.step, is_committed=error is None)
+            self._jobs = [other for other in self._jobs if other is not job]
+            if job.step is not None:
+                self.steps.settle(job.step, is_committed=error is None)
             if error is not None and not isinstance(error, SaveCancelledError) and not _was_raised_elsewhere(error):
-                self._unreported.append((save.number, save.ticket))
+                self._unreported.append((job.number, job.ticket))
             self._changed.notify_all()
+
+    def _call_back(self, job: SaveJob, outcome: SaveReport | BaseException) -> None:
+        config, rank = self._ctx.config, self._ctx.rank
+        if isinstance(outcome, SaveReport):
+            call_back("on_commit", config.on_commit, outcome, target=job.target, rank=rank)
+        elif isinstance(outcome, Exception) and not isinstance(outcome, SaveCancelledError):
+            call_back("on_error", config.on_error, outcome, target=job.target, rank=rank)
 
     # -- removals and paths ---------------------------------------------------------------------------
 
@@ -471,15 +433,10 @@ class InFlight:
         The last save counts although it may have failed before the call: it may fail faster than the caller goes on.
         A failure that the caller knows does not count: the removal may be what makes room.
         """
-        pending = [save.ticket for save in self._pending]
+        pending = [save.ticket for save in self._of(SaveJob)]
         newest = self._newest()
         earlier = [] if newest is None or newest in pending else [newest]
         return tuple(ticket for ticket in (*earlier, *pending) if not ticket.committed.observed)
-
-    def _unsettled(self) -> tuple[Future[None], ...]:
-        """Return the settlements of all saves and removals of earlier calls. Call this under the lock."""
-        saves, removals = (save.settled for save in self._pending), (removal.settled for removal in self._removals)
-        return (*saves, *removals)
 
     def removals(self) -> list[Future[None]]:
         """Return the futures of the removals that have not ended."""
@@ -503,7 +460,7 @@ class InFlight:
     def calls_by_path(self) -> CallsByPath:
         """Return path and settlement of each pending save by path, and of each removal."""
         with self._lock:
-            saves = [(save.call.path, save.settled) for save in self._pending]
+            saves = [(save.call.path, save.settled) for save in self._of(SaveJob)]
             removals = [(removal.path, removal.settled) for removal in self._removals]
         return tuple((path, settled) for path, settled in (*saves, *removals) if path is not None)
 
@@ -514,7 +471,7 @@ class InFlight:
         """
         wanted, ctx = step_numbers.whole_number(step), self._ctx
         with self._lock:
-            saves = [(save.step, save.settled) for save in self._pending if save.step is not None]
+            saves = [(save.step, save.settled) for save in self._jobs if save.step is not None]
         if type(wanted) is int:
             saves = [(own, settled) for own, settled in saves if own == wanted]
         steps = tuple((ctx.root / ctx.names.name(own), settled) for own, settled in saves)
@@ -525,12 +482,7 @@ class InFlight:
     @property
     def pending_steps(self) -> list[int]:
         """Steps of the saves that are not settled, without the saves by path."""
-        return [save.step for save in self.pending if save.step is not None]
-
-    @property
-    def newest_step(self) -> int | None:
-        """Newest step that is committed or pending."""
-        return self.steps.newest(self.pending_steps)
+        return [job.step for job in self.pending(SaveJob) if job.step is not None]
 
     def claim_step(self, number: int, step: object) -> int:
         """Take the step of call ``number``; see :meth:`KnownSteps.claim`."""
@@ -539,16 +491,7 @@ class InFlight:
             self._ctx.members.coordinator.begin_call(f"save {number}", step=claimed)
         return claimed
 
-    def check_step(self, step: int, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
-        """Return ``step`` if a save of it may enter now, else raise StepOrderError."""
-        return self.steps.check(step, self.pending_steps, overwrite=overwrite, read=read_steps)
-
     # -- failures -------------------------------------------------------------------------------------
-
-    def add_unreported(self, ticket: SaveTicket) -> None:
-        """Add the failure of a file of this rank alone. The next call reports it, as no other rank knows of it."""
-        with self._lock:
-            self._unreported.append((0, ticket))
 
     def take_unreported(self, through: int) -> SaveTicket | None:
         """Return the ticket of the oldest failure that nobody has awaited, which counts as reported from now on.
@@ -556,7 +499,7 @@ class InFlight:
         Only calls up to number ``through`` count: a later call takes the others, as on the other ranks. None if there
         is no such failure, or with ``on_failure="log"``.
         """
-        raises = self._on_failure == "raise"
+        raises = self._ctx.config.on_failure == "raise"
         with self._lock:
             unseen = [entry for entry in self._unreported if not entry[1].committed.observed]
             failed = [entry for entry in unseen if entry[0] <= through][:1] if raises else []
@@ -585,3 +528,25 @@ def note_failure(error: BaseException, failed: SaveTicket) -> None:
 def _was_raised_elsewhere(error: BaseException) -> bool:
     """Return whether ``save()`` raised ``error`` on another rank. Raised here again, it would be told there again."""
     return isinstance(error, PeerFailedError) and error.stage == CALL_STAGE
+
+
+def _end_copies(work: Capture, part: Part) -> None:
+    """Wait for the copies of a part, and end the hold of its memory for them."""
+    work.finish()
+    part.image.lease.release(part)
+
+
+def _after_all(futures: Sequence[Future[None]], then: Callable[[], None]) -> None:
+    """Call ``then`` once all ``futures`` are done: now, or on the thread of the last one."""
+    if futures:
+        futures[0].add_done_callback(lambda _: _after_all(futures[1:], then))
+    else:
+        then()
+
+
+def _staged(job: Job, copied: Sequence[Future[None]]) -> None:
+    """Note that all copies of a save are done. If one failed, its pipeline fails, too, and settles the ticket."""
+    if all(copy.exception() is None for copy in copied):
+        job.timer.reached("staged")
+        job.debug("everything is staged")
+        job.ticket.staged.resolve(None)

@@ -1,0 +1,145 @@
+"""One pending save on the engine's loop: its watch, and what every pipeline does alike."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import anyio
+
+from aio_ckpt.commit import cleanup
+from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.job import Job
+from aio_ckpt.engine.outcomes import named
+from aio_ckpt.errors import SaveCancelledError, StallError
+from aio_ckpt.ranks.save_round import SaveState
+from aio_ckpt.reports import SaveReport
+from aio_ckpt.runtime.error_notes import note_stage
+from aio_ckpt.runtime.futures import first_cause
+from aio_ckpt.runtime.log_records import log_step
+from aio_ckpt.runtime.portal import watch_submissions
+from aio_ckpt.runtime.waiting import WaitLines
+from aio_ckpt.write.part import Part, write_part
+from aio_ckpt.write.result import WriteResult
+from aio_ckpt.write.throttle import WriteThrottle
+
+J_contra = TypeVar("J_contra", bound=Job, contravariant=True)
+J = TypeVar("J", bound=Job)
+
+
+class Pipeline(Protocol[J_contra]):
+    """From the captured parts of a job to what is visible: one for steps and paths, one for files."""
+
+    async def save(self, job: J_contra) -> SaveReport:
+        """Write and publish."""
+
+    async def clean_up(self, job: J_contra, cause: BaseException, stage: str) -> BaseException:
+        """Remove what a save that failed with ``cause`` in ``stage`` has written. Returns the error to raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRunner:
+    """Runs the pipelines of one engine."""
+
+    ctx: EngineContext
+    throttle: WriteThrottle
+    """Limits the rate of writing."""
+    pending_cleanup: cleanup.PendingCleanup
+    """Gets the directories of failed saves, which are deleted later."""
+
+    def slot_timeout_secs(self, nbytes: int) -> float:
+        """Return the longest time in which ``nbytes`` of staging memory become free, if the disk does not stall."""
+        return self.ctx.config.stall_timeout_secs + self.throttle.longest_wait_secs(nbytes)
+
+    async def run(self, job: J, pipeline: Pipeline[J]) -> SaveReport:
+        """Write and commit a save whose capture has begun.
+
+        Raises:
+            SaveCancelledError: ``cancel`` was accepted.
+            StallError: no progress for ``stall_timeout_secs``, or ``deadline_secs`` passed.
+            Exception: the first error of any stage. Nothing is visible then. The memory is free again once the last
+                thread that uses it has ended.
+        """
+        if job.settled.done():
+            raise SaveCancelledError(f"the save of {job.title} ended before its pipeline began")
+        try:
+            with watch_submissions(job.threads.add), self._stall_lines(job).on_loop():
+                return await self._watched(job, pipeline)
+        except BaseException as error:
+            cause, stage = first_cause(error), job.failing_stage
+            note_stage(cause, stage)
+            with anyio.CancelScope(shield=True):
+                cause = await pipeline.clean_up(job, cause, stage)
+            if cause is error:
+                raise
+            raise cause from cause.__cause__
+
+    async def _watched(self, job: J, pipeline: Pipeline[J]) -> SaveReport:
+        """Run ``pipeline``. The deadline of the save, a stall or ``cancel()`` ends it."""
+        report = None
+        with anyio.CancelScope() as scope:
+            job.scope = scope
+            if job.round.state is SaveState.CANCELLED:
+                scope.cancel()
+            else:
+                job.round.advance(SaveState.WRITING)
+            try:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self._watch, job)
+                    report = await pipeline.save(job)
+                    group.cancel_scope.cancel()
+            except Exception as error:
+                if report is None:
+                    raise
+                # The deadline may pass in the same turn of the loop as the leader's reply. The step is committed then.
+                late, rank = "%s was committed before this came: %s", self.ctx.rank
+                log_step(logging.WARNING, job.step, rank, late, job.title, named(first_cause(error)))
+        if report is None:
+            raise SaveCancelledError(f"the save of {job.title} was cancelled; nothing became visible")
+        return report
+
+    async def _watch(self, job: Job) -> None:
+        """Raise the failure of the capture; StallError if nothing moves for too long or the deadline passes."""
+        limit_secs = self.ctx.config.stall_timeout_secs
+        while not job.round.is_committing:  # the commit has its own limit, and is not undone
+            job.deadline.check(job.target, job.activity)
+            idle_left = job.stall.idle_left_secs(limit_secs)
+            if idle_left <= 0:
+                raise StallError(
+                    f"{self._named(job)} made no progress for {limit_secs} s: "
+                    f"storage under {job.place} is stalled, it was {job.activity}"
+                )
+            with anyio.move_on_after(job.deadline.left_secs(idle_left)):
+                await job.stall.raise_failure()
+
+    def _stall_lines(self, job: Job) -> WaitLines:
+        """Return the lines about a save that makes no progress. A save that waits for another one has none."""
+        whose = self._named(job)
+
+        def describe(idle: str) -> str:
+            return f"{whose} has made no progress for {idle}: it is {job.activity} under {job.place}"
+
+        return WaitLines(describe, waited_secs=lambda: job.stall.idle_secs, step=job.step, rank=self.ctx.rank)
+
+    def _named(self, job: Job) -> str:
+        return f"the save of {job.title}" + (f" on rank {self.ctx.rank}" if self.ctx.world_size > 1 else "")
+
+    async def write(self, job: Job, part: Part, directory: Path) -> WriteResult:
+        """Write a part of a job to its file in ``directory``, durably."""
+        is_hurried = job.deadline.secs is not None
+        result = await write_part(
+            part,
+            directory / part.name,
+            self.ctx.storage,
+            self.ctx.executor,
+            workers=self.ctx.config.workers,
+            settle_secs=cleanup.SETTLE_SECS,
+            admit=functools.partial(self.throttle.admit, is_hurried=is_hurried, on_wait=job.stall.touch),
+            on_activity=job.begin,
+            on_written=job.wrote,
+        )
+        job.stall.touch()
+        return result

@@ -1,0 +1,69 @@
+"""One data file of a save, and its write while the capture goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aio_ckpt.plan.values import ImageLayout
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.snapshot.image import Image
+from aio_ckpt.snapshot.progress import CapturedChunks
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.write.result import WriteResult
+from aio_ckpt.write.writer import ChunkPreparer, Seal, new_file, write_image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """One data file of a save, whose capture has begun. It keeps no tensor of the state."""
+
+    name: str
+    """Name of the file while it is written."""
+    layout: ImageLayout
+    """Places of the tensors in the file."""
+    tail: bytes
+    """Bytes that follow the tensors."""
+    seal: Seal | None = None
+    """Makes the bytes that take the place of ``tail``; None if ``tail`` is final."""
+    renders_constants: bool = True
+    """Whether the image lacks the constant bytes of the layout."""
+    image: Image
+    """Bytes of the file."""
+    chunks: CapturedChunks
+    """Chunks of the image that are captured."""
+
+
+async def write_part(
+    part: Part,
+    path: Path,
+    storage: Storage,
+    executor: Executor,
+    *,
+    workers: int,
+    settle_secs: float,
+    admit: Callable[[int], Awaitable[None]],
+    on_activity: Callable[[str], None],
+    on_written: Callable[[int], None],
+) -> WriteResult:
+    """Write the file of ``part`` to ``path``, durably. Each chunk is written once it is captured and admitted.
+
+    ``on_activity`` gets each activity that begins, ``on_written`` the bytes of each write that ended.
+
+    Raises:
+        WriteError: see :func:`aio_ckpt.write.writer.new_file`.
+    """
+    image = part.image
+    return await write_image(
+        image,
+        ChunkPreparer(part.layout, part.tail, renders_constants=part.renders_constants, seal=part.seal),
+        new_file(
+            storage, path, image.chunks[-1].stop, writers=workers, settle_secs=settle_secs, on_activity=on_activity
+        ),
+        executor,
+        workers=workers,
+        captured=lambda index: part.chunks.wait(index, executor),
+        admit=admit,
+        on_written=on_written,
+    )
