@@ -185,20 +185,23 @@ class PickledStorage:
     """Number that equals that of another Python object for the same storage, as long as one of them lives."""
 
 
+_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
+
+
 def pickled_storage(value: object) -> PickledStorage | None:
     """Return what ``torch.save`` pickles for ``value``; None if it is no storage.
 
     If a name moves, follow ``persistent_id`` in ``torch.serialization._save``.
     """
+    if not isinstance(value, _STORAGES):  # most values are none
+        return None
     dtype, torch_names = torch.uint8, cast(Any, serialization)
     if isinstance(value, torch.storage.TypedStorage):
         typed = cast(Any, value)
         storage, dtype, slots = typed._untyped_storage, typed.dtype, typed._size()
         kind = getattr(torch, typed._pickle_storage_type())
-    elif isinstance(value, torch.UntypedStorage):
-        storage, slots, kind = value, value.nbytes(), torch_names.normalize_storage_type(type(value))
     else:
-        return None
+        storage, slots, kind = value, value.nbytes(), torch_names.normalize_storage_type(type(value))
     return PickledStorage(
         storage=storage,
         dtype=dtype,

@@ -64,7 +64,7 @@ class FilePipeline:
             path=job.path,
             image_bytes=job.image_bytes,
             raw_bytes=sum(part.layout.raw_bytes for part in job.parts),
-            plan_hit=False,
+            plan_hit=job.plan_hit,
             fingerprint_hit=False,
             mode=results[0].mode,
             timings=job.timer.timings(),

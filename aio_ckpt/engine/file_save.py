@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from aio_ckpt.checks import MAX_SECS, check_path, shown
 from aio_ckpt.commit.by_path import file_refusal
@@ -24,8 +23,8 @@ from aio_ckpt.errors import ConfigError, SaveCancelledError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, index_name
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan.file_plan import FileContent, torch_content
-from aio_ckpt.plan.planner import PlannedImage
+from aio_ckpt.plan.file_plan import FileContent, FilePlans, torch_content
+from aio_ckpt.plan.planner import PlannedImage, collector_paused
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions, safetensors_content
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import SaveReport, amount
@@ -51,6 +50,7 @@ class FileSaves:
         staging = "auto" if ctx.config.shm_path is not None else ctx.config.staging
         self._staging = StagingChoice(staging, is_named=False)
         self._pipeline = FilePipeline(ctx=ctx, runner=runner)
+        self._plans = FilePlans(gather_bytes=ctx.config.gather_bytes, budget_bytes=lifetime.measure_budget)
         self._calls = 0
 
     def save(self, obj: object, path: Path, options: SafetensorsOptions, started: float) -> SaveTicket:
@@ -60,7 +60,8 @@ class FileSaves:
         """
         check, limit_secs = functools.partial(self._check_place, path), self._ctx.config.stall_timeout_secs
         call_within(limit_secs, check, "looking at the file", path)
-        content = self._content(obj, path.name, options)
+        with collector_paused():
+            content = self._content(obj, path.name, options)
         waited_secs = self._queue.wait_for_room(FileJob, path, "wait", NO_DEADLINE)
         assert waited_secs is not None  # such a call is never skipped
         self._calls += 1
@@ -80,8 +81,10 @@ class FileSaves:
     def _parts(self, job: FileJob) -> Iterator[tuple[PlannedImage, Part]]:
         """Plan each file and lease its memory, when the file before is captured."""
         for plan_part in job.content.parts:
-            planned_file = plan_part()
+            with collector_paused():
+                planned_file = plan_part()
             planned = planned_file.planned
+            job.plan_hit = job.plan_hit and planned_file.plan_hit
             lease = functools.partial(
                 lease_image,
                 planned,
@@ -113,15 +116,14 @@ class FileSaves:
 
     def _content(self, obj: object, name: str, options: SafetensorsOptions) -> FileContent:
         """Return the files of ``obj``, by the suffix of ``name``. Raises what ``save_file()`` says of ``obj``."""
-        memory: Any = {"gather_bytes": self._ctx.config.gather_bytes, "budget_bytes": self._lifetime.measure_budget}
         options.check()
         if name.lower().endswith((SUFFIX, index_name(SUFFIX))) and not name.endswith(SUFFIX):
             raise ConfigError(f"path={name!r}: give a name that ends in {SUFFIX}; an index is written beside its files")
         if name.endswith(SUFFIX):
-            return safetensors_content(obj, name, options, **memory)
+            return safetensors_content(obj, name, options, self._plans)
         if options != SafetensorsOptions():
             raise ConfigError(f"path={name!r}: these options are for files that end in {SUFFIX}: leave them away")
-        return torch_content(obj, name, **memory)
+        return torch_content(obj, name, self._plans)
 
 
 def log_file(job: FileJob, outcome: SaveReport | BaseException) -> None:

@@ -315,6 +315,8 @@ class FileJob(Job):
     temporary: Path
     """Directory in which the files are written."""
     content: FileContent
+    plan_hit: bool = True
+    """Whether the plan of each file so far was reused."""
 
     @property
     def path(self) -> Path:

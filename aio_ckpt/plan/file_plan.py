@@ -27,6 +27,8 @@ class FilePart:
     """Name of the file while it is written. Of several files, each gets its name when it becomes visible."""
     planned: PlannedImage
     """Tensors of the file, and their places in it."""
+    plan_hit: bool
+    """Whether the plan was reused."""
     tail_bytes: int
     """Length of what follows the tensors."""
     seal: Callable[[Sequence[int]], bytes] | None
@@ -43,7 +45,67 @@ class FileContent:
     """Index of several files; None for one file."""
 
 
-def torch_content(obj: object, name: str, *, gather_bytes: int, budget_bytes: Callable[[], int]) -> FileContent:
+class FilePlans:
+    """Cache of the plans of the last call of ``save_file()``. A file of the same structure reuses the plan."""
+
+    def __init__(self, *, gather_bytes: int, budget_bytes: Callable[[], int]) -> None:
+        """``gather_bytes``: largest gather buffer of a device. ``budget_bytes``: memory for an image, for each miss."""
+        self._gather_bytes = gather_bytes
+        self._budget_bytes = budget_bytes
+        self._kept: dict[tuple[str, int], tuple[object, ImagePlan]] = {}
+
+    def plan(
+        self,
+        slot: tuple[str, int],
+        names: list[str],
+        tensors: list[torch.Tensor],
+        lay_out: Callable[[Structure, int], ImageLayout],
+        *,
+        header: object = None,
+    ) -> tuple[PlannedImage, bool]:
+        """Plan a file of plain tensors, and return whether the plan was reused.
+
+        Args:
+            slot: kind of the file, and its number among the files of the call.
+            names: name of each tensor.
+            tensors: tensors of the file.
+            lay_out: returns the layout, from the structure and the memory for an image.
+            header: whatever else the layout depends on.
+
+        Raises:
+            SourceChangedError: the memory of a tensor was freed.
+        """
+        flat = FlatState(names, list(tensors), [LeafKind.TENSOR] * len(tensors), int(LeafKind.TENSOR))
+        leaves = Leaves(tensors=tensors, types=[torch.Tensor] * len(tensors), shards={}, objects=[])
+        fingerprint = addresses(tensors)
+        check_sources(flat, tensors, fingerprint)
+        kept_header, kept = self._kept.get(slot, (None, None))
+        is_hit = kept is not None and kept_header == header and kept.structure.is_of(flat, leaves)
+        if kept is not None and is_hit:
+            plan = replace(kept, descriptors=kept.places.at(fingerprint))
+        else:
+            structure = Structure.of(flat, leaves)
+            layout = lay_out(structure, self._budget_bytes())
+            plan = plan_layout(structure, layout, fingerprint, gather_bytes=self._gather_bytes)
+        self._kept[slot] = header, plan
+        return PlannedImage(plan=plan, tensors=tensors, objects=[]), is_hit
+
+    def lay_out_storages(self, structure: Structure, budget_bytes: int) -> ImageLayout:
+        """Return the layout of a ``torch.save`` file. Each leaf is the bytes of a storage, whose key is its number."""
+        sizes = [shape.numel() for shape in structure.shapes]
+        placements = [
+            Placement(key, (name,), (0,), TensorSpec(torch.uint8, (nbytes,), (1,)), storage_envelope(key, nbytes))
+            for key, (name, nbytes) in enumerate(zip(structure.names, sizes, strict=True))
+        ]
+
+        def order(placed: Placement) -> tuple[bool, str, bool]:
+            device = structure.devices[placed.leaf]
+            return image_order(device, is_gathered=is_gathered(device, placed.envelope.raw_bytes, self._gather_bytes))
+
+        return _without_gaps(lay_out(sorted(placements, key=order), budget_bytes=budget_bytes))
+
+
+def torch_content(obj: object, name: str, plans: FilePlans) -> FileContent:
     """Return a ``torch.save`` file of ``obj``, which is pickled now.
 
     Raises:
@@ -53,48 +115,20 @@ def torch_content(obj: object, name: str, *, gather_bytes: int, budget_bytes: Ca
     pickled = pickle_object(obj)
 
     def plan() -> FilePart:
-        planned = plan_storages(pickled.storages, gather_bytes=gather_bytes, budget_bytes=budget_bytes())
-        tail = tail_of(planned.plan, pickled.data)
-        return FilePart(name=name, planned=planned, tail_bytes=tail.nbytes, seal=tail.render)
+        lines = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in pickled.storages]
+        names = [f"storage {key}" for key in range(len(lines))]
+        planned, is_hit = plans.plan(("torch", 0), names, lines, plans.lay_out_storages)
+        layout = planned.plan.layout
+        tail = ZipTail(
+            pickle=pickled.data,
+            start=layout.tensor_bytes,
+            keys=[item.leaf for item in layout.items],
+            offsets=[item.item_offset for item in layout.items],
+            lengths=[item.raw_bytes for item in layout.items],
+        )
+        return FilePart(name=name, planned=planned, plan_hit=is_hit, tail_bytes=tail.nbytes, seal=tail.render)
 
     return FileContent(parts=[plan])
-
-
-def plan_storages(storages: Sequence[torch.UntypedStorage], *, gather_bytes: int, budget_bytes: int) -> PlannedImage:
-    """Plan a ``torch.save`` file of ``storages``, whose keys are their positions.
-
-    Args:
-        gather_bytes: largest gather buffer of a device.
-        budget_bytes: memory for the image.
-
-    Raises:
-        SourceChangedError: the memory of a storage was freed.
-    """
-    lines = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]
-    structure, fingerprint = structure_of([f"storage {key}" for key in range(len(lines))], lines)
-    placements = [
-        Placement(key, (name,), (0,), TensorSpec(torch.uint8, (line.nbytes,), (1,)), storage_envelope(key, line.nbytes))
-        for key, (name, line) in enumerate(zip(structure.names, lines, strict=True))
-    ]
-
-    def order(placed: Placement) -> tuple[bool, str, bool]:
-        device = structure.devices[placed.leaf]
-        return image_order(device, is_gathered=is_gathered(device, placed.envelope.raw_bytes, gather_bytes))
-
-    layout = _without_gaps(lay_out(sorted(placements, key=order), budget_bytes=budget_bytes))
-    return planned_file(structure, layout, fingerprint, lines, gather_bytes)
-
-
-def tail_of(plan: ImagePlan, pickle: bytes) -> ZipTail:
-    """Return what follows the storages of a plan of :func:`plan_storages`."""
-    items = plan.layout.items
-    return ZipTail(
-        pickle=pickle,
-        start=plan.layout.tensor_bytes,
-        keys=[item.leaf for item in items],
-        offsets=[item.item_offset for item in items],
-        lengths=[item.raw_bytes for item in items],
-    )
 
 
 def _without_gaps(layout: ImageLayout) -> ImageLayout:
@@ -107,20 +141,3 @@ def _without_gaps(layout: ImageLayout) -> ImageLayout:
         end = items[-1].item_offset + envelope.item_bytes
     chunks = cut_chunks(items, layout.chunk_bytes, end)
     return replace(layout, items=tuple(items), chunks=chunks, file_alignment=1)
-
-
-def structure_of(names: list[str], tensors: list[torch.Tensor]) -> tuple[Structure, list[int]]:
-    """Return structure and addresses of plain tensors; raises SourceChangedError if the memory of one was freed."""
-    flat = FlatState(names, list(tensors), [LeafKind.TENSOR] * len(tensors), int(LeafKind.TENSOR))
-    leaves = Leaves(tensors=tensors, types=[torch.Tensor] * len(tensors), shards={}, objects=[])
-    fingerprint = addresses(tensors)
-    check_sources(flat, tensors, fingerprint)
-    return Structure.of(flat, leaves), fingerprint
-
-
-def planned_file(
-    structure: Structure, layout: ImageLayout, fingerprint: list[int], tensors: list[torch.Tensor], gather_bytes: int
-) -> PlannedImage:
-    """Return the plan of a layout whose leaves are ``tensors``."""
-    plan = plan_layout(structure, layout, fingerprint, gather_bytes=gather_bytes)
-    return PlannedImage(plan=plan, tensors=tensors, objects=[])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,8 +29,9 @@ from aio_ckpt.format.safetensors_file import (
 )
 from aio_ckpt.format.tensor_zip import row_major_stride
 from aio_ckpt.leaves.tensor_memory import span_of
-from aio_ckpt.plan.file_plan import FileContent, FilePart, planned_file, structure_of
+from aio_ckpt.plan.file_plan import FileContent, FilePart, FilePlans
 from aio_ckpt.plan.layout import chunk_bytes_within, cut_chunks
+from aio_ckpt.plan.structure import Structure
 from aio_ckpt.plan.values import ImageLayout, TensorItem
 
 FileRename: TypeAlias = Mapping[str, str] | Callable[[str], str]
@@ -67,9 +68,7 @@ class SafetensorsOptions:
             raise ConfigError(f"rename={shown(rename)}: give a mapping of names, or a function")
 
 
-def safetensors_content(
-    tensors: object, name: str, options: SafetensorsOptions, *, gather_bytes: int, budget_bytes: Callable[[], int]
-) -> FileContent:
+def safetensors_content(tensors: object, name: str, options: SafetensorsOptions, plans: FilePlans) -> FileContent:
     """Return the safetensors files of ``tensors``, the first of which is ``name`` if there is one.
 
     Raises:
@@ -93,10 +92,10 @@ def safetensors_content(
             {key: kept[key] for key in names},
             {"format": "pt", **(options.metadata or {})} | {old: new for old, new in tied.items() if new in names},
             options.dtype,
-            gather_bytes,
-            budget_bytes,
+            plans,
+            number,
         )
-        for file, names in zip(files, shards, strict=True)
+        for number, (file, names) in enumerate(zip(files, shards, strict=True))
     ]
     return FileContent(parts=parts, index=index if len(shards) > 1 else None)
 
@@ -187,19 +186,19 @@ def _plan(
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
     dtype: torch.dtype | None,
-    gather_bytes: int,
-    budget_bytes: Callable[[], int],
+    plans: FilePlans,
+    number: int,
 ) -> FilePart:
-    """Plan one file. Tensors that are not stored as they lie are copied now."""
+    """Plan file ``number`` of a call. Tensors that are not stored as they lie are copied now."""
     with torch.no_grad():
         names = sorted(tensors, key=lambda key: -_stored_dtype(tensors[key], dtype=dtype).itemsize)
         lines = [_as_stored(tensors[key], _stored_dtype(tensors[key], dtype=dtype)) for key in names]
-    structure, fingerprint = structure_of(names, lines)
-    layout, header = _lay_out(names, lines, metadata, budget_bytes())
-    planned = planned_file(structure, layout, fingerprint, lines, gather_bytes)
+    lay_out = functools.partial(_lay_out, metadata)
+    planned, is_hit = plans.plan(("safetensors", number), names, lines, lay_out, header=metadata)
     if lines:
-        return FilePart(name=file, planned=planned, tail_bytes=0, seal=None)
-    return FilePart(name=file, planned=planned, tail_bytes=len(header), seal=lambda _: header)
+        return FilePart(name=file, planned=planned, plan_hit=is_hit, tail_bytes=0, seal=None)
+    header = render_header([], metadata)
+    return FilePart(name=file, planned=planned, plan_hit=is_hit, tail_bytes=len(header), seal=lambda _: header)
 
 
 def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -207,17 +206,15 @@ def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).resolve_conj().resolve_neg().contiguous()
 
 
-def _lay_out(
-    names: Sequence[str], tensors: Sequence[torch.Tensor], metadata: Mapping[str, str], budget_bytes: int
-) -> tuple[ImageLayout, bytes]:
+def _lay_out(metadata: Mapping[str, str], structure: Structure, budget_bytes: int) -> ImageLayout:
     """Place one tensor after the other, those with longer elements first: so each begins at a multiple of its own."""
     end, stored = 0, []
-    for name, tensor in zip(names, tensors, strict=True):
-        stored.append(StoredTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), start=end))
-        end += tensor.nbytes
+    for name, dtype, shape in zip(structure.names, structure.dtypes, structure.shapes, strict=True):
+        stored.append(StoredTensor(name=name, dtype=dtype, shape=tuple(shape), start=end))
+        end += stored[-1].nbytes
     header = render_header(stored, metadata)
     if len(header) > MAX_HEADER_BYTES:
-        raise UnsupportedLeafError(f"{len(names)} tensors need a header of {len(header)} bytes: set max_shard_bytes")
+        raise UnsupportedLeafError(f"{len(stored)} tensors need a header of {len(header)} bytes: set max_shard_bytes")
     items = []
     for leaf, entry in enumerate(stored):
         before = header if leaf == 0 else b""
@@ -234,7 +231,7 @@ def _lay_out(
     length = len(header) + end if items else 0
     chunk_bytes = chunk_bytes_within(end, budget_bytes)
     chunks = cut_chunks(items, chunk_bytes, length)
-    layout = ImageLayout(
+    return ImageLayout(
         items=tuple(items),
         chunk_bytes=chunk_bytes,
         chunks=chunks,
@@ -242,4 +239,3 @@ def _lay_out(
         raw_bytes=end,
         file_alignment=1,
     )
-    return layout, header

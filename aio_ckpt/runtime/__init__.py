@@ -2,7 +2,7 @@
 
 In: callables and coroutines, from any thread. Out: futures that one loop thread and a pool of threads complete; also
 deadlines, lines about waits, exit hooks, thread priorities, recorded spans, and the flags of preemption signals
-(``signals``; Ctrl-C ends a waiting save in ``engine.in_flight``). No other package starts a thread or a loop.
+(``signals``; Ctrl-C ends a waiting save in ``engine.job_queue``). No other package starts a thread or a loop.
 Imports ``callbacks``, ``errors``, ``config`` and ``reports`` only.
 """
 

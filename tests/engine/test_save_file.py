@@ -19,6 +19,7 @@ from gated_storage import TIMEOUT, gated_engine
 from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
+from safetensors.torch import load_file
 from tensor_bits import random_tensor
 from warm_python import WarmPython, run_warm
 
@@ -547,3 +548,33 @@ def test_a_name_that_readers_take_for_safetensors_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"ends in \.safetensors"):
         engine.save_file({}, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_a_file_of_the_same_structure_reuses_the_plan_and_holds_its_own_values(tmp_path: Path, name: str) -> None:
+    def state(value: float, *names: str) -> dict[str, torch.Tensor]:
+        return {key: torch.full((1000,), value) for key in names}
+
+    def loaded() -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / name) if name.endswith("s") else torch.load(tmp_path / name)
+
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        kept = []  # so that no tensor of a later state lies where one of an earlier state lay
+        for value, names, is_hit in ((1.0, "ab", False), (2.0, "ab", True), (3.0, "abc", False), (4.0, "ab", False)):
+            kept.append(state(value, *names))
+            report = engine.save_file(kept[-1], tmp_path / name).result(TIMEOUT)
+            assert report is not None
+            assert report.plan_hit is is_hit
+            for key, tensor in loaded().items():
+                assert torch.equal(tensor, kept[-1][key]), key
+
+
+def test_a_plan_is_reused_for_no_other_metadata_or_dtype(tmp_path: Path) -> None:
+    state, path = {"a": torch.ones(1000), "b": torch.zeros(7)}, tmp_path / "x.safetensors"
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        hits = [
+            engine.save_file(state, path, **options).result(TIMEOUT).plan_hit
+            for options in ({}, {"metadata": {"k": "1"}}, {"metadata": {"k": "2"}}, {"dtype": torch.bfloat16}, {})
+        ]
+    assert hits == [False] * 5
+    assert {key: tensor.dtype for key, tensor in load_file(path).items()} == dict.fromkeys("ab", torch.float32)
