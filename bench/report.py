@@ -1,4 +1,4 @@
-"""``python -m bench.report``: the pages of docs/benchmarks, rendered from the JSON files in bench/results."""
+"""``python -m bench.report``: the pages of bench/pages, rendered from the JSON files in bench/results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,8 @@ from bench.gpu import tables as gpu_tables
 
 __all__ = ["PAGES", "main", "render_page"]
 
-DOCS = BENCH.parent / "docs" / "benchmarks"
-NOTE = """---
-hide:
-  - toc
----
-<!-- Rendered by `python -m bench.report` from bench/results. Do not edit. -->"""
-"""The tables need the width of the table of contents."""
+FOLDER = BENCH / "pages"
+NOTE = "<!-- Rendered by `python -m bench.report` from bench/results. Do not edit. -->"
 ONE, TWO, FOUR, CPU = "1x-nvidia-h200", "2x-nvidia-h200", "4x-nvidia-h200", "2-cores"
 H100 = "1x-nvidia-h100-80gb-hbm3"
 
@@ -47,7 +42,7 @@ class Page:
 
 FILES = "`save_file()` beside the rival of each format, whose file is fsynced, too. *x limit* is the ratio to it."
 
-METHOD = "[Method and commands](index.md) are the same for all pages. Each table comes from one run."
+METHOD = "[Method and commands](../../docs/benchmarks/index.md) are the same for all. Each table comes from one run."
 
 CPU_PAGE = Page(
     "CPU",
@@ -183,10 +178,10 @@ def _tables(document: Mapping[str, Any]) -> str:
     return gpu_tables.render(document) if document["bench"] == "gpu" else common_tables.render(document)
 
 
-def main(docs: Path = DOCS) -> None:
+def main(folder: Path = FOLDER) -> None:
     """Write every page."""
     for name, page in PAGES.items():
-        (docs / f"{name}.md").write_text(render_page(page))
+        (folder / f"{name}.md").write_text(render_page(page))
 
 
 if __name__ == "__main__":

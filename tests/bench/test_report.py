@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from bench.common.results import RESULTS, machine_name
-from bench.report import DOCS, PAGES, main, render_page
+from bench.report import FOLDER, PAGES, main, render_page
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_what_its_results_render(name: str) -> None:
-    assert (DOCS / f"{name}.md").read_text() == render_page(PAGES[name]), "run: python -m bench.report"
+    assert (FOLDER / f"{name}.md").read_text() == render_page(PAGES[name]), "run: python -m bench.report"
 
 
 def test_every_page_is_written_where_it_is_read(tmp_path: Path) -> None:
