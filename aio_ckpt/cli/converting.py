@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +145,7 @@ def _to_file(
         raise ConfigError(f"--dtype and --max-shard-bytes are for .safetensors files, and {out.name} is none")
     screen = Screen(as_json=as_json)
     options = FileOptions(branch=branch, max_shard_bytes=max_shard_bytes, dtype=cast, trusted=trusted)
-    with _interruptible(out), bytes_progress(screen, "read") as on_progress:
+    with bytes_progress(screen, "read") as on_progress:
         converted = convert_to_file(source, out, names, options, on_progress=on_progress)
     _tell(screen, converted, as_json=as_json)
 
@@ -156,23 +154,9 @@ def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, tr
     from aio_ckpt.cli.work.conversions import convert_to_step
 
     screen = Screen(as_json=as_json)
-    with _interruptible(root), bytes_progress(screen, "read") as on_progress:
+    with bytes_progress(screen, "read") as on_progress:
         converted = convert_to_step(source, root, names, step=step, trusted=trusted, on_progress=on_progress)
     _tell(screen, converted, as_json=as_json)
-
-
-@contextlib.contextmanager
-def _interruptible(out: Path) -> Iterator[None]:
-    """Tell, if the user interrupts the block, that what was read is kept. Otherwise, remove what is left of it."""
-    from aio_ckpt.cli.work.partial import partial_path, remove_emptied
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        if (kept := partial_path(out)).exists():
-            click.echo(f"{kept} holds what was read: the same command continues from there, or remove it", err=True)
-        raise
-    remove_emptied(out)
 
 
 def _tell(screen: Screen, converted: Converted, *, as_json: bool) -> None:

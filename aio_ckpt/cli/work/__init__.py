@@ -4,7 +4,7 @@
 - ``root_table``: a root, for ls, du and prune; ``quick_check``: its checkpoints, by manifests and lengths of files
 - ``contents``: a checkpoint, for inspect; ``differences``: two of them, for diff
 - ``root_changes``: delete and roll back under the lock, for rm, prune and rollback; ``copies``: for cp
-- ``conversions``: results of export, import and convert; ``sources``: what they read; ``partial``: what they keep of it
+- ``conversions``: results of export, import and convert; ``sources``: what they read
 
 Imports all packages below; never click nor a command.
 """

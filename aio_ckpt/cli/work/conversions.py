@@ -1,7 +1,7 @@
 """Convert between checkpoints and files. Tensors lie in mapped files, never all at once in memory of their own.
 
 A source is a checkpoint (ours or stock DCP's), a ``torch.save`` file, a safetensors file or the index of several.
-A checkpoint is read, verified, into a file beside the result. A file is mapped where it is.
+A checkpoint is read, verified, into an unnamed file beside the result. A file is mapped where it is.
 The result is written by an engine within a small budget, and appears as a whole.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from aio_ckpt.cli.work.sources import OnProgress, Source, opened
+from aio_ckpt.cli.work.sources import OnProgress, Source, read_source
 from aio_ckpt.commit.discovery import discover
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.file_save import file_target
@@ -59,9 +59,6 @@ def convert_to_file(
 ) -> Converted:
     """Write the state at ``source`` to the file ``out``, in the format of its suffix, verified and durable.
 
-    What was read of a checkpoint stays in :func:`partial_path` of ``out`` if the process is killed or interrupted, and
-    the next call takes it from there.
-
     ``on_progress`` gets the bytes done and those in all, while a checkpoint is read.
 
     Raises:
@@ -80,12 +77,10 @@ def convert_to_file(
             flat_tensors(objects)
 
     only = [options.branch] if options.branch else None
-    with (
-        opened(source, out, names, on_progress, only=only, check=check, trusted=options.trusted) as found,
-        _writer(out.parent, names) as engine,
-    ):
-        state = _branch(found, options.branch) if options.branch else found.state
-        obj = flat_tensors(state) if is_safe else state
+    found = read_source(source, out, names, on_progress, only=only, check=check, trusted=options.trusted)
+    state = _branch(found, options.branch) if options.branch else found.state
+    obj = flat_tensors(state) if is_safe else state
+    with _writer(out.parent, names) as engine:
         report = engine.save_file(obj, out, max_shard_bytes=options.max_shard_bytes, dtype=options.dtype).result()
     assert report is not None
     return Converted(source=str(found.path), path=str(report.path), nbytes=report.raw_bytes, step=found.step)
@@ -112,10 +107,10 @@ def convert_to_step(
                 "or a higher one, or another root"
             )
 
-    with opened(source, root, names, on_progress, check=check, trusted=trusted) as found:
-        state = found.state if isinstance(found.state, dict) else {"state": found.state}
-        with _writer(root, names) as engine:
-            report = engine.save(state, step if step is not None else found.step).result()
+    found = read_source(source, root, names, on_progress, check=check, trusted=trusted)
+    state = found.state if isinstance(found.state, dict) else {"state": found.state}
+    with _writer(root, names) as engine:
+        report = engine.save(state, step if step is not None else found.step).result()
     assert report is not None
     return Converted(source=str(found.path), path=str(report.path), nbytes=report.raw_bytes, step=report.step)
 
