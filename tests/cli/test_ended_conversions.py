@@ -56,7 +56,7 @@ def test_tied_transposed_and_empty_tensors_are_converted(source, state, tmp_path
 PROGRAM = """
     import os, signal, sys
     from aio_ckpt.cli import commands
-    from aio_ckpt.cli.work import sources
+    from aio_ckpt.cli import sources
     from aio_ckpt.sync import SyncCheckpointEngine
 
     when, number, *arguments = sys.argv[1:]

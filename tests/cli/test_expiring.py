@@ -10,18 +10,18 @@ import torch
 from command_line import called, state
 
 import aio_ckpt
-from aio_ckpt.cli.work import copies, differences, sources
+from aio_ckpt.cli import comparing, copying, sources
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.sync import SyncCheckpointEngine
 
 COMMANDS = {
-    "cp": ((copies, "_copy_file"), ("cp", "PATH", "OUT")),
-    "cp, before it is listed": ((copies, "copied_files"), ("cp", "PATH", "OUT")),
+    "cp": ((copying, "_copy_file"), ("cp", "PATH", "OUT")),
+    "cp, before it is listed": ((copying, "copied_files"), ("cp", "PATH", "OUT")),
     "export": ((sources, "_mapped_memory"), ("export", "PATH", "OUT.pt")),
     "export, before it is looked at": ((sources, "stored_names"), ("export", "PATH", "OUT.pt")),
     "convert": ((sources, "_mapped_memory"), ("convert", "PATH", "OUT")),
-    "diff": ((differences, "leaves_of"), ("diff", "PATH", "OTHER", "--values")),
-    "diff, as the other": ((differences, "leaves_of"), ("diff", "OTHER", "PATH", "--values")),
+    "diff": ((comparing, "leaves_of"), ("diff", "PATH", "OTHER", "--values")),
+    "diff, as the other": ((comparing, "leaves_of"), ("diff", "OTHER", "PATH", "--values")),
 }
 
 

@@ -18,8 +18,9 @@ import torch
 
 from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.checkpoint.torch_file import check_torch_file
-from aio_ckpt.cli.work.contents import Contents, describe, use_newest
-from aio_ckpt.cli.work.loop import call
+from aio_ckpt.cli.access import call, use_newest
+from aio_ckpt.cli.console import OnProgress
+from aio_ckpt.cli.inspecting import Contents, describe
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
     AioCkptError,
@@ -48,7 +49,6 @@ _ZIP = b"PK\x03\x04"
 _OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """What torch.save files begin with, and those of torch before 1.6: a pickled number."""
 _INDEX = ".index.json"
-OnProgress = Callable[[int, int], None]
 Check = Callable[[Storage, int | None, Mapping[str, object]], Awaitable[None]]
 """Gets the step and the objects of a checkpoint before its tensors are read. Raises if no result can be made."""
 
