@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     FormatVersionError,
     ReadError,
+    SystemLimitError,
     UnsupportedLeafError,
 )
 from aio_ckpt.format.constants import PAGE_BYTES, TensorSpec, align_up
@@ -142,7 +144,15 @@ def _collecting(faults: list[Fault], file: str, tensor: str | None = None) -> It
 
 
 def fault_of(error: AioCkptError, *, file: str, tensor: str | None) -> Fault:
-    """Return the fault that ``error`` tells."""
+    """Return the fault that ``error`` tells.
+
+    Raises:
+        SystemLimitError: the process may open no more files, which tells nothing of this one.
+    """
+    if isinstance(error, SystemLimitError):
+        raise error
+    if isinstance(error, ReadError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        raise SystemLimitError(error.errno, error.strerror, error.filename) from error
     return Fault(file=file, tensor=tensor, message=str(error), is_damage=not isinstance(error, ReadError))
 
 

@@ -1,7 +1,7 @@
 """The command line, ``aio-ckpt`` and ``python -m aio_ckpt``. In: arguments. Out: lines on the console, an exit code.
 
 ``commands`` is the group, with errors and exit codes. ``arguments``, ``advice`` and ``console`` are shared.
-A module whose name ends in -ing defines the options of a few commands and prints; ``work`` holds what they do:
+A module whose name ends in -ing holds a few commands: options, work and output:
 
 - ``listing``: ls, du
 - ``inspecting``: inspect
@@ -13,8 +13,10 @@ A module whose name ends in -ing defines the options of a few commands and print
 - ``rescuing``: rescue, recover
 - ``demonstrating``: demo
 
-A module ending in -ing imports its work inside of the command, because torch takes seconds to import: ``--help`` and
-the completion of a shell import little but click, and ``ls`` and ``du`` import no torch. Imports everything below.
+Such a module imports what takes long inside of its functions, because torch takes seconds to import: ``--help`` and the
+completion of a shell import little but click, and ``ls`` and ``du`` import no torch. Three modules are imported there
+as a whole: ``access`` (a loop, the newest checkpoint, the lock), ``root_table`` (a root, for ls, du and prune) and
+``sources`` (what a conversion reads). Imports everything below.
 """
 
 from aio_ckpt.cli.commands import main

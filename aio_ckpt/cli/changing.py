@@ -1,7 +1,12 @@
-"""``protect``, ``unprotect``, ``rm``, ``prune`` and ``rollback``: changes of a root from outside of its trainer."""
+"""``protect``, ``unprotect``, ``rm``, ``prune`` and ``rollback``: changes of a root from outside of its trainer.
+
+They go by the engine's own routes, and delete and roll back under its lock.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +16,13 @@ from aio_ckpt.cli.arguments import check_root, example, json_option, root_argume
 from aio_ckpt.cli.console import Screen, plural
 from aio_ckpt.cli.listing import best_rule
 from aio_ckpt.config import KeepBest
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ProtectedStepError, StepOrderError
 from aio_ckpt.format.names import ABANDONED_DIR, StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.work.root_changes import PrunePlan
+    from aio_ckpt.cli.root_table import RootRow
+    from aio_ckpt.commit.retention import Policy
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
@@ -40,14 +47,13 @@ _STEP = _Step(0)
 @json_option
 def protect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -> None:
     """Never let retention delete STEP under ROOT. Works beside a trainer that saves there."""
-    from aio_ckpt.cli.work import call
-    from aio_ckpt.cli.work.root_changes import check_committed
+    from aio_ckpt.cli.access import call
     from aio_ckpt.commit.retention import protect
 
     check_root(root, names)
 
     async def work(storage: Storage, _: Executor) -> None:
-        await check_committed(storage, root, names, step)
+        await _check_committed(storage, root, names, step)
         await protect(storage, root, names, step)
 
     call(work)
@@ -61,7 +67,7 @@ def protect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -
 @json_option
 def unprotect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -> None:
     """Let STEP under ROOT expire again."""
-    from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.access import call
     from aio_ckpt.commit.retention import unprotect
 
     check_root(root, names)
@@ -88,18 +94,75 @@ def rm_command(root: Path, steps: tuple[int, ...], names: StepNames, *, allow_ne
 
     No trainer may save there meanwhile: inside of it, call engine.delete(step).
     """
-    from aio_ckpt.cli.work import call
-    from aio_ckpt.cli.work.root_changes import as_writer, check_removable, delete_steps
+    from aio_ckpt.cli.access import as_writer, call
 
     check_root(root, names)
 
     async def work(storage: Storage, _: Executor) -> None:
-        await check_removable(storage, root, names, steps, allow_newest=allow_newest)
+        await _check_removable(storage, root, names, steps, allow_newest=allow_newest)
         async with as_writer(storage, root, names, instead=f"engine.delete({steps[0]})"):
-            await delete_steps(storage, root, names, set(steps), allow_newest=allow_newest)
+            await _delete_steps(storage, root, names, set(steps), allow_newest=allow_newest)
 
     call(work)
     _tell_deleted(sorted(set(steps)), Screen(as_json=as_json))
+
+
+async def _check_removable(
+    storage: Storage, root: Path, names: StepNames, steps: Collection[int], *, allow_newest: bool
+) -> None:
+    """Refuse to delete ``steps`` if one is not committed, is protected, or is the newest. Changes nothing.
+
+    Raises:
+        CheckpointNotFoundError, ProtectedStepError, StepOrderError: the three cases. Each names the remedy.
+    """
+    from aio_ckpt.commit.retention import protected_steps
+
+    committed = await _check_committed(storage, root, names, *sorted(steps))
+    marked = await protected_steps(storage, root)
+    for step in sorted(steps):
+        if step in marked:
+            raise ProtectedStepError(f"step {step} is protected: 'aio-ckpt unprotect {root} {step}' ends that")
+        if step == committed[-1] and not allow_newest:
+            raise StepOrderError(f"step {step} is the newest of {root}: --allow-newest deletes it all the same")
+
+
+async def _check_committed(storage: Storage, root: Path, names: StepNames, *steps: int) -> list[int]:
+    """Return the committed steps, ascending. Raises CheckpointNotFoundError unless ``steps`` are among them."""
+    from aio_ckpt.commit.discovery import discover
+
+    committed = [found.step for found in await discover(storage, root, names)]
+    for step in steps:
+        if step not in committed:
+            told = ", ".join(map(str, committed)) or "no step is"
+            raise CheckpointNotFoundError(f"step {step}: no such committed step under {root}; committed: {told}")
+    return committed
+
+
+async def _delete_steps(
+    storage: Storage, root: Path, names: StepNames, steps: Collection[int], *, allow_newest: bool
+) -> None:
+    """Delete steps, oldest first, durably. Needs the lock.
+
+    Raises:
+        CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :meth:`Retention.delete`. The steps
+            before are gone.
+    """
+    import anyio
+
+    from aio_ckpt.commit.discovery import discover
+    from aio_ckpt.commit.retention import Policy, Retention
+
+    retention = Retention(
+        storage,
+        root,
+        names,
+        Policy(keep_last=None, keep_every=None, keep_best=None),
+        committed=lambda: discover(storage, root, names),
+        renames=anyio.Lock(),
+        must_wait=lambda: False,
+    )
+    for step in sorted(steps):
+        await retention.delete(step, allow_newest=allow_newest)
 
 
 def _tell_deleted(steps: list[int], screen: Screen) -> None:
@@ -140,27 +203,34 @@ def prune_command(
     not count; if the newest does, nothing is deleted. No trainer may save there meanwhile: give it
     EngineConfig(keep_last=...) instead.
     """
-    from aio_ckpt.cli.work import call
-    from aio_ckpt.cli.work.root_changes import as_writer, check_newest, delete_steps, plan_prune
+    from aio_ckpt.cli.access import as_writer, call
+    from aio_ckpt.cli.root_table import rows_of
+    from aio_ckpt.commit.retention import Policy, protected_steps
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
 
-    async def plan(storage: Storage, executor: Executor) -> PrunePlan:
-        return await plan_prune(
-            storage, executor, root, names, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best
-        )
+    async def plan(storage: Storage, executor: Executor) -> tuple[list[RootRow], list[RootRow]]:
+        """Return what ``EngineConfig`` with the same settings would delete, and what stays. Changes nothing."""
+        rows, marked = await rows_of(storage, executor, root, names), await protected_steps(storage, root)
+        policy = Policy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+        gone = _expired_steps(rows, policy, marked)
+        return [row for row in rows if row.step in gone], [row for row in rows if row.step not in gone]
 
-    wanted = call(plan)
-    if not wanted.expired:
+    expired, kept = call(plan)
+    if not expired:
         _tell_deleted([], screen)
         return 0
-    check_newest(wanted, root)
-    steps = [row.step for row in wanted.expired]
-    told = ", ".join(map(str, steps))
-    summary = f"{plural(len(steps), 'checkpoint')}, {amount(wanted.nbytes)}"
+    newest = kept[-1]
+    if newest.is_damaged:  # the steps before it may be all that is good
+        raise CorruptCheckpointError(
+            f"step {newest.step}, the newest, is damaged ({newest.fault}), and nothing is deleted: "
+            f"run 'aio-ckpt verify {root}', then delete {newest.path}"
+        )
+    steps = [row.step for row in expired]
     if not yes:
-        click.echo(f"to be deleted: {told}\n{summary}; {len(wanted.kept)} stay", err=as_json)
+        summary = f"{plural(len(steps), 'checkpoint')}, {amount(sum(row.nbytes for row in expired))}"
+        click.echo(f"to be deleted: {', '.join(map(str, steps))}\n{summary}; {len(kept)} stay", err=as_json)
         click.echo("run aio-ckpt verify first: the data of those that stay was not read", err=as_json)
         if not _is_confirmed(to_stderr=as_json):
             return 1
@@ -168,13 +238,25 @@ def prune_command(
     async def delete(storage: Storage, executor: Executor) -> list[int]:
         async with as_writer(storage, root, names, instead="engine.delete(step)"):
             # Judged anew under the lock: a step may have been protected since. What was not shown is not deleted.
-            still = {row.step for row in (await plan(storage, executor)).expired}
+            still = {row.step for row in (await plan(storage, executor))[0]}
             chosen = [step for step in steps if step in still]
-            await delete_steps(storage, root, names, chosen, allow_newest=False)
+            await _delete_steps(storage, root, names, chosen, allow_newest=False)
             return chosen
 
     _tell_deleted(call(delete), screen)
     return 0
+
+
+def _expired_steps(rows: Sequence[RootRow], policy: Policy, protected: Collection[int]) -> set[int]:
+    """Return the steps to delete. A checkpoint that looks damaged is not counted and stays: good ones are kept."""
+    from aio_ckpt.commit.discovery import CommittedCheckpoint
+    from aio_ckpt.commit.retention import expired
+
+    good = [CommittedCheckpoint(step=row.step, path=Path(row.path)) for row in rows if row.fault is None]
+    best = policy.keep_best
+    metrics = {row.step: row.metrics.get(best.metric) for row in rows} if best is not None else None
+    newest = max((checkpoint.step for checkpoint in good), default=-1)
+    return {found.step for found in expired(good, policy, good=newest, protected=protected, metrics=metrics)}
 
 
 def _is_confirmed(*, to_stderr: bool) -> bool:
@@ -203,15 +285,18 @@ def rollback_command(root: Path, step: int, names: StepNames, *, as_json: bool) 
     A run resumes from STEP then. Nothing is deleted. No trainer may save there meanwhile: inside of it, call
     engine.rollback(step).
     """
-    from aio_ckpt.cli.work import call
-    from aio_ckpt.cli.work.root_changes import as_writer, check_committed, roll_back
+    from aio_ckpt.cli.access import as_writer, call
+    from aio_ckpt.commit.discovery import abandon_after
+    from aio_ckpt.commit.retention import unprotect_after
 
     check_root(root, names)
 
     async def work(storage: Storage, _: Executor) -> list[int]:
-        await check_committed(storage, root, names, step)
+        await _check_committed(storage, root, names, step)
         async with as_writer(storage, root, names, instead=f"engine.rollback({step})"):
-            return await roll_back(storage, root, names, step)
+            abandoned = await abandon_after(storage, root, names, step, str(time.time_ns()))
+            await unprotect_after(storage, root, step)
+            return abandoned
 
     abandoned = call(work)
     screen = Screen(as_json=as_json)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Advance: TypeAlias = Callable[[int, str], None]
 """``advance(done, words)``: shows the total amount done so far, and a text."""
+OnProgress: TypeAlias = Callable[[int, int], None]
+"""Takes the bytes done so far, and those in all."""
 Cells: TypeAlias = tuple[str, ...]
 """One row of a table."""
 
@@ -171,7 +173,7 @@ def _cells(text: str) -> int:
 
 
 @contextmanager
-def bytes_progress(screen: Screen, label: str) -> Iterator[Callable[[int, int], None]]:
+def bytes_progress(screen: Screen, label: str) -> Iterator[OnProgress]:
     """Show a progress. The yielded function takes the bytes done so far, and those in all."""
     with screen.progress(label, _PARTS, quiet_secs=_QUIET_SECS) as advance:
         begin = time.monotonic()

@@ -1,26 +1,55 @@
-"""``export``, ``import`` and ``convert``: checkpoints to files, and files to checkpoints."""
+"""``export``, ``import`` and ``convert``: checkpoints to files, and files to checkpoints.
+
+The result is written by an engine within a small budget, and appears as a whole. ``sources`` has what is read.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from aio_ckpt.checks import check_path
 from aio_ckpt.cli.arguments import Directory, MistypedPathError, example, json_option, step_dir_option
 from aio_ckpt.cli.console import Screen, bytes_progress, printable
-from aio_ckpt.errors import ConfigError
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.errors import (
+    BudgetExceededError,
+    ConfigError,
+    MissingNameError,
+    StepOrderError,
+    UnsupportedLeafError,
+)
 from aio_ckpt.format.names import StepNames
-from aio_ckpt.reports import amount
+from aio_ckpt.reports import SaveReport, amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.work.conversions import Converted
+    import torch
+
+    from aio_ckpt.cli.sources import Source
+    from aio_ckpt.storage.local import Storage
+    from aio_ckpt.sync import SyncCheckpointEngine
+    from aio_ckpt.ticket import SaveTicket
 
 _SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth", ".bin", ".ckpt")}
+_BUDGET_BYTES = 256 << 20
+"""Memory in which the result is staged. A larger state passes through it in waves."""
+
+
+class Converted(msgspec.Struct, frozen=True, kw_only=True):
+    """A result that is durable."""
+
+    source: str
+    path: str
+    """File, index of several files, or directory of the step."""
+    nbytes: int
+    """Length of the tensors in it, in bytes."""
+    step: int | None
+    """Step of the result, or of the source if the result is a file; None if nothing tells it."""
 
 
 class _Place(click.Path):
@@ -135,9 +164,11 @@ def _to_file(
     trusted: bool,
     as_json: bool,
 ) -> None:
+    """Write the state at ``source`` to the file ``out``, in the format of its suffix, verified and durable."""
     import torch
 
-    from aio_ckpt.cli.work.conversions import FileOptions, convert_to_file
+    from aio_ckpt.cli.sources import read_source
+    from aio_ckpt.engine.file_save import file_target
 
     cast = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
@@ -145,38 +176,147 @@ def _to_file(
     is_safe = out.name.endswith(_SUFFIXES["safetensors"])
     if not is_safe and (dtype is not None or max_shard_bytes is not None):
         raise ConfigError(f"--dtype and --max-shard-bytes are for .safetensors files, and {out.name} is none")
-    screen = Screen(as_json=as_json)
-    options = FileOptions(branch=branch, max_shard_bytes=max_shard_bytes, dtype=cast, trusted=trusted)
-    with _interruptible(out), bytes_progress(screen, "read") as on_progress:
-        converted = convert_to_file(source, out, names, options, on_progress=on_progress)
-    _tell(screen, converted, as_json=as_json)
+    file_target(str(out))
+
+    async def check(_: Storage, __: int | None, objects: Mapping[str, object]) -> None:
+        if is_safe:
+            _flat_tensors(objects)
+
+    screen, only = Screen(as_json=as_json), None if branch is None else [branch]
+    with bytes_progress(screen, "read") as on_progress:
+        found = read_source(source, out, names, on_progress, only=only, check=check, trusted=trusted)
+        state = found.state if branch is None else _value_below(found, branch)
+        obj = _flat_tensors(state) if is_safe else state
+        report = _written(
+            out.parent, names, lambda engine: engine.save_file(obj, out, max_shard_bytes=max_shard_bytes, dtype=cast)
+        )
+    _tell(screen, found, report, step=found.step)
 
 
 def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, trusted: bool, as_json: bool) -> None:
-    from aio_ckpt.cli.work.conversions import convert_to_step
+    """Save the state at ``source`` as a step of ``root``; ``step``: None for that of the source, or the next one."""
+    from aio_ckpt.cli.sources import read_source
+    from aio_ckpt.commit.discovery import discover
+
+    async def check(storage: Storage, own: int | None, _: Mapping[str, object]) -> None:
+        number = own if step is None else step
+        there = [found.step for found in await discover(storage, root, names)]
+        if number is not None and there and number <= max(there):
+            raise StepOrderError(
+                f"step {number} does not exceed step {max(there)}, the newest in {root}: give --step {max(there) + 1} "
+                "or a higher one, or another root"
+            )
 
     screen = Screen(as_json=as_json)
-    with _interruptible(root), bytes_progress(screen, "read") as on_progress:
-        converted = convert_to_step(source, root, names, step=step, trusted=trusted, on_progress=on_progress)
-    _tell(screen, converted, as_json=as_json)
+    with bytes_progress(screen, "read") as on_progress:
+        found = read_source(source, root, names, on_progress, check=check, trusted=trusted)
+        state = found.state if isinstance(found.state, dict) else {"state": found.state}
+        number = found.step if step is None else step
+        report = _written(root, names, lambda engine: engine.save(state, number))
+    _tell(screen, found, report, step=report.step)
 
 
-@contextlib.contextmanager
-def _interruptible(out: Path) -> Iterator[None]:
-    """Tell, if the user interrupts the block, that what was read is kept. Otherwise, remove what is left of it."""
-    from aio_ckpt.cli.work.partial import partial_path, remove_emptied
+def _written(root: Path, names: StepNames, save: Callable[[SyncCheckpointEngine], SaveTicket]) -> SaveReport:
+    """Return the report of what ``save`` writes by an engine at ``root``.
 
+    Raises:
+        MemoryError: the system does not give the memory in which the result is staged.
+        Exception: any other error of the save.
+    """
+    from aio_ckpt.ranks.coordinator import SoloCoordinator
+    from aio_ckpt.sync import SyncCheckpointEngine
+
+    config = EngineConfig(budget_bytes=_BUDGET_BYTES, step_dir=names.step_dir)
     try:
-        yield
-    except KeyboardInterrupt:
-        if (kept := partial_path(out)).exists():
-            click.echo(f"{kept} holds what was read: the same command continues from there, or remove it", err=True)
-        raise
-    remove_emptied(out)
+        with SyncCheckpointEngine(root, config, coordinator=SoloCoordinator()) as engine:
+            report = save(engine).result()
+    except BudgetExceededError as error:
+        raise MemoryError(
+            f"a conversion stages its result in {amount(_BUDGET_BYTES)}: free memory, or raise the limit of this "
+            "process (ulimit -v)"
+        ) from error
+    assert report is not None
+    return report
 
 
-def _tell(screen: Screen, converted: Converted, *, as_json: bool) -> None:
-    if as_json:
-        screen.json(converted)
+def _tell(screen: Screen, found: Source, report: SaveReport, *, step: int | None) -> None:
+    path = str(report.path)
+    if screen.as_json:
+        screen.json(Converted(source=str(found.path), path=path, nbytes=report.raw_bytes, step=step))
     else:
-        screen.line(f"{amount(converted.nbytes)} of tensors, {printable(converted.path)}", style="green")
+        screen.line(f"{amount(report.raw_bytes)} of tensors, {printable(path)}", style="green")
+
+
+def _value_below(found: Source, name: str) -> Any:
+    """Return the value below the branch ``name``, as ``aio-ckpt inspect`` names it; keys may hold dots."""
+    parts = _below(found.state, name)
+    if not parts:
+        raise MissingNameError(f"{found.path}: holds nothing named or below {name!r}{_known(found.state)}")
+    if len(parts) == 1:
+        return parts[0]
+    merged: dict[Any, Any] = {}
+    for part in parts:
+        if not isinstance(part, Mapping) or merged.keys() & part.keys():
+            raise UnsupportedLeafError(
+                f"{found.path}: several values lie at {name!r}: give a longer or shorter --branch"
+            )
+        merged |= part
+    return merged
+
+
+def _below(value: object, name: str) -> list[Any]:
+    """Return what lies below ``name``. The keys of several parts, as of a ``state_dict()``, may begin with it."""
+    parts: list[Any] = []
+    for key, inner in _children(value):
+        if key == name:
+            parts.append(inner)
+        elif name.startswith(f"{key}."):
+            parts += _below(inner, name.removeprefix(f"{key}."))
+        elif key.startswith(f"{name}."):
+            parts.append({key.removeprefix(f"{name}."): inner})
+    return parts
+
+
+def _known(state: object) -> str:
+    names = [key for key, _ in _children(state)]
+    more = ", …" if len(names) > 5 else ""
+    return f": it holds {', '.join(map(repr, names[:5]))}{more}" if names else ""
+
+
+def _children(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        return [(str(key), inner) for key, inner in value.items()]
+    return [(str(at), inner) for at, inner in enumerate(value)] if isinstance(value, (list, tuple)) else []
+
+
+def _flat_tensors(value: object) -> dict[str, torch.Tensor]:
+    """Return the tensors below ``value`` by name, for a safetensors file.
+
+    Raises:
+        UnsupportedLeafError: a value is no tensor, or two have one name; names the first one, and how many there are.
+    """
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    others: list[str] = []
+
+    def walk(inner: object, name: str) -> None:
+        children = _children(inner)
+        if isinstance(inner, torch.Tensor):
+            if name in tensors:
+                raise UnsupportedLeafError(f"two tensors would have the name {name!r} in the file: rename one of them")
+            tensors[name] = inner
+        elif children or isinstance(inner, (Mapping, list, tuple)):
+            for key, child in children:
+                walk(child, f"{name}.{key}" if name else key)
+        else:
+            others.append(name)
+
+    walk(value, "")
+    if others:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        raise UnsupportedLeafError(
+            f"{others[0]!r}{more} is no tensor, and a safetensors file holds tensors alone: give --branch, such as "
+            "--branch model, or an OUT that ends in .pt"
+        )
+    return tensors

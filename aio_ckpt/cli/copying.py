@@ -1,22 +1,55 @@
-"""``cp``: copy a checkpoint into another root."""
+"""``cp``: copy a checkpoint into another root.
+
+The copy is pending there first, is verified, and then published by the engine's own commit.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from aio_ckpt.cli.arguments import Directory, MistypedPathError, check_root, example, json_option, step_dir_option
-from aio_ckpt.cli.console import Screen, bytes_progress, printable
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, printable
+from aio_ckpt.errors import (
+    AioCkptError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    ReadError,
+    StepOrderError,
+    WriteError,
+)
+from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, OWNER_FILE, StepNames
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.work.copies import Copied
+    from aio_ckpt.checkpoint.verify import Fault
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
+
+_READERS = 4
+_PART_BYTES = 64 << 20
+"""Bytes that one call of the system copies."""
+
+
+class Copied(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was copied and verified."""
+
+    step: int
+    source: str
+    """Directory that was copied."""
+    path: str
+    """Committed directory in the other root."""
+    nbytes: int
+    """Length of all its files, in bytes."""
 
 
 @click.command("cp", epilog=example("aio-ckpt cp runs/ckpt/step_000000100 /backup/ckpt"))
@@ -31,8 +64,7 @@ def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as
     If PATH is a root, its newest checkpoint is copied. The copy becomes visible as a whole, once every
     byte is durable and was read back. ROOT is made if its parent exists.
     """
-    from aio_ckpt.cli.work import call
-    from aio_ckpt.cli.work.copies import copy_checkpoint
+    from aio_ckpt.cli.access import call, use_newest
 
     if not root.exists():
         if not root.parent.is_dir():
@@ -43,7 +75,10 @@ def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as
     with bytes_progress(screen, "copy and verify") as on_progress:
 
         async def work(storage: Storage, executor: Executor) -> Copied:
-            return await copy_checkpoint(storage, executor, path, root, names, step=step, on_progress=on_progress)
+            async def copy(newest: Path) -> Copied:
+                return await _copy(storage, executor, newest, root, names, step=step, on_progress=on_progress)
+
+            return await use_newest(storage, path, names, copy)
 
         copied = call(work)
     if as_json:
@@ -52,3 +87,189 @@ def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as
         screen.line(
             f"step {copied.step}: {amount(copied.nbytes)} copied and verified, {printable(copied.path)}", style="green"
         )
+
+
+async def _copy(
+    storage: Storage,
+    executor: Executor,
+    source: Path,
+    root: Path,
+    names: StepNames,
+    *,
+    step: int | None,
+    on_progress: OnProgress,
+) -> Copied:
+    """Copy the checkpoint at ``source`` into ``root``, durably and as a whole.
+
+    Args:
+        step: its step there; None for the one that manifest or directory tell.
+        on_progress: called with the bytes done so far, and those in all: each is copied, then verified.
+
+    Raises:
+        CheckpointExistsError: ``root`` holds the step.
+        StepOrderError: nothing tells the step, or the manifest tells another one than ``step``.
+        CorruptCheckpointError: the copy does not verify; nothing becomes visible.
+        RootError, WriteError, ReadError: the root is held by a writer, the system failed, or something in the
+            checkpoint is no regular file.
+    """
+    import anyio
+
+    from aio_ckpt.checkpoint.verify import verify_checkpoint
+    from aio_ckpt.cli.access import as_writer
+    from aio_ckpt.commit.owner import pending_path, write_owner
+    from aio_ckpt.commit.publish import publish
+    from aio_ckpt.runtime.portal import run_blocking
+    from aio_ckpt.storage.paths import make_dirs
+
+    number = await _step_of(storage, source, names, step)
+    files = await run_blocking(executor, copied_files, source)
+    total, done = 2 * sum(files.values()), 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done = min(done + more, total)
+        on_progress(done, total)
+
+    is_new = not await storage.exists(root)
+    if not is_new:
+        await _check_free(storage, root, names, number)
+
+    final = root / names.name(number)
+    try:
+        await run_blocking(executor, make_dirs, root)
+        async with as_writer(storage, root, names, instead="aio-ckpt cp") as here:
+            await _check_free(storage, root, names, number)
+            pending = pending_path(root, here, 1)
+            await storage.make_dir(pending)
+            try:
+                await write_owner(storage, pending, here)
+                for name in files:
+                    await run_blocking(executor, _copy_file, source / name, pending / name, advance)
+                await run_blocking(executor, _sync_dirs, pending)
+                faults = await verify_checkpoint(
+                    storage, pending, step=number, executor=executor, readers=_READERS, on_progress=advance
+                )
+                _check_none(faults, source)
+                await publish(storage, pending=pending, final=final, overwrite=False)
+            except BaseException as error:
+                if not (isinstance(error, AioCkptError) and error.in_doubt):
+                    with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
+                        await storage.remove_tree(pending)
+                raise
+    except BaseException:
+        if is_new:
+            _remove_if_empty(storage, root)
+        raise
+    on_progress(total, total)
+    return Copied(step=number, source=str(source), path=str(final), nbytes=sum(files.values()))
+
+
+def _remove_if_empty(storage: Storage, root: Path) -> None:
+    """Remove a root that holds no step and no writer: this process made it."""
+    with contextlib.suppress(AioCkptError, OSError):  # what is not empty stays
+        if os.listdir(root) in ([], [ENGINE_DIR]):
+            with storage.lock(root / LOCK_FILE) as lock:
+                for name in ENGINE_DIRS:
+                    with contextlib.suppress(FileNotFoundError):
+                        (root / name).rmdir()
+                lock.discard()
+            (root / ENGINE_DIR).rmdir()
+            root.rmdir()
+
+
+def _check_none(faults: Sequence[Fault], source: Path) -> None:
+    if faults:
+        first = faults[0]
+        raise CorruptCheckpointError(
+            f"{source}: the copy does not verify: {first.file}: {first.message.removeprefix(f'{first.file}: ')}: "
+            f"'aio-ckpt verify {source}' tells whether the source is damaged"
+        )
+
+
+async def _step_of(storage: Storage, source: Path, names: StepNames, step: int | None) -> int:
+    from aio_ckpt.storage.local import read_small_file
+
+    data = await read_small_file(storage, source / ROOT_MANIFEST)
+    told = names.step(source.name) if data is None else decode_root(data, name=ROOT_MANIFEST).step
+    if data is not None and step not in (None, told):
+        raise StepOrderError(f"--step={step}: {source} is step {told} by its manifest, and so is a copy of it")
+    number = told if step is None else step
+    if number is None:
+        raise StepOrderError(f"{source}: nothing tells its step: give --step")
+    return number
+
+
+async def _check_free(storage: Storage, root: Path, names: StepNames, step: int) -> None:
+    from aio_ckpt.commit.discovery import discover
+
+    for found in await discover(storage, root, names):
+        if found.step == step:
+            raise CheckpointExistsError(f"{found.path}: step {step} is there already: delete it, or copy elsewhere")
+
+
+def copied_files(source: Path) -> dict[str, int]:
+    """Return name and length of each file below ``source``, but of those that a save under way there has made.
+
+    Raises:
+        ReadError: a directory cannot be listed, or a file cannot be looked at.
+        WriteError: a symbolic link, a device, a pipe or a socket lies there; names it.
+    """
+    from aio_ckpt.storage.data_file import translate_errors
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found: dict[str, int] = {}
+    with translate_errors(ReadError, source):
+        for directory, below, files in os.walk(source, onerror=fail):
+            for name in sorted(below + files):
+                path = Path(directory, name)
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    found[str(path.relative_to(source))] = status.st_size
+                elif not stat.S_ISDIR(status.st_mode):
+                    what = "a symbolic link" if path.is_symlink() else "no regular file"
+                    remedy = "cp copies files alone, so that a copy needs nothing beside it: replace it by its file"
+                    raise WriteError(errno.EINVAL, f"is {what}, and {remedy}, or move it away", str(path))
+    return {name: nbytes for name, nbytes in found.items() if not _is_of_save(name)}
+
+
+def _is_of_save(name: str) -> bool:
+    """Return whether a save under way has made the file ``name`` of a checkpoint, or an older one set it aside."""
+    from aio_ckpt.commit.directory import ASIDE, LOCK, PENDING
+
+    return name in (OWNER_FILE, LOCK) or name.startswith((PENDING, METADATA_FILE + ASIDE, ROOT_MANIFEST + ASIDE))
+
+
+def _copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> None:
+    """Copy and fsync a file, with its permissions and its modification time.
+
+    Raises:
+        ReadError: the source cannot be opened, as if its writer has deleted it.
+        WriteError: the system failed; names both files, which sendfile and fsync do not.
+    """
+    from aio_ckpt.storage.data_file import translate_errors
+    from aio_ckpt.storage.durability import sync_file
+
+    with translate_errors(ReadError, source):
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as file:
+            while part := os.sendfile(file.fileno(), descriptor, None, _PART_BYTES):
+                advance(part)
+            status = os.fstat(descriptor)
+            os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
+            os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+            sync_file(file.fileno())
+    except OSError as error:
+        raise WriteError(error.errno, f"{error.strerror}, copying {source}", str(target)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _sync_dirs(pending: Path) -> None:
+    from aio_ckpt.storage.durability import sync_dir
+
+    for directory, _, _ in os.walk(pending, topdown=False):
+        sync_dir(Path(directory))

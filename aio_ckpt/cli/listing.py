@@ -27,7 +27,7 @@ from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.work.root_table import RootRow, RootTable
+    from aio_ckpt.cli.root_table import RootRow, RootTable
 
 _EXTRA_CHARS = 40
 """Width of the column ``extra`` of ``ls``, in characters."""
@@ -66,8 +66,8 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
     The newest, the best, protected and damaged ones are marked. Damage is what manifests
     and lengths of files tell; verify reads every byte.
     """
-    from aio_ckpt.cli.work import call
-    from aio_ckpt.cli.work.root_table import list_root
+    from aio_ckpt.cli.access import call
+    from aio_ckpt.cli.root_table import list_root
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
@@ -163,8 +163,8 @@ def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:
 
     Checkpoints, pending saves and what was set aside count by the lengths of their files.
     """
-    from aio_ckpt.cli.work import call
-    from aio_ckpt.cli.work.root_table import use_of
+    from aio_ckpt.cli.access import call
+    from aio_ckpt.cli.root_table import use_of
 
     check_root(root, names)
     screen = Screen(as_json=as_json)

@@ -51,7 +51,7 @@ def rescue_command(
     Its engine needs shm_path=. Exit code 1 if a snapshot is lost.
     """
     check_seconds("--stale-after", stale_after)
-    from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.access import call
     from aio_ckpt.commit.owner import Owner
     from aio_ckpt.rescue import rescue_root
 

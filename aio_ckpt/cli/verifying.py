@@ -50,8 +50,7 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
 
     Exit code 1 if any byte is not as it was written.
     """
-    from aio_ckpt.cli.work import call
-    from aio_ckpt.cli.work.contents import locate
+    from aio_ckpt.cli.access import call, locate
 
     screen = Screen(as_json=as_json)
     found = call(lambda storage, _: locate(storage, path, names))
@@ -90,7 +89,7 @@ def _verify(
     checkpoint: Path, names: StepNames, nbytes: int, workers: int, on_progress: Callable[[int], None]
 ) -> _Verified:
     from aio_ckpt.checkpoint import verify as work
-    from aio_ckpt.cli.work import call
+    from aio_ckpt.cli.access import call
     from aio_ckpt.commit.discovery import MAX_RETRIES
 
     begin, is_gone = time.perf_counter(), False
@@ -126,7 +125,7 @@ def _verify(
 
 
 def _bytes_now(checkpoint: Path) -> int:
-    from aio_ckpt.cli.work.quick_check import file_lengths
+    from aio_ckpt.cli.root_table import file_lengths
 
     try:
         return sum(file_lengths(checkpoint).values())

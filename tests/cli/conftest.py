@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import state
 
-from aio_ckpt.cli.work import sources
+from aio_ckpt.cli import sources
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.sync import SyncCheckpointEngine
 

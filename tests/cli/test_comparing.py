@@ -10,8 +10,8 @@ import torch
 from command_line import called, document, save_by_dcp
 
 from aio_ckpt.checkpoint.catalog import StoredObject
-from aio_ckpt.cli.work import differences
-from aio_ckpt.cli.work.differences import distance, object_change
+from aio_ckpt.cli import comparing
+from aio_ckpt.cli.comparing import distance, object_change
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -66,7 +66,7 @@ def test_a_forged_place_of_an_object_of_dcp_is_damage(tmp_path, offset, nbytes):
 
 
 def test_objects_of_dcp_that_differ_behind_a_block_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr(differences, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(comparing, "_BLOCK_BYTES", 1000)
     for name, last in (("a", b"x"), ("b", b"y"), ("c", b"x")):
         (tmp_path / name).write_bytes(bytes(2500) + last)
     opened = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -23,11 +24,12 @@ from tensor_bits import assert_same_tensor, random_tensor
 from warm_python import run_warm
 
 import aio_ckpt
-from aio_ckpt.cli.work import conversions
+from aio_ckpt.cli import converting
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.format import zip_records
 from aio_ckpt.format.safetensors_file import PACKED
 from aio_ckpt.leaves.values import PerRank
+from aio_ckpt.memory import lifetime
 from aio_ckpt.sync import SyncCheckpointEngine
 
 STEP = "step_000000010"
@@ -148,8 +150,8 @@ def test_block_scales_and_packed_numbers_are_converted_bit_for_bit(tmp_path, cap
 
 
 def test_export_splits_a_state_whose_files_together_exceed_its_memory(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(conversions, "_BUDGET_BYTES", 1 * MIB)
-    monkeypatch.setattr(conversions, "EngineConfig", partial(EngineConfig, stall_timeout_secs=20))
+    monkeypatch.setattr(converting, "_BUDGET_BYTES", 1 * MIB)
+    monkeypatch.setattr(converting, "EngineConfig", partial(EngineConfig, stall_timeout_secs=20))
     with SyncCheckpointEngine(tmp_path / "root") as engine:
         engine.save({f"w{n}": torch.full((100_000,), float(n)) for n in range(8)}).result()
     code, _ = document(
@@ -157,6 +159,17 @@ def test_export_splits_a_state_whose_files_together_exceed_its_memory(tmp_path, 
     )
     assert code == 0
     assert load_file(tmp_path / "m-00004-of-00004.safetensors")["w7"].unique().tolist() == [7]
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out"])
+def test_too_little_memory_names_no_setting_of_the_engine(tmp_path, capsys, monkeypatch, out):
+    def refuse(*_):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    monkeypatch.setattr(lifetime, "map_arena", refuse)
+    code, _, err = called(capsys, "convert", tmp_path / "a.pt", tmp_path / out)
+    assert (code, "lacks the memory" in err, "ulimit -v" in err, "budget_bytes" in err) == (1, True, True, False), err
 
 
 @pytest.mark.parametrize(
@@ -478,14 +491,14 @@ def test_a_state_larger_than_the_memory_is_converted(tmp_path):
         import torch
         from aio_ckpt import SyncCheckpointEngine
         from aio_ckpt.cli import commands
-        from aio_ckpt.cli.work import conversions
+        from aio_ckpt.cli import converting
 
         def peak():
             torch.ones(1)
             text = Path("/proc/self/status").read_text()
             return int(text.split("RssAnon:")[1].split()[0]) << 10
 
-        conversions._BUDGET_BYTES = 16 << 20
+        converting._BUDGET_BYTES = 16 << 20
         folder = Path(sys.argv[1])
         with SyncCheckpointEngine(folder / "root") as engine:
             state = {str(n): torch.full((8 << 20,), n, dtype=torch.uint8) for n in range(24)}

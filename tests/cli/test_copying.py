@@ -11,7 +11,7 @@ import torch
 from command_line import called, document, flip, save_by_dcp
 
 import aio_ckpt
-from aio_ckpt.cli.work import copies
+from aio_ckpt.cli import copying
 from aio_ckpt.errors import WriteError
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -118,7 +118,7 @@ def test_cp_that_fails_midway_leaves_no_file(root, tmp_path, capsys, monkeypatch
     def full(*_: object) -> None:
         raise WriteError(28, "No space left on device", str(tmp_path / "new"))
 
-    monkeypatch.setattr(copies, "_sync_dirs", full)
+    monkeypatch.setattr(copying, "_sync_dirs", full)
     code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
     assert code == 1
     assert "No space left" in err

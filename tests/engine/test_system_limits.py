@@ -156,6 +156,30 @@ def test_a_read_that_gets_no_descriptor_at_all_names_the_limit(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("by", ["ours", "dcp"])
+@pytest.mark.parametrize("more", [2, 3])
+def test_verify_that_gets_no_descriptor_calls_no_file_damaged(tmp_path: Path, by: str, more: int) -> None:
+    if by == "ours":
+        with SyncCheckpointEngine(tmp_path) as engine:
+            path = engine.save(state(), step=1).result().path
+    else:
+        path = tmp_path / "dcp"
+        stock.save({"w": torch.ones(3)}, checkpoint_id=path, no_dist=True)
+    child = """
+        import os, resource, sys
+        from aio_ckpt.checkpoint import verify  # opens files
+        from aio_ckpt.cli.commands import run
+        held = {int(name) for name in os.listdir("/proc/self/fd")}
+        limit = [number for number in range(100) if number not in held][int(sys.argv[2])]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        sys.exit(run(["verify", sys.argv[1]]))
+    """
+    done = run_warm(child, str(path), str(more), options=())
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Too many open files: this process may have" in done.stderr
+    assert "ulimit -n" in done.stderr
+
+
 def test_an_engine_without_open_files_to_come_names_the_limit_and_leaves_no_thread(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from aio_ckpt.checkpoint.catalog import catalog_of_manifests
 from aio_ckpt.checkpoint.foreign_items import catalog_of_metadata, check_zip
-from aio_ckpt.cli.work.sources import mapped_state
+from aio_ckpt.cli.sources import mapped_state
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.rank_manifest import block_sums, decode_rank

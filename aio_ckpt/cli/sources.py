@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
+import errno
+import mmap
 import os
 import pickle
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ import torch
 
 from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.checkpoint.torch_file import check_torch_file
-from aio_ckpt.cli.work.contents import Contents, LeafRow, describe, use_newest
-from aio_ckpt.cli.work.loop import call
-from aio_ckpt.cli.work.partial import PartialTensors
+from aio_ckpt.cli.access import call, use_newest
+from aio_ckpt.cli.console import OnProgress
+from aio_ckpt.cli.inspecting import Contents, describe
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    ReadError,
     UnsafeObjectError,
+    WriteError,
 )
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 from aio_ckpt.format.names import StepNames
@@ -35,21 +36,19 @@ from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUF
 from aio_ckpt.format.tensor_pickle import STORAGE_ELEMENT_BYTES
 from aio_ckpt.leaves.numpy_pickles import NUMPY_GLOBALS, real_values
 from aio_ckpt.leaves.objects import unsafe_reason
-from aio_ckpt.restore.fetch_values import FetchedValues
+from aio_ckpt.reports import amount
+from aio_ckpt.restore.load_plan import HostMemory
 from aio_ckpt.restore.options import ReadContext
+from aio_ckpt.restore.progress import metered
 from aio_ckpt.restore.read import assemble, read_leaves, stored_names
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 
-_GROUP_BYTES = 256 << 20
-"""Least length of the tensors that are read together. A killed conversion loses as much."""
 _ZIP = b"PK\x03\x04"
 _OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """What torch.save files begin with, and those of torch before 1.6: a pickled number."""
 _INDEX = ".index.json"
-OnProgress = Callable[[int, int], None]
 Check = Callable[[Storage, int | None, Mapping[str, object]], Awaitable[None]]
 """Gets the step and the objects of a checkpoint before its tensors are read. Raises if no result can be made."""
 
@@ -63,8 +62,7 @@ class Source:
     path: Path
 
 
-@contextlib.contextmanager
-def opened(
+def read_source(
     path: Path,
     out: Path,
     names: StepNames,
@@ -73,8 +71,8 @@ def opened(
     check: Check,
     trusted: bool,
     only: list[str] | None = None,
-) -> Iterator[Source]:
-    """Yield the state at ``path``, of which a checkpoint is read beside ``out``; ``only``: the branches that are read.
+) -> Source:
+    """Return the state at ``path``, of which a checkpoint is read beside ``out``; ``only``: the branches that are read.
 
     ``trusted``: whether code of the source may run.
 
@@ -86,22 +84,27 @@ def opened(
         WriteError, ReadError: the system failed.
         Exception: any error of ``check``.
     """
-    if path.is_dir():
-        with PartialTensors(out) as partial:
-            yield call(
-                lambda storage, executor: _read(
-                    storage, executor, path, names, only, partial, check, on_progress, trusted=trusted
-                )
-            )
-    else:
-        yield Source(state=mapped_state(path, trusted=trusted), step=None, path=path)
+    if not path.is_dir():
+        return Source(state=mapped_state(path, trusted=trusted), step=None, path=path)
+
+    async def work(storage: Storage, executor: Executor) -> Source:
+        ctx = ReadContext.of(EngineConfig(trusted_objects=trusted), storage, executor, rank=0, world_size=1)
+
+        async def read(newest: Path) -> Source:
+            contents = await describe(storage, executor, newest, names)
+            with naming_checkpoint(newest):
+                return await _read_leaves(ctx, contents, only, out.parent, check, on_progress)
+
+        return await use_newest(storage, path, names, read)
+
+    return call(work)
 
 
 def mapped_state(path: Path, *, trusted: bool) -> Any:
     """Return the state of a file, or of the index of several, by the end of its name. Its tensors are mapped.
 
     Raises:
-        Exception: see :func:`opened`.
+        Exception: see :func:`read_source`.
     """
     with _reading(path):
         if path.name.endswith(_INDEX):
@@ -123,43 +126,22 @@ def _reading(path: Path) -> Iterator[None]:
         raise CorruptCheckpointError(f"{path}: cannot be read: {text or type(error).__name__}") from error
 
 
-async def _read(
-    storage: Storage,
-    executor: Executor,
-    path: Path,
-    names: StepNames,
-    only: Sequence[str] | None,
-    partial: PartialTensors,
-    check: Check,
-    on_progress: OnProgress,
-    *,
-    trusted: bool,
-) -> Source:
-    """Read a checkpoint into the mapped file. Every byte is verified before it is written anywhere else."""
-    ctx = ReadContext.of(EngineConfig(trusted_objects=trusted), storage, executor, rank=0, world_size=1)
-
-    async def read(newest: Path) -> Source:
-        contents = await describe(storage, executor, newest, names)
-        with naming_checkpoint(newest):
-            return await _read_leaves(ctx, contents, only, partial, check, on_progress)
-
-    return await use_newest(storage, path, names, read)
-
-
 async def _read_leaves(
     ctx: ReadContext,
     contents: Contents,
     only: Sequence[str] | None,
-    partial: PartialTensors,
+    directory: Path,
     check: Check,
     on_progress: OnProgress,
 ) -> Source:
+    """Read a checkpoint into a mapped file in ``directory``. Every byte is verified before it is written elsewhere."""
     executor = ctx.executor
     checkpoint = await open_checkpoint(ctx.storage, Path(contents.path), executor=executor, step=contents.step)
     checkpoint = await run_blocking(executor, ctx.as_one_state, checkpoint)
-    wanted = await run_blocking(executor, stored_names, ctx, checkpoint, only)
-    names = [name for name in wanted if name in checkpoint.catalog.objects]
-    objects = await read_leaves(ctx, checkpoint, names, skip_untrusted=True)
+    names = await run_blocking(executor, stored_names, ctx, checkpoint, only)
+    objects = await read_leaves(
+        ctx, checkpoint, [name for name in names if name in checkpoint.catalog.objects], skip_untrusted=True
+    )
     if objects.untrusted:
         first, *others = objects.untrusted
         more = f" (and {len(others)} more)" if others else ""
@@ -168,53 +150,48 @@ async def _read_leaves(
             "or --trusted if you trust whoever wrote the checkpoint"
         )
     await check(ctx.storage, contents.step, objects.values)
-    groups = _groups(contents.leaves, set(wanted))
-    sizes = [group.nbytes for group in groups]
-    await run_blocking(executor, partial.open, _identity(checkpoint.path, wanted), sizes)
-    values, done, total = dict(objects.values), 0, sum(sizes)
-    for number, group in enumerate(groups):
-        on_progress(done, total)
-        kept = await run_blocking(executor, partial.kept, number)
-        if kept is None:
-            fetched = await read_leaves(ctx, checkpoint, group.names, memory=partial.memory(number))
-            await run_blocking(executor, partial.keep, number, fetched.values)
-        values |= fetched.values if kept is None else kept
-        done += group.nbytes
-    on_progress(done, total)
-    rest = await read_leaves(ctx, checkpoint, [name for name in wanted if name not in values])
-    state = assemble(ctx, checkpoint, FetchedValues(values=values).joined_with(rest), only=only).state
+    tensors = {name for name in names if name in checkpoint.catalog.shards}
+    sizes = {leaf.tied_to or leaf.name: leaf.nbytes for leaf in contents.leaves if leaf.name in tensors}
+    nbytes = sum(align_up(size, RAW_ALIGN_BYTES) for size in sizes.values())
+    memory = await run_blocking(executor, _mapped_memory, directory, nbytes)
+    async with metered(lambda now: on_progress(now.bytes_done, now.bytes_total), executor) as meter:
+        fetched = await read_leaves(
+            ctx, checkpoint, [name for name in names if name in tensors], memory=memory, meter=meter
+        )
+    state = assemble(ctx, checkpoint, objects.joined_with(fetched), only=only).state
     return Source(state=state, step=contents.step, path=checkpoint.path)
 
 
-@dataclass(slots=True)
-class _Group:
-    """Tensors that are read together. Tied names are in one group, so that they share a tensor."""
+def _mapped_memory(directory: Path, nbytes: int) -> HostMemory:
+    """Return a function that gives tensors memory, ``nbytes`` in all, of a mapped file in ``directory`` without a name.
 
-    names: list[str] = field(default_factory=list)
-    nbytes: int = 0
+    The file is gone with the last tensor, also if the process is killed.
 
+    Raises:
+        WriteError: the file cannot be made, or the disk has no room.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            if nbytes:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            memory = mmap.mmap(file.fileno(), nbytes) if nbytes else None
+    except OSError as error:
+        message = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message += (
+                f": a conversion needs room for its tensors, {amount(nbytes)}, and as much for its result: free space, "
+                "or give a place on another disk"
+            )
+        raise WriteError(error.errno, message, str(directory)) from error
+    end = 0
 
-def _groups(leaves: Sequence[LeafRow], wanted: Set[str]) -> list[_Group]:
-    groups = [_Group()]
-    by_first: dict[str, _Group] = {}
-    for leaf in leaves:
-        if leaf.kind != "tensor" or leaf.name not in wanted:
-            continue
-        first = leaf.tied_to or leaf.name
-        if first not in by_first:
-            if groups[-1].nbytes >= _GROUP_BYTES:
-                groups.append(_Group())
-            by_first[first] = groups[-1]
-            groups[-1].nbytes += align_up(leaf.nbytes, RAW_ALIGN_BYTES)
-        by_first[first].names.append(leaf.name)
-    return [group for group in groups if group.names]
+    def take(count: int) -> torch.Tensor:
+        nonlocal end
+        start, end = end, end + align_up(count, RAW_ALIGN_BYTES)
+        assert end <= nbytes, "tensors need the bytes that the manifests tell"
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=count)
 
-
-def _identity(path: Path, names: Sequence[str]) -> str:
-    """Return a text that changes if a file of the checkpoint does, or if other names of it are read."""
-    with translate_errors(ReadError, path), os.scandir(path) as entries:
-        found = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
-    return f"{path} {hashlib.sha256(json.dumps([found, names]).encode()).hexdigest()}"
+    return take
 
 
 def _mapped_torch(path: Path, *, trusted: bool) -> Any:

@@ -1,0 +1,124 @@
+"""What commands need of a root or a checkpoint: a loop to work on, the newest checkpoint, and the lock of a writer.
+
+Commands import this module in their bodies, because ``--help`` and the completion of a shell do without its imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aio_ckpt.commit.discovery import MAX_RETRIES, check_any_readable, has_vanished, passing_by_unreadable
+from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs
+from aio_ckpt.commit.trash import check_engine_dirs
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ReadError, RootError
+from aio_ckpt.format.names import LOCK_FILE, StepNames
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
+from aio_ckpt.runtime.portal import Executor, Portal
+from aio_ckpt.storage.local import LocalStorage, Storage
+
+T = TypeVar("T")
+_HOUSEKEEPING_THREADS = 2
+_CLOSE_SECS = 5.0
+_HELD = (errno.EAGAIN, errno.EACCES, errno.EBUSY)
+
+
+def call(work: Callable[[Storage, Executor], Coroutine[Any, Any, T]], *, readers: int = 4) -> T:
+    """Return the result of ``work``. It may be called inside of a running loop."""
+    portal = Portal("aio_ckpt-cli", readers + _HOUSEKEEPING_THREADS)
+    try:
+        portal.start()
+        return portal.call(work, LocalStorage(portal.executor), portal.executor, timeout=None)
+    finally:
+        portal.close(_CLOSE_SECS)
+
+
+async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Path]:
+    """Return the checkpoint at ``path``, or the checkpoints of the root at ``path``, ascending by step.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` is neither.
+    """
+    if await _is_checkpoint(storage, path):
+        return [path]
+    found: list[Path] = []
+    passed: list[ReadError] = []
+    for _ in range(MAX_RETRIES):
+        steps = {name: step for name in await storage.list_dir(path) if (step := names.step(name)) is not None}
+        found.clear()
+        passed.clear()
+        is_stale = False
+        for each in (path / name for name in sorted(steps, key=steps.__getitem__)):
+            with passing_by_unreadable(each, passed):
+                if await _is_checkpoint(storage, each):
+                    found.append(each)
+                elif await has_vanished(storage, each):
+                    is_stale = True
+        if not is_stale:
+            break  # otherwise a writer deleted a listed directory: list again
+    check_any_readable(found, passed)
+    if not found:
+        raise CheckpointNotFoundError(f"{path}: neither a checkpoint nor a root that holds one")
+    return found
+
+
+async def _is_checkpoint(storage: Storage, path: Path) -> bool:
+    """Return whether ``path`` holds ``.metadata`` or a root manifest. If only the latter, verify reports the fault."""
+    return await storage.exists(path / METADATA_FILE) or await storage.exists(path / ROOT_MANIFEST)
+
+
+async def use_newest(storage: Storage, path: Path, names: StepNames, use: Callable[[Path], Awaitable[T]]) -> T:
+    """Return the result of ``use`` with the checkpoint at ``path``, or with the newest of the root at ``path``.
+
+    If its writer deletes or replaces it while ``use`` reads it, the newest one is looked for and used anew.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` is neither; or it is a checkpoint, and its writer deleted it meanwhile.
+        Exception: any other error of ``use``.
+    """
+    is_given = await _is_checkpoint(storage, path)
+    for _ in range(MAX_RETRIES):
+        newest = path if is_given else (await locate(storage, path, names))[-1]
+        before = await storage.status(newest)
+        try:
+            return await use(newest)
+        except (CheckpointNotFoundError, CorruptCheckpointError, ReadError) as error:
+            after = await storage.status(newest)
+            if is_given and after is None:
+                raise CheckpointNotFoundError(f"{path}: was deleted by its writer while it was read") from error
+            if before is not None and after == before:
+                raise
+    raise CheckpointNotFoundError(
+        f"{path}: each of {MAX_RETRIES} checkpoints was deleted by its writer while it was read: protect a step first, "
+        f"by 'aio-ckpt protect {path} STEP', and give its directory"
+    )
+
+
+@contextlib.asynccontextmanager
+async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: str) -> AsyncIterator[Owner]:
+    """Hold the root's lock, with the directories of an engine made and those of dead writers cleared.
+
+    Args:
+        instead: call of the engine that does the same inside of the trainer, for the message.
+
+    Raises:
+        RootError: a living writer holds the lock; names its process and host.
+    """
+    await check_engine_dirs(storage, root)
+    try:
+        lock = storage.lock(root / LOCK_FILE)
+    except RootError as error:
+        if error.errno not in _HELD:
+            raise
+        message = f"{error.strerror}: call {instead} in it, or wait until it has ended"
+        raise RootError(error.errno, message, str(root)) from error
+    with lock:
+        here = Owner.of_this_process(f"cli{os.getpid()}")
+        await make_engine_dirs(storage, root)
+        await clear_leftovers(storage, root, names, here=here, stale_after_secs=EngineConfig().stale_after_secs)
+        yield here
