@@ -37,7 +37,6 @@ from warm_python import WarmPython
 import aio_ckpt.dcp
 import aio_ckpt.progress
 from aio_ckpt.cli import commands as cli
-from aio_ckpt.integrations import prometheus
 from aio_ckpt.ticket import Milestone
 
 REPOSITORY = Path(__file__).parents[1]
@@ -350,7 +349,7 @@ def test_the_page_of_the_api_names_every_method_and_every_public_name() -> None:
     errors = [name for name in aio_ckpt.__all__ if name.endswith("Error")]
     assert "aio_ckpt.errors" in shown  # one directive for all errors
     assert errors == aio_ckpt.errors.__all__
-    modules = (aio_ckpt, aio_ckpt.dcp, aio_ckpt.progress, prometheus)
+    modules = (aio_ckpt, aio_ckpt.dcp, aio_ckpt.progress)
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
     public -= {f"aio_ckpt.{name}" for name in (*errors, "__version__")}
     in_module = {f"aio_ckpt.progress.{name}" for name in shown["aio_ckpt.progress"] or ()}
@@ -364,7 +363,7 @@ def test_the_page_of_the_api_has_an_example_of_every_public_name() -> None:
     code = "\n".join(block.text for block in BLOCKS["docs/api.md"] if block.language == "python")
     named = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     called = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
-    modules = (aio_ckpt, aio_ckpt.dcp, aio_ckpt.progress, prometheus)
+    modules = (aio_ckpt, aio_ckpt.dcp, aio_ckpt.progress)
     public = {name for module in modules for name in module.__all__ if not name.endswith("Error")}
     assert public - named - called == set()
     members = {name for kind in WITH_MEMBERS.values() for name in _members_of(kind)}
@@ -379,13 +378,12 @@ WITH_MEMBERS: dict[str, type] = {
     "aio_ckpt.Every": aio_ckpt.Every,
     "aio_ckpt.Progress": aio_ckpt.Progress,
     "aio_ckpt.progress.ProgressBar": aio_ckpt.progress.ProgressBar,
-    "aio_ckpt.integrations.prometheus.EngineCollector": prometheus.EngineCollector,
     "aio_ckpt.dcp.Installation": aio_ckpt.dcp.Installation,
 }
 """Classes whose methods and properties a user calls. Those of DCP's faces are called by DCP."""
 
-NOT_FOR_USERS = {"resolve", "fail", "collect", "describe"}
-"""Methods that the engine and the registry of Prometheus call."""
+NOT_FOR_USERS = {"resolve", "fail"}
+"""Methods that the engine calls."""
 
 
 def _members_of(kind: type) -> set[str]:
