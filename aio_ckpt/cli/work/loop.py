@@ -19,6 +19,6 @@ def call(work: Callable[[Storage, Executor], Coroutine[Any, Any, T]], *, readers
     portal = Portal("aio_ckpt-cli", readers + _HOUSEKEEPING_THREADS)
     try:
         portal.start()
-        return portal.call(work, local.LocalStorage(portal.executor), portal.executor, timeout=None)
+        return portal.call(work, local.Storage(portal.executor), portal.executor, timeout=None)
     finally:
         portal.close(_CLOSE_SECS)
