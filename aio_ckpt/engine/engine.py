@@ -20,9 +20,9 @@ import torch
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_callback, check_flag, check_kind
 from aio_ckpt.commit import step_numbers
-from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.load import Loader, selection, wanted_checkpoint
@@ -131,14 +131,14 @@ class BaseEngine:
         self._agreed: list[AgreedWork] = []
         self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
         self._quarantine = Quarantine()
-        self._pending_cleanup = PendingCleanup()
+        self._trash = Trash(ctx.storage)
         self._rescue = RootRescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
         self._loader = Loader(ctx=ctx, quarantine=self._quarantine)
         self._root_session = RootSession(
             ctx,
             portal,
             quarantine=self._quarantine,
-            pending_cleanup=self._pending_cleanup,
+            trash=self._trash,
             rescue=self._rescue,
             must_wait=lambda: self._preemption.is_on,
         )
@@ -146,7 +146,7 @@ class BaseEngine:
             ctx=ctx,
             throttle=self._throttle,
             quarantine=self._quarantine,
-            pending_cleanup=self._pending_cleanup,
+            trash=self._trash,
             rescue=self._rescue,
         )
         self._frontend = SaveFrontend(

@@ -17,9 +17,9 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from aio_ckpt.commit import cleanup
 from aio_ckpt.commit.owner import owner_by_name
 from aio_ckpt.commit.publish_files import only_writer, publish_files
+from aio_ckpt.commit.trash import SETTLE_SECS, Trash
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.stages import SaveTimer
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
@@ -143,7 +143,7 @@ class FilePipeline:
     ctx: EngineContext
     throttle: WriteThrottle
     """Limits the rate of writing."""
-    pending_cleanup: cleanup.PendingCleanup
+    trash: Trash
     """Gets the temporary directories that cannot be removed at once."""
     cleared: set[Path] = field(default_factory=set)
     """Directories in which the leftovers of dead processes were removed."""
@@ -254,7 +254,7 @@ class FilePipeline:
             save.temporary / part.name,
             image.chunks[-1].stop,
             writers=workers,
-            settle_secs=cleanup.SETTLE_SECS,
+            settle_secs=SETTLE_SECS,
             on_activity=save.begin,
         )
         return await write_image(
@@ -287,7 +287,7 @@ class FilePipeline:
         with anyio.move_on_after(limit_secs, shield=True) as scope:
             parts = [captured.part.name for captured in save.captured]
             names = await publish_files(self.ctx.storage, save.temporary, save.path, parts, index=save.content.index)
-            await self._remove_temporary(save)
+            await self.trash.delete(save.temporary)
         if scope.cancelled_caught:
             save.round.advance(SaveState.IN_DOUBT)
             stalled = StallError(f"the rename of {save.path} did not end within {limit_secs} s: its disk is stalled")
@@ -303,22 +303,13 @@ class FilePipeline:
         for image in save.images:
             image.fail_slots(cause)
             image.lease.close()
-        with anyio.move_on_after(cleanup.SETTLE_SECS):
+        with anyio.move_on_after(SETTLE_SECS):
             await save.threads.wait()
         if save.threads.is_idle:
-            await self._remove_temporary(save)
+            await self.trash.delete(save.temporary)
         else:
             _log.error("a thread still works for %s; %s stays until it has ended", save.path, save.temporary)
-            self.pending_cleanup.add(save.temporary, lambda: save.threads.is_idle)
-
-    async def _remove_temporary(self, save: PendingFile) -> None:
-        storage, temporary = self.ctx.storage, save.temporary
-        try:
-            with anyio.fail_after(cleanup.SETTLE_SECS):
-                await storage.remove_tree(temporary)
-        except (AioCkptError, OSError) as error:
-            _log.warning("%s stays until it is cleared: %s", temporary, str(error) or "too slow")
-            self.pending_cleanup.add(temporary, lambda: save.threads.is_idle)
+            self.trash.add(save.temporary, lambda: save.threads.is_idle)
 
     async def _clear_leftovers(self, folder: Path) -> None:
         """Remove the temporary directories of dead processes in ``folder``, once for each folder."""

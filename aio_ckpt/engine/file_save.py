@@ -65,7 +65,7 @@ class FileSaves:
         # A snapshot that can be rescued belongs to a step, so a file needs no memory with a name.
         staging = "auto" if ctx.config.shm_path is not None else ctx.config.staging
         self._staging = StagingChoice(staging, is_named=False)
-        self._files = FilePipeline(ctx=ctx, throttle=pipeline.throttle, pending_cleanup=pipeline.pending_cleanup)
+        self._files = FilePipeline(ctx=ctx, throttle=pipeline.throttle, trash=pipeline.trash)
         self._lock = Lock()
         self._pending: list[PendingFile] = []
         self._calls = 0

@@ -78,7 +78,7 @@ class InFlight:
         self._ctx = ctx
         self._pipeline = pipeline
         self._portal = portal
-        self._remover = Remover(ctx=ctx, quarantine=pipeline.quarantine, pending_cleanup=pipeline.pending_cleanup)
+        self._remover = Remover(ctx=ctx, quarantine=pipeline.quarantine, trash=pipeline.trash)
         self._on_settled = on_settled
         max_bytes = ctx.config.device_copy_bytes
         self.copy_engines = CopyEngines(device_copier=DeviceCopier(None if max_bytes == "auto" else max_bytes))

@@ -15,7 +15,7 @@ import anyio.lowlevel
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit import by_path, cleanup, owner, publish
+from aio_ckpt.commit import by_path, owner, publish
 from aio_ckpt.commit.manifests import (
     MetadataFile,
     object_entries,
@@ -26,6 +26,7 @@ from aio_ckpt.commit.manifests import (
     written_names,
 )
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.trash import SETTLE_SECS, Trash, settle_failure
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.outcomes import explain_failure, named
 from aio_ckpt.engine.stages import PendingSave, WrittenRank, sent_target
@@ -61,8 +62,8 @@ class SavePipeline:
     """Limits the rate of writing."""
     quarantine: Quarantine
     """Quarantine of the root. Its lock ``renames`` orders all renames under the root."""
-    pending_cleanup: cleanup.PendingCleanup
-    """Gets the directories of failed saves, which are deleted later."""
+    trash: Trash
+    """Deletes the directories of failed saves and what is left of replaced checkpoints."""
     rescue: Rescue = field(default_factory=Rescue)
     """Records each snapshot, which can then be committed after a crash."""
 
@@ -72,7 +73,7 @@ class SavePipeline:
 
     def clear_pending(self, number: int) -> None:
         """Delete the directory of call ``number`` later. The call has ended before its pipeline began."""
-        self.pending_cleanup.add(self.ctx.pending_path(number), lambda: True)
+        self.trash.add(self.ctx.pending_path(number))
 
     async def run(self, save: PendingSave) -> SaveReport:
         """Write and commit a save whose capture has begun.
@@ -178,7 +179,7 @@ class SavePipeline:
             path,
             image.chunks[-1].stop,
             writers=workers,
-            settle_secs=cleanup.SETTLE_SECS,
+            settle_secs=SETTLE_SECS,
             on_activity=save.begin,
         )
         result = await write_image(
@@ -303,7 +304,7 @@ class SavePipeline:
             replaces = save.call.overwrite or save.call.path is not None
             left = await publish.publish(ctx.storage, pending=pending, final=final, overwrite=replaces)
             for directory in left:
-                self.pending_cleanup.add(directory, lambda: True)
+                self.trash.add(directory)
         if scope.cancelled_caught:
             save.round.advance(SaveState.IN_DOUBT)
             raise StallError(
@@ -362,14 +363,13 @@ class SavePipeline:
     async def _clean_up(self, save: PendingSave, cause: BaseException, stage: str) -> BaseException:
         """Tell the other ranks of a failure, then delete the files of the save. Returns the first error."""
         end = await save.round.end(cause, stage=stage, limit_secs=_tell_secs(save.call.deadline))
-        await cleanup.settle_failure(
-            self.ctx.storage,
+        await settle_failure(
+            self.trash,
             self.ctx.pending_path(save.number) if end.may_clear else None,
             save.captured.image,
             save.threads,
             title=save.title,
             cause=end.cause,
-            pending_cleanup=self.pending_cleanup,
             are_several=self.ctx.world_size > 1,
         )
         return end.cause

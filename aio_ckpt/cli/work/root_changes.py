@@ -93,8 +93,8 @@ async def delete_steps(
     """Delete steps, oldest first, durably. Needs the lock.
 
     Raises:
-        CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :meth:`Retention.delete`. The steps
-            before are gone.
+        CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :class:`Retention`. The
+            steps before are gone.
     """
     retention = Retention(
         storage,
@@ -106,7 +106,8 @@ async def delete_steps(
         must_wait=lambda: False,
     )
     for step in sorted(steps):
-        await retention.delete(step, allow_newest=allow_newest)
+        await retention.discard(step, allow_newest=allow_newest)
+        await retention.delete_discarded(step)
 
 
 async def roll_back(storage: Storage, root: Path, names: StepNames, step: int) -> list[int]:

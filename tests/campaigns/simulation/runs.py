@@ -26,9 +26,9 @@ import anyio.abc
 import torch
 
 from aio_ckpt.commit import discovery
-from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted
@@ -212,7 +212,7 @@ class World:
                 ctx=self.ctx,
                 throttle=WriteThrottle(),
                 quarantine=Quarantine(),
-                pending_cleanup=PendingCleanup(),
+                trash=Trash(self.ctx.storage),
             )
             in_flight = InFlight(self.ctx, self.portal, pipeline, on_settled=lambda outcome, step: None)
             for number in range(1, self.rng.randrange(2, 6)):
