@@ -28,7 +28,7 @@ from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_blocking
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 
 __all__ = ["load", "read"]
 
@@ -158,7 +158,7 @@ def _run(
     portal = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", settings.workers + HOUSEKEEPING_THREADS)
 
     async def work() -> T:
-        storage = LocalStorage(portal.executor, settings.direct_io)
+        storage = Storage(portal.executor, settings.direct_io)
         ctx = ReadContext.of(settings, storage, portal.executor, rank=rank, world_size=world_size)
         found = await checkpoint_at(storage, directory, StepNames(settings.step_dir))
         async with metered(progress, portal.executor) as meter:

@@ -31,7 +31,7 @@ from aio_ckpt.plan.layout import chunk_bytes_for
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.direct_io import RWF_DONTCACHE
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 from bench.common.limits import page_aligned
 from bench.common.measure import Spread, cpu_secs
 from bench.common.options import log
@@ -245,7 +245,7 @@ async def _by_engine(window: Window, path: Path) -> _Timed:
     """The engine's data file and its window, without sums."""
     executor = Executor("bench-uring", window.depth)
     try:
-        file = await LocalStorage(executor).create_data_file(path, len(window.memory), writers=window.depth)
+        file = await Storage(executor).create_data_file(path, len(window.memory), writers=window.depth)
         view, spans = memoryview(window.memory), iter(window.spans)
 
         async def write() -> None:
@@ -304,7 +304,7 @@ def _drive(ring: Ring, window: Window, file: int, *, registers: bool, flags: int
 async def _create(path: Path, nbytes: int) -> WriteMode:
     executor = Executor("bench-uring", 1)
     try:
-        file = await LocalStorage(executor).create_data_file(path, nbytes, writers=1)
+        file = await Storage(executor).create_data_file(path, nbytes, writers=1)
         await file.close()
     finally:
         executor.close(_CLOSE_SECS)

@@ -14,8 +14,9 @@ import anyio.lowlevel
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.runtime.limits import files_limit
 from aio_ckpt.runtime.waiting import disk_lines
+from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
-from aio_ckpt.storage.local import ReadFile, Storage
+from aio_ckpt.storage.local import Storage
 
 _KEPT_FILES = 64
 """Most files kept open. A further file is opened for each read, because descriptors are few (often 1,024)."""
@@ -45,11 +46,10 @@ class Files:
     no task uses are closed, and no further one is kept.
     """
 
-    def __init__(self, storage: Storage, directory: Path, *, readers: int, page_cache: PageCache) -> None:
+    def __init__(self, storage: Storage, directory: Path, *, page_cache: PageCache) -> None:
         self._storage = storage
         self.directory = directory
         """Directory of the checkpoint."""
-        self._readers = readers
         self._kept: dict[str, _Opened] = {}
         self._most_kept = files_to_keep(files_limit())
         self.sizes: dict[str, int] = {}
@@ -129,8 +129,7 @@ class Files:
 
     async def _open_once(self, name: str) -> ReadFile:
         try:
-            path = self.directory / name
-            return await self._storage.open_data_file(path, readers=self._readers, page_cache=self._page_cache)
+            return await self._storage.open_data_file(self.directory / name, page_cache=self._page_cache)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise MismatchError(f"{name}: missing") from error

@@ -98,7 +98,7 @@ async def verify_checkpoint(
         if step is not None and checkpoint.step not in (None, step):
             message = f"holds step {checkpoint.step}, its directory is named for step {step}: renamed or swapped"
             faults.append(Fault(file=ROOT_MANIFEST, tensor=None, message=message))
-        async with Files(storage, path, readers=readers, page_cache="pass") as files:
+        async with Files(storage, path, page_cache="pass") as files:
             run = _Verification(files, executor, readers, on_progress, faults)
             await (run.check_plain if checkpoint.is_plain_dcp else run.check_own)(checkpoint)
     return tuple(faults)

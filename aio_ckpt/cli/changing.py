@@ -144,7 +144,7 @@ async def _delete_steps(
     """Delete steps, oldest first, durably. Needs the lock.
 
     Raises:
-        CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :meth:`Retention.delete`. The steps
+        CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :class:`Retention`. The steps
             before are gone.
     """
     import anyio
@@ -162,7 +162,8 @@ async def _delete_steps(
         must_wait=lambda: False,
     )
     for step in sorted(steps):
-        await retention.delete(step, allow_newest=allow_newest)
+        await retention.discard(step, allow_newest=allow_newest)
+        await retention.delete_discarded(step)
 
 
 def _tell_deleted(steps: list[int], screen: Screen) -> None:

@@ -1,7 +1,7 @@
 """Turn written files into a durable, visible checkpoint directory, and maintain those directories.
 
 In: write results. Out: manifests, a published directory, the list of committed steps; also ``owner``: ownership of
-pending directories and what dead writers left; ``cleanup`` of failed saves; ``retention`` and deletion; ``quarantine``.
+pending directories and what dead writers left; ``trash`` and failed saves; ``retention`` and deletion; ``quarantine``.
 ``step_numbers`` checks a given step. ``publish`` renames a directory into place, ``publish_files`` single files.
 Imports everything up to ``write``.
 """

@@ -21,7 +21,7 @@ from typing import Annotated
 import anyio
 import msgspec
 
-from aio_ckpt.commit.trash import check_engine_dirs, delete_trash
+from aio_ckpt.commit.trash import check_engine_dirs, delete_trash, discard_pending
 from aio_ckpt.errors import AioCkptError, WriteError
 from aio_ckpt.format.names import (
     ENGINE_DIRS,
@@ -195,21 +195,25 @@ async def make_engine_dirs(storage: Storage, root: Path) -> None:
             await storage.make_dir(root / name, parents=True)
 
 
-async def restore_protected(storage: Storage, root: Path, names: StepNames) -> frozenset[str]:
-    """Restore steps that became trash although they are protected. Only the lock's holder may call this.
+async def restore_protected(storage: Storage, root: Path, names: StepNames) -> list[Path]:
+    """Restore steps that became trash although they are protected; return the other trash, which may be deleted.
+
+    Only the lock's holder may call this.
 
     Protecting and deleting may race. Each side changes its file first and then checks for the other, so a protected
     step can briefly appear as trash. If the writer dies then, or cannot rename, the next writer restores the step.
-    Trash without ``.metadata`` may be torn and stays trash, and so does a replaced checkpoint. Returns the names of the
-    steps that could not be restored.
+    Trash without ``.metadata`` may be torn and stays trash, and so does a replaced checkpoint. A step that cannot be
+    restored stays in the trash, and is not returned.
     """
-    stuck = set[str]()
+    left = list[Path]()
     for name in await names_in(storage, root / TRASH_DIR):
         trash, place, step = root / TRASH_DIR / name, root / name, names.step(name)
         if step is None or not await storage.exists(root / protected_name(step)):
+            left.append(trash)
             continue
         is_whole = await storage.is_link(trash) or await storage.exists(trash / METADATA_FILE)
         if not is_whole or await storage.exists(place):
+            left.append(trash)
             continue
         try:
             await storage.rename(trash, place)
@@ -217,8 +221,7 @@ async def restore_protected(storage: Storage, root: Path, names: StepNames) -> f
             _log.warning("step %d is protected and was put back", step)
         except WriteError as error:
             _log.warning("step %d is protected and could not be put back: %s", step, error)
-            stuck.add(name)
-    return frozenset(stuck)
+    return left
 
 
 async def clear_leftovers(
@@ -228,37 +231,38 @@ async def clear_leftovers(
 
     Only the lock's holder may call this. A directory that cannot be removed is logged; the next holder tries again.
     """
-    stuck = await restore_protected(storage, root, names)
-    pending = [PENDING_DIR + "/" + name for name in await names_in(storage, root / PENDING_DIR)]
-    trash = [TRASH_DIR + "/" + name for name in await names_in(storage, root / TRASH_DIR) if name not in stuck]
+    trash = await restore_protected(storage, root, names)
+    pending = [root / PENDING_DIR / name for name in await names_in(storage, root / PENDING_DIR)]
     now = await _now(storage, root) if pending else None
     cleared = []
-    for name in (*pending, *trash):
+    for path in (*pending, *trash):
         try:
-            if await _clear(storage, root, root / name, now, here, stale_after_secs):
-                cleared.append(name)
+            if path in trash:
+                await delete_trash(storage, path)
+            elif await _is_abandoned(storage, path, now, here, stale_after_secs):
+                # Renamed first, in one step. If the owner lives after all, it finds no directory, instead of an
+                # incomplete one.
+                await discard_pending(storage, path)
+            else:
+                continue
+            cleared.append(str(path.relative_to(root)))
         except (AioCkptError, OSError) as error:
-            _log.warning("%s stays: it could not be cleared: %s", root / name, error)
+            _log.warning("%s stays: it could not be cleared: %s", path, error)
     return cleared
 
 
-async def _clear(
-    storage: Storage, root: Path, path: Path, now: float | None, here: Owner, stale_after_secs: float
+async def _is_abandoned(
+    storage: Storage, pending: Path, now: float | None, here: Owner, stale_after_secs: float
 ) -> bool:
-    if path.parent == root / PENDING_DIR:
-        seen = await _last_seen(storage, path)
-        idle_secs = None if seen is None or now is None else now - seen
-        owner = await recorded_owner(storage, path) or owner_by_name(path.name, here)
-        if not is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs):
-            whose = "not told" if owner is None else f"process {owner.pid} on {owner.host}"
-            idle = "unknown" if idle_secs is None else f"{idle_secs:.0f} s ago"
-            _log.info("%s stays: owner %s, last sign of life %s", path, whose, idle)
-            return False
-        # Renamed first, in one step. If the owner lives after all, it finds no directory, instead of an incomplete one.
-        pending, path = path, root / TRASH_DIR / path.name
-        await storage.rename(pending, path)
-    await delete_trash(storage, path)
-    return True
+    seen = await _last_seen(storage, pending)
+    idle_secs = None if seen is None or now is None else now - seen
+    owner = await recorded_owner(storage, pending) or owner_by_name(pending.name, here)
+    if is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs):
+        return True
+    whose = "not told" if owner is None else f"process {owner.pid} on {owner.host}"
+    idle = "unknown" if idle_secs is None else f"{idle_secs:.0f} s ago"
+    _log.info("%s stays: owner %s, last sign of life %s", pending, whose, idle)
+    return False
 
 
 async def _now(storage: Storage, root: Path) -> float | None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.commit.owner import read_owner
-from aio_ckpt.commit.trash import delete_trash
+from aio_ckpt.commit.trash import discard_pending, trash_of
 from aio_ckpt.errors import AioCkptError, ReadError, WriteError
-from aio_ckpt.format.names import OWNER_FILE, TRASH_DIR
+from aio_ckpt.format.names import OWNER_FILE
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.storage.local import Storage, sync_or_undo
 
@@ -55,13 +55,12 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
                 await storage.remove_file(final / OWNER_FILE)
         raise
     # Shielded, with its own limit: the step is committed, and a stall from here on must not fail the save.
-    trash = pending.parents[2] / TRASH_DIR / pending.name if replaces else None
     is_tidy = False
     with anyio.move_on_after(_TIDY_SECS, shield=True) as tidying:
-        is_tidy = await _tidy(storage, pending, final, trash)
+        is_tidy = await _tidy(storage, pending, final, replaces=replaces)
     if tidying.cancelled_caught:
         _log.warning("%s is committed, but what it replaces was not removed within %s s", final, _TIDY_SECS)
-    return () if is_tidy or trash is None else (pending, trash)
+    return () if is_tidy or not replaces else (pending, trash_of(pending))
 
 
 async def holds_checkpoint(storage: Storage, path: Path) -> bool:
@@ -96,15 +95,13 @@ async def _make_visible(storage: Storage, pending: Path, final: Path, *, replace
     await sync_or_undo(storage, move, pending, final)
 
 
-async def _tidy(storage: Storage, pending: Path, final: Path, trash: Path | None) -> bool:
+async def _tidy(storage: Storage, pending: Path, final: Path, *, replaces: bool) -> bool:
     """Remove the owner record and the replaced directory. Return False if that fails."""
     try:
         # Only now: after a crash, a directory without an owner record would never be cleared.
         await storage.remove_file(final / OWNER_FILE)
-        if trash is not None:
-            # Trash is cleared even if a crash ends the removal.
-            await storage.rename(pending, trash)
-            await delete_trash(storage, trash)
+        if replaces:
+            await discard_pending(storage, pending)
     except Exception as error:  # noqa: BLE001 - MemoryError, too: the step is committed, so that the save must not fail
         _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
         return False

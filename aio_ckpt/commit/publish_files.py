@@ -19,7 +19,7 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit.cleanup import SETTLE_SECS
+from aio_ckpt.commit.trash import SETTLE_SECS
 from aio_ckpt.errors import AioCkptError, RootError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, SafetensorsIndex, index_name, parse_index
 from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned

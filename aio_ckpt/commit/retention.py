@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,7 +263,7 @@ class Retention:
         self._one_at_a_time = anyio.Lock()
         self._is_pass_waiting = False
         self._metrics: dict[Path, tuple[tuple[int, ...], float | None]] = {}
-        self._trash: dict[Path, int] = {}
+        self._has_trash = False
         self._good: set[int] = set()
         self._last = -1
         self.undeleted: Mapping[int, str] = {}
@@ -271,17 +272,17 @@ class Retention:
     @property
     def has_work(self) -> bool:
         """Whether a pass may delete anything: the policy deletes steps, or a call of :meth:`delete` left trash."""
-        return self._policy.keep_last is not None or bool(self._trash)
+        return self._policy.keep_last is not None or self._has_trash
 
-    async def enforce(self, good: int) -> list[int]:
-        """Delete the steps that expire by the commit of step ``good``; return them.
+    async def enforce(self, good: int) -> None:
+        """Delete the steps that expire by the commit of step ``good``.
 
         Each step is first renamed to trash, durably, so that no half-deleted step is ever listed.
         """
         self._good.add(good)
         self._last = good
         if self._is_pass_waiting:
-            return []  # that pass will see this commit, too
+            return  # that pass will see this commit, too
         self._is_pass_waiting = True
         try:
             await self._one_at_a_time.acquire()
@@ -291,33 +292,21 @@ class Retention:
             undeleted: dict[int, str] = {}
             removed: list[int] = []
             try:
+                self._has_trash = False
                 async with self._renames:
-                    stuck = await restore_protected(self._storage, self._root, self._names)
-                for trash, step in list(self._trash.items()):
-                    if trash.name not in stuck:
-                        await self._delete_trash(trash, step, undeleted)
+                    left = await restore_protected(self._storage, self._root, self._names)
+                for trash in left:
+                    if (step := self._names.step(trash.name)) is not None:
+                        with self._reporting_kept(step, undeleted):
+                            await self._remove(trash)
                 await self._delete_expired(removed, undeleted)
             except OSError as error:
                 _log.warning("%s: retention was put off: %s", self._root, error)
             self.undeleted = undeleted
             if deleted := [step for step in removed if step not in undeleted]:
                 _log.info("deleted %s (keep_last=%s)", _text_of(deleted), self._policy.keep_last)
-            return removed
         finally:
             self._one_at_a_time.release()
-
-    async def delete(self, step: int, *, allow_newest: bool) -> list[int]:
-        """Delete one committed step, durably; return those that are left, ascending.
-
-        If this fails midway, the step is whole, or it is trash that a later pass or the next writer deletes.
-
-        Raises:
-            CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :meth:`discard`.
-            WriteError: an fsync or a removal failed.
-        """
-        left = await self.discard(step, allow_newest=allow_newest)
-        await self.delete_discarded(step)
-        return left
 
     async def discard(self, step: int, *, allow_newest: bool) -> list[int]:
         """Rename one committed step to trash; return those that are left, ascending. A power loss may bring it back.
@@ -343,22 +332,26 @@ class Retention:
             WriteError: an fsync or a removal failed. A later pass or the next writer goes on.
         """
         async with self._one_at_a_time:
-            for trash in [trash for trash, trashed in self._trash.items() if trashed == step]:
-                await self._remove(trash)
+            for name in await names_in(self._storage, self._root / TRASH_DIR):
+                if self._names.step(name) == step:
+                    await self._remove(self._root / TRASH_DIR / name)
 
     async def _delete_expired(self, removed: list[int], undeleted: dict[int, str]) -> None:
         """Delete expired steps, one after the other. Each is judged anew, because a newer step may vanish meanwhile."""
         tried = set[Path]()
         while not self._must_wait():
+            trash: Path | None = None
             async with self._renames:
                 left = [checkpoint for checkpoint in await self._list_expired() if checkpoint.path not in tried]
                 if not left:
                     break
                 oldest = left[0]
                 tried.add(oldest.path)
-                trash = await self._move_or_report(oldest, undeleted)
+                with self._reporting_kept(oldest.step, undeleted):
+                    trash = await self._move_to_trash(oldest)
             if trash is not None:
-                await self._delete_trash(trash, oldest.step, undeleted)
+                with self._reporting_kept(oldest.step, undeleted):
+                    await self._remove(trash)
                 removed.append(oldest.step)
 
     async def _list_expired(self) -> list[CommittedCheckpoint]:
@@ -370,24 +363,10 @@ class Retention:
         good = max(self._good, default=-1)
         return expired(committed, self._policy, good=good, protected=stay, metrics=metrics)
 
-    async def _move_or_report(self, checkpoint: CommittedCheckpoint, undeleted: dict[int, str]) -> Path | None:
-        """Move an expired step to trash and return its new path; None if it stays. An error is reported."""
-        try:
-            return await self._move_to_trash(checkpoint)
-        except OSError as error:
-            self._report_kept(checkpoint.step, error, undeleted)
-            return None
-
-    async def _delete_trash(self, trash: Path, step: int, undeleted: dict[int, str]) -> None:
-        try:
-            await self._remove(trash)
-        except OSError as error:
-            self._report_kept(step, error, undeleted)
-
     async def _move_to_trash(self, checkpoint: CommittedCheckpoint) -> Path | None:
         """Rename a step to trash. Returns its new path; None if it is protected, and so was put back."""
         trash = self._root / TRASH_DIR / checkpoint.path.name
-        self._trash[trash] = checkpoint.step  # if this call is cancelled, the next pass restores or deletes it
+        self._has_trash = True  # if this call is cancelled, the next pass restores or deletes it
         await self._storage.rename(checkpoint.path, trash)
         is_protected = True  # until the mark was looked for
         try:
@@ -395,18 +374,22 @@ class Retention:
         finally:
             if is_protected:
                 await self._storage.rename(trash, checkpoint.path)
-                del self._trash[trash]
         return None if is_protected else trash
 
     async def _remove(self, trash: Path) -> None:
         """Make the rename to trash durable, then delete the files."""
         await sync_parents(self._storage, self._root / trash.name, trash)
         await delete_trash(self._storage, trash)
-        del self._trash[trash]
 
-    def _report_kept(self, step: int, error: OSError, undeleted: dict[int, str]) -> None:
-        _log.warning("step %d is kept beyond its time: %s", step, error)
-        undeleted[step] = str(error)
+    @contextlib.contextmanager
+    def _reporting_kept(self, step: int, undeleted: dict[int, str]) -> Iterator[None]:
+        """Log an error of the system in the block, and list the step in ``undeleted``."""
+        try:
+            yield
+        except OSError as error:
+            self._has_trash = True
+            _log.warning("step %d is kept beyond its time: %s", step, error)
+            undeleted[step] = str(error)
 
     async def _read_metrics(self, committed: Sequence[CommittedCheckpoint]) -> dict[int, float | None]:
         """Return the metric of each step whose manifest can be read. Each manifest is read once and then cached."""

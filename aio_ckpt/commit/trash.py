@@ -1,15 +1,34 @@
-"""Deletion of directories that no reader finds any more, and the refusal of linked directories of the engine."""
+"""Trash: directories that no reader finds any more, and their deletion; also the end of a failed save.
+
+A directory cannot be deleted at once if a thread still works in it, or if the deletion fails. It is then deleted after
+a later commit, at the end of the engine, or by the next writer.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from aio_ckpt.errors import RootError
-from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS
+import anyio
+
+from aio_ckpt.errors import AioCkptError, RootError
+from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, TRASH_DIR
 from aio_ckpt.format.root_manifest import METADATA_FILE
+from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import LINKED
+
+if TYPE_CHECKING:
+    from aio_ckpt.snapshot.image import Image  # needs torch, and files are listed without it, see aio_ckpt.cli
+
+_log = logging.getLogger("aio_ckpt")
+_AGAIN_SECS = 0.05
+SETTLE_SECS = 5.0
+"""Time that a failed save waits for its threads before it settles. The lease waits as long as it takes."""
 
 
 async def check_engine_dirs(storage: Storage, root: Path) -> None:
@@ -38,3 +57,112 @@ async def delete_trash(storage: Storage, path: Path) -> None:
         await storage.remove_file(path / METADATA_FILE)
         await storage.sync_dir(path)
     await storage.remove_tree(path)
+
+
+def trash_of(pending: Path) -> Path:
+    """Return the path in the trash of a root that a pending directory of the root gets."""
+    return pending.parents[2] / TRASH_DIR / pending.name
+
+
+async def discard_pending(storage: Storage, pending: Path) -> None:
+    """Rename a pending directory to trash, and delete it. Trash is cleared even if a crash ends the deletion.
+
+    Raises:
+        ReadError, WriteError: the system failed. The directory has its name below ``pending`` or below ``trash``.
+    """
+    await storage.rename(pending, trash_of(pending))
+    await delete_trash(storage, trash_of(pending))
+
+
+class Trash:
+    """Directories that could not be deleted yet: those of failed saves, and replaced or removed checkpoints.
+
+    It is used on the engine's loop.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._left: dict[Path, Callable[[], bool]] = {}
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def add(self, path: Path, is_idle: Callable[[], bool] = lambda: True) -> None:
+        """Keep a directory for :meth:`sweep`. No thread works in it any more once ``is_idle()`` is True."""
+        self._left[path] = is_idle
+
+    async def delete(self, path: Path, *, limit_secs: float | None = None) -> bool:
+        """Delete a directory, and return whether that succeeded in ``limit_secs``; None: ``SETTLE_SECS``.
+
+        One below ``trash`` loses its ``.metadata`` first. A failure is logged, and the directory stays for
+        :meth:`sweep`.
+        """
+        try:
+            with anyio.fail_after(SETTLE_SECS if limit_secs is None else limit_secs):
+                await self._delete(path)
+        except (AioCkptError, OSError) as error:
+            _log.warning("%s stays until it is cleared: %s", path, str(error) or "too slow")
+            self.add(path)
+            return False
+        return True
+
+    async def sweep(self) -> None:
+        """Delete the idle directories, for at most ``SETTLE_SECS``. A directory that does not go stays."""
+        with anyio.move_on_after(SETTLE_SECS):
+            for path, is_idle in tuple(self._left.items()):
+                if is_idle() and await self.delete(path):
+                    self._left.pop(path, None)
+
+    async def _delete(self, path: Path) -> None:
+        while True:
+            try:
+                if path.parent.match(TRASH_DIR):
+                    await delete_trash(self._storage, path)
+                else:
+                    await self._storage.remove_tree(path)
+            except OSError as error:
+                if error.errno == errno.ENOENT:  # another rank has removed it
+                    return
+                if error.errno != errno.ENOTEMPTY:  # another rank has just made a file in it
+                    raise
+            else:
+                return
+            await anyio.sleep(_AGAIN_SECS)
+
+
+async def settle_failure(
+    trash: Trash,
+    pending: Path | None,
+    images: Sequence[Image],
+    threads: ThreadTracker,
+    *,
+    title: str,
+    cause: BaseException,
+    is_in_doubt: bool = False,
+    are_several: bool = False,
+) -> None:
+    """Give the memory back once the last thread has ended, and remove the directory of the save.
+
+    ``title`` names the save. ``pending`` is None if another rank removes it. It stays if ``is_in_doubt``, as the
+    checkpoint may become visible. If ``are_several``, a late rank may make the directory anew.
+    """
+    for image in images:
+        image.fail_slots(cause)
+        image.lease.close()
+    with anyio.move_on_after(SETTLE_SECS):
+        for image in images:
+            await asyncio.wrap_future(follow(image.lease.settled))
+        await threads.wait()
+
+    def is_idle() -> bool:
+        return threads.is_idle and all(image.lease.settled.done() for image in images)
+
+    if not is_idle():
+        _log.error("%s: a thread still works for it; its pending directory stays until it has ended", title)
+    if pending is None:
+        return
+    if is_in_doubt:
+        # The directory may hold the files of a visible step, or of the step that it replaced.
+        _log.error("%s: %s stays until it is cleared: the checkpoint may still become visible", title, pending)
+    elif not is_idle() or not await trash.delete(pending) or are_several:
+        trash.add(pending, is_idle)

@@ -101,7 +101,7 @@ class Load:
 
     def _files(self) -> Files:
         runtime = self.runtime
-        return Files(runtime.storage, self.checkpoint.path, readers=runtime.config.workers, page_cache="take")
+        return Files(runtime.storage, self.checkpoint.path, page_cache="take")
 
     async def _fetch(self, reads: ReadPlan) -> None:
         config, executor = self.runtime.config, self.runtime.portal.executor

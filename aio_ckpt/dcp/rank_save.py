@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit.cleanup import SETTLE_SECS
 from aio_ckpt.commit.directory import (
     begin_directory,
     commit_directory,
@@ -28,6 +27,7 @@ from aio_ckpt.commit.directory import (
     retire_directory,
 )
 from aio_ckpt.commit.manifests import metadata_file, render_root
+from aio_ckpt.commit.trash import SETTLE_SECS
 from aio_ckpt.dcp.runtime import Runtime
 from aio_ckpt.dcp.sources import Sources
 from aio_ckpt.errors import AioCkptError, PlanChangedError, RootError, SaveCancelledError, StallError, WriteError

@@ -24,7 +24,7 @@ from aio_ckpt.plan.layout import chunk_bytes_for
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.capture import CopyEngines
-from aio_ckpt.storage.local import LocalStorage, Storage
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.throttle import WriteThrottle
 
 _WINDOW_CHUNKS = 2
@@ -67,7 +67,7 @@ class Runtime:
             return cls(
                 config=config,
                 portal=portal,
-                storage=storage or LocalStorage(executor, config.direct_io),
+                storage=storage or Storage(executor, config.direct_io),
                 window=LifetimeManager(budget_bytes=window_bytes, executor=executor, debug=config.debug),
                 throttle=WriteThrottle(config.max_write_bytes_per_sec),
                 staging=LifetimeManager(budget_bytes=staging_bytes, executor=executor, debug=config.debug),

@@ -20,9 +20,9 @@ import torch
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_callback, check_flag, check_kind
 from aio_ckpt.commit import step_numbers
-from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveCall
@@ -50,7 +50,7 @@ from aio_ckpt.runtime.futures import cancellable_result, follow
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, start_beside
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
-from aio_ckpt.storage.local import LocalStorage, Storage
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.ticket import Milestone, PendingCall, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
 
@@ -117,7 +117,7 @@ class BaseEngine:
             root=root,
             names=StepNames(config.step_dir),
             owner=owner,
-            storage=storage or LocalStorage(executor, config.direct_io),
+            storage=storage or Storage(executor, config.direct_io),
             members=members,
             executor=executor,
             config=config,
@@ -132,20 +132,20 @@ class BaseEngine:
         self._agreed: list[AgreedWork] = []
         self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
         self._quarantine = Quarantine()
-        self._pending_cleanup = PendingCleanup()
+        self._trash = Trash(ctx.storage)
         self._rescue = RootRescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
         self._loader = Loader(ctx=ctx, quarantine=self._quarantine)
         self._root_session = RootSession(
             ctx,
             portal,
             quarantine=self._quarantine,
-            pending_cleanup=self._pending_cleanup,
+            trash=self._trash,
             rescue=self._rescue,
             must_wait=lambda: self._preemption.is_on,
         )
         pipeline = SavePipeline(
             ctx=ctx,
-            runner=JobRunner(ctx=ctx, throttle=self._throttle, pending_cleanup=self._pending_cleanup),
+            runner=JobRunner(ctx=ctx, throttle=self._throttle, trash=self._trash),
             quarantine=self._quarantine,
             rescue=self._rescue,
         )

@@ -14,9 +14,9 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from aio_ckpt.commit import cleanup
 from aio_ckpt.commit.owner import owner_by_name
 from aio_ckpt.commit.publish_files import only_writer, publish_files
+from aio_ckpt.commit.trash import settle_failure
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob
 from aio_ckpt.engine.run_job import JobRunner
@@ -90,7 +90,7 @@ class FilePipeline:
         with anyio.move_on_after(limit_secs, shield=True) as scope:
             parts = [part.name for part in job.parts]
             names = await publish_files(self.ctx.storage, job.temporary, job.path, parts, index=job.content.index)
-            await self._remove_temporary(job)
+            await self.runner.trash.delete(job.temporary)
         if scope.cancelled_caught:
             job.round.advance(SaveState.IN_DOUBT)
             stalled = StallError(f"the rename of {job.path} did not end within {limit_secs} s: its disk is stalled")
@@ -105,25 +105,15 @@ class FilePipeline:
         """Give the memory back once the last thread has ended, and remove the temporary directory."""
         storage, folder = self.ctx.storage, job.path.parent
         await explain_full_disk(cause, storage, folder, job.image_bytes, remedy="save to another disk")
-        await cleanup.settle_failure(
-            storage,
+        await settle_failure(
+            self.runner.trash,
             job.temporary,
             [part.image for part in job.parts],
             job.threads,
             title=job.title,
             cause=cause,
-            pending_cleanup=self.runner.pending_cleanup,
         )
         return cause
-
-    async def _remove_temporary(self, job: FileJob) -> None:
-        storage, temporary = self.ctx.storage, job.temporary
-        try:
-            with anyio.fail_after(cleanup.SETTLE_SECS):
-                await storage.remove_tree(temporary)
-        except (AioCkptError, OSError) as error:
-            _log.warning("%s stays until it is cleared: %s", temporary, str(error) or "too slow")
-            self.runner.pending_cleanup.add(temporary, lambda: job.threads.is_idle)
 
     async def _clear_leftovers(self, folder: Path) -> None:
         """Remove the temporary directories of dead processes in ``folder``, once for each folder."""

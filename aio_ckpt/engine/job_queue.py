@@ -81,7 +81,7 @@ class JobQueue:
         self._ctx = ctx
         self._portal = portal
         self._runner = runner
-        self._remover = Remover(ctx=ctx, quarantine=quarantine, pending_cleanup=runner.pending_cleanup)
+        self._remover = Remover(ctx=ctx, quarantine=quarantine, trash=runner.trash)
         self._on_settled = on_settled
         max_bytes = ctx.config.device_copy_bytes
         self.copy_engines = CopyEngines(device_copier=DeviceCopier(None if max_bytes == "auto" else max_bytes))

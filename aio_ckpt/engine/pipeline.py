@@ -11,7 +11,7 @@ import anyio.lowlevel
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit import by_path, cleanup, owner, publish
+from aio_ckpt.commit import by_path, owner, publish
 from aio_ckpt.commit.manifests import (
     MetadataFile,
     object_entries,
@@ -22,6 +22,7 @@ from aio_ckpt.commit.manifests import (
     written_names,
 )
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.trash import settle_failure
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
 from aio_ckpt.engine.outcomes import explain_failure
@@ -71,7 +72,7 @@ class SavePipeline:
 
     def clear_pending(self, number: int) -> None:
         """Delete the directory of call ``number`` later. The call has ended before its pipeline began."""
-        self.runner.pending_cleanup.add(self.ctx.pending_path(number), lambda: True)
+        self.runner.trash.add(self.ctx.pending_path(number))
 
     async def save(self, job: SaveJob) -> SaveReport:
         """Write, vote, commit, with heartbeats."""
@@ -236,7 +237,7 @@ class SavePipeline:
             replaces = job.call.overwrite or job.call.path is not None
             left = await publish.publish(ctx.storage, pending=job.pending, final=job.final, overwrite=replaces)
             for directory in left:
-                self.runner.pending_cleanup.add(directory, lambda: True)
+                self.runner.trash.add(directory)
         if scope.cancelled_caught:
             job.round.advance(SaveState.IN_DOUBT)
             raise StallError(
@@ -264,14 +265,13 @@ class SavePipeline:
         """Tell the other ranks of a failure, then delete the files of the save. Returns the first error."""
         await explain_failure(cause, self.ctx, job.image_bytes, job.target)
         end = await job.round.end(cause, stage=stage, limit_secs=_tell_secs(job.deadline))
-        await cleanup.settle_failure(
-            self.ctx.storage,
+        await settle_failure(
+            self.runner.trash,
             job.pending if end.may_clear else None,
             [part.image for part in job.parts],
             job.threads,
             title=job.title,
             cause=end.cause,
-            pending_cleanup=self.runner.pending_cleanup,
             is_in_doubt=isinstance(end.cause, AioCkptError) and end.cause.in_doubt,
             are_several=self.ctx.world_size > 1,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,12 +15,11 @@ from typing import TypeAlias
 import anyio
 
 from aio_ckpt.commit import by_path
-from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.quarantine import Quarantine
-from aio_ckpt.commit.trash import delete_trash
+from aio_ckpt.commit.trash import Trash
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.outcomes import logged_errors, named
-from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError
+from aio_ckpt.errors import EngineClosedError, PeerFailedError, StallError
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.group_call import told_of
 from aio_ckpt.ranks.save_round import SaveRound
@@ -61,8 +61,7 @@ class Remover:
     ctx: EngineContext
     quarantine: Quarantine
     """Its lock ``renames`` orders all renames of checkpoints."""
-    pending_cleanup: PendingCleanup
-    """Gets trash that could not be deleted."""
+    trash: Trash
 
     def start(self, removal: Removal, portal: Portal) -> None:
         """Submit a removal. However it ends, its milestone and its settlement are set."""
@@ -79,7 +78,7 @@ class Remover:
             return
         removal.settled.set_result(None)
         for trash in moved:
-            await self._delete(trash)
+            await self.trash.delete(trash, limit_secs=math.inf)
 
     async def _agree(self, removal: Removal, failure: str) -> tuple[list[Path], str]:
         """Remove the checkpoint on the leader, if no rank has a failure. Returns the trash, and the first failure."""
@@ -107,14 +106,6 @@ class Remover:
             with anyio.move_on_after(limit_secs, shield=True):  # a rename that has begun is completed
                 return await by_path.move_to_trash(ctx.storage, removal.path, ctx.root, ctx.names, name=name)
         raise StallError(f"remove({removal.path}) did not end within {limit_secs} s: the disk is stalled")
-
-    async def _delete(self, trash: Path) -> None:
-        """Delete the files. The checkpoint is gone already, so a failure is only logged."""
-        try:
-            await delete_trash(self.ctx.storage, trash)
-        except (AioCkptError, OSError) as error:
-            _log.warning("%s stays until it is cleared: %s", trash, error)
-            self.pending_cleanup.add(trash, lambda: True)
 
 
 async def _first_failed(tickets: Sequence[SaveTicket]) -> SaveTicket | None:

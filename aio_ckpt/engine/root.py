@@ -17,10 +17,9 @@ from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt.commit import by_path, discovery, retention
-from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
-from aio_ckpt.commit.trash import check_engine_dirs
+from aio_ckpt.commit.trash import Trash, check_engine_dirs
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import CheckpointNotFoundError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.names import LOCK_FILE
@@ -94,14 +93,14 @@ class RootSession:
         portal: Portal,
         *,
         quarantine: Quarantine,
-        pending_cleanup: PendingCleanup,
+        trash: Trash,
         rescue: Rescue,
         must_wait: Callable[[], bool],
     ) -> None:
         """While ``must_wait()`` is True, nothing is deleted."""
         self._ctx = ctx
         self._quarantine = quarantine
-        self._pending_cleanup = pending_cleanup
+        self._trash = trash
         self._rescue = rescue
         self._portal = portal
         self._must_wait = must_wait
@@ -365,7 +364,7 @@ class RootSession:
         """
         self._passes = [done for done in self._passes if not done.done()]
         expires = good is not None and self._retention.has_work and self._lock is not None
-        if expires or len(self._pending_cleanup):
+        if expires or len(self._trash):
             self._begin_pass(good if expires else None)
 
     @property
@@ -375,7 +374,7 @@ class RootSession:
 
     def last_passes(self) -> tuple[Future[None], ...]:
         """Return :attr:`passes` and, as the engine is closing, one more for directories of failed saves."""
-        if len(self._pending_cleanup) and not self._must_wait():
+        if len(self._trash) and not self._must_wait():
             self._begin_pass(None)
         return self.passes
 
@@ -386,7 +385,7 @@ class RootSession:
     async def _delete(self, good: int | None) -> None:
         limit = self._ctx.config.stall_timeout_secs
         with anyio.move_on_after(limit) as scope:
-            await self._pending_cleanup.clear(self._ctx.storage)
+            await self._trash.sweep()
             if good is not None:
                 await self._retention.enforce(good)
         if scope.cancelled_caught:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import anyio
 
-from aio_ckpt.commit import cleanup
+from aio_ckpt.commit.trash import SETTLE_SECS, Trash
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import Job
 from aio_ckpt.engine.outcomes import named
@@ -47,8 +47,8 @@ class JobRunner:
     ctx: EngineContext
     throttle: WriteThrottle
     """Limits the rate of writing."""
-    pending_cleanup: cleanup.PendingCleanup
-    """Gets the directories of failed saves, which are deleted later."""
+    trash: Trash
+    """Deletes the directories of failed saves, and what is left of replaced checkpoints."""
 
     def slot_timeout_secs(self, nbytes: int) -> float:
         """Return the longest time in which ``nbytes`` of staging memory become free, if the disk does not stall."""
@@ -136,7 +136,7 @@ class JobRunner:
             self.ctx.storage,
             self.ctx.executor,
             workers=self.ctx.config.workers,
-            settle_secs=cleanup.SETTLE_SECS,
+            settle_secs=SETTLE_SECS,
             admit=functools.partial(self.throttle.admit, is_hurried=is_hurried, on_wait=job.stall.touch),
             on_activity=job.begin,
             on_written=job.wrote,

@@ -13,10 +13,9 @@ import msgspec
 from isal import isal_zlib
 
 from aio_ckpt.commit import publish
-from aio_ckpt.commit.cleanup import SETTLE_SECS
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs, pending_path, write_owner
-from aio_ckpt.commit.trash import check_engine_dirs
+from aio_ckpt.commit.trash import SETTLE_SECS, check_engine_dirs
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.names import LOCK_FILE, SEGMENTS_FILE, StepNames
 from aio_ckpt.format.rank_manifest import data_file_name, encode_rank, encode_static

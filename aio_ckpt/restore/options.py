@@ -65,7 +65,7 @@ class ReadContext:
 
     def files(self, directory: Path, *, past_page_cache: bool) -> Files:
         """Return the data files in ``directory``; with ``past_page_cache``, all is read from the disk."""
-        return Files(self.storage, directory, readers=self.readers, page_cache="pass" if past_page_cache else "take")
+        return Files(self.storage, directory, page_cache="pass" if past_page_cache else "take")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

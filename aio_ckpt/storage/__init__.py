@@ -5,6 +5,6 @@ writer's lock. Each error holds its path and its errno. ``local`` is the file sy
 large files, ``direct_io`` probes O_DIRECT. Imports ``runtime`` and ``format``.
 """
 
-from aio_ckpt.storage.local import LocalStorage, Storage
+from aio_ckpt.storage.local import Storage
 
-__all__ = ["LocalStorage", "Storage"]
+__all__ = ["Storage"]

@@ -22,13 +22,14 @@ from aiofiles.threadpool import wrap
 from aio_ckpt.errors import AioCkptError, EngineClosedError, MismatchError, ReadError, WriteError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.reports import WriteMode
-from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned, watch_submissions
+from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.storage.direct_io import (
     NOT_SUPPORTED,
     RWF_DONTCACHE,
-    Probe,
     aligned_span,
+    probe_read,
     probe_refusal,
+    probe_write,
     supports_direct_io,
 )
 from aio_ckpt.storage.durability import sync_data
@@ -133,7 +134,7 @@ def _call_all(functions: list[Callable[[], object]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Created:
+class CreatedFile:
     """Created file with its open descriptors, before the asynchronous handles are made."""
 
     path: Path
@@ -148,6 +149,24 @@ class _Created:
         """All open descriptors."""
         return [self.base, *(writer.fileno() for writer in self.writers)]
 
+    @classmethod
+    def create(cls, path: Path, nbytes: int, *, writers: int, direct_io: DirectIO) -> CreatedFile:
+        """Create ``path``, which must not exist, reserve ``nbytes`` and open ``writers`` files."""
+        base = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        files: list[FileIO] = []
+        try:
+            _reserve(base, nbytes)
+            mode = _choose_mode(path, base, direct_io)
+            if nbytes < PAGE_BYTES:
+                os.ftruncate(base, nbytes)  # the probe wrote a whole page
+            flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if mode == "direct" else 0)
+            for _ in range(0 if mode == "dontcache" else writers):
+                files.append(FileIO(os.open(path, flags), "w", closefd=False))
+        except BaseException:
+            cls(path, "buffered", base, tuple(files)).discard()
+            raise
+        return cls(path, mode, base, tuple(files))
+
     def discard(self) -> None:
         """Close the descriptors and remove the file."""
         try:
@@ -156,16 +175,19 @@ class _Created:
             self.path.unlink(missing_ok=True)
 
 
-class LocalDataFile:
-    """``storage.DataFile`` with a pool of unbuffered aiofiles handles, each with its own file position.
+class DataFile:
+    """New file that several tasks write at once, each its own range.
+
+    It has a pool of unbuffered aiofiles handles, each with its own file position.
 
     Invariant: a handle is in ``_free``, or belongs to one :meth:`write` until the last thread of that write is done,
     awaited or not. Otherwise, the seek of the next write would race with that thread.
     """
 
-    def __init__(self, created: _Created, executor: Executor) -> None:
+    def __init__(self, created: CreatedFile, executor: Executor) -> None:
         self.path = created.path
         self.mode = created.mode
+        """How bytes reach the disk. It is fixed when the file is created."""
         self._base = created.base
         self._files = _Descriptors(executor, created.numbers)
         self._executor = executor
@@ -174,7 +196,14 @@ class LocalDataFile:
         self._room = anyio.Semaphore(len(self._free), fast_acquire=True)
 
     async def write(self, offset: int, data: memoryview) -> None:
-        """Write all of ``data`` at ``offset``. A short write is continued."""
+        """Write all of ``data`` (contiguous, any length) at ``offset`` bytes. A short write is continued.
+
+        It is fastest if address, offset and length are multiples of ``PAGE_BYTES``. ``data`` must stay unchanged until
+        the futures of the *threads* have resolved (``watch_submissions``), which may be after a cancelled await.
+
+        Raises:
+            WriteError: the write failed; the error holds errno and path.
+        """
         view = data.cast("B") if data.nbytes else data
         with translate_errors(WriteError, self.path), self._files.use() as at_end:
             handle = await self._take_handle() if self.mode != "dontcache" else None
@@ -194,12 +223,12 @@ class LocalDataFile:
                 done += written
 
     async def sync(self) -> None:
-        """Make the data durable with fdatasync, in a thread."""
+        """Make the written bytes durable (fdatasync). After a failure the file is lost: do not try again."""
         with translate_errors(WriteError, self.path), self._files.use():
             await run_blocking(self._executor, sync_data, self._base)
 
     async def close(self) -> None:
-        """Close the file when the thread of the last write is done."""
+        """Close the file when the thread of the last write is done. Idempotent; survives cancellation."""
         with translate_errors(WriteError, self.path):
             await self._files.close()
 
@@ -221,37 +250,6 @@ class LocalDataFile:
         self._room.release()
 
 
-async def create_data_file(
-    path: Path, nbytes: int, *, writers: int, executor: Executor, direct_io: DirectIO, probe: Probe
-) -> LocalDataFile:
-    """Create ``path``, which must not exist, reserve ``nbytes`` and open ``writers`` handles.
-
-    Raises:
-        WriteError: the file exists, or there is no room for it, or ``direct_io="on"`` and it takes no direct write. No
-            byte was written, and no file is left.
-    """
-    with translate_errors(WriteError, path):
-        create = functools.partial(_create, path, nbytes, writers=writers, direct_io=direct_io, probe=probe)
-        return LocalDataFile(await run_owned(executor, create, dispose=_Created.discard), executor)
-
-
-def _create(path: Path, nbytes: int, *, writers: int, direct_io: DirectIO, probe: Probe) -> _Created:
-    base = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    files: list[FileIO] = []
-    try:
-        _reserve(base, nbytes)
-        mode = _choose_mode(path, base, direct_io, probe)
-        if nbytes < PAGE_BYTES:
-            os.ftruncate(base, nbytes)  # the probe wrote a whole page
-        flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if mode == "direct" else 0)
-        for _ in range(0 if mode == "dontcache" else writers):
-            files.append(FileIO(os.open(path, flags), "w", closefd=False))
-    except BaseException:
-        _Created(path, "buffered", base, tuple(files)).discard()
-        raise
-    return _Created(path, mode, base, tuple(files))
-
-
 def _reserve(descriptor: int, nbytes: int) -> None:
     """Allocate ``nbytes``. If the file system cannot, only set the length.
 
@@ -268,30 +266,68 @@ def _reserve(descriptor: int, nbytes: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def _choose_mode(path: Path, base: int, direct_io: DirectIO, probe: Probe) -> WriteMode:
+def _choose_mode(path: Path, base: int, direct_io: DirectIO) -> WriteMode:
     """Return the first mode in which a real write succeeds: direct, uncached, or through the page cache."""
-    if direct_io != "off" and supports_direct_io(path, os.O_WRONLY, probe, is_required=direct_io == "on"):
+    if direct_io != "off" and supports_direct_io(path, os.O_WRONLY, probe_write, is_required=direct_io == "on"):
         return "direct"
-    return "buffered" if probe_refusal(probe, base, RWF_DONTCACHE) else "dontcache"
+    return "buffered" if probe_refusal(probe_write, base, RWF_DONTCACHE) else "dontcache"
 
 
 # -- reading --------------------------------------------------------------------------------------
 
 
-class LocalReadFile:
-    """``storage.ReadFile`` with positioned reads, each in one call of a thread."""
+@dataclass(frozen=True, slots=True)
+class OpenedFile:
+    """Open descriptors of a file to be read, and its length, before the asynchronous handle is made."""
 
-    def __init__(self, path: Path, nbytes: int, numbers: list[int], executor: Executor, *, reads_cached: bool) -> None:
+    nbytes: int
+    numbers: list[int]
+    """A descriptor that goes through the page cache. If the file takes O_DIRECT, a second one with it."""
+
+    @classmethod
+    def open(cls, path: Path, direct_io: DirectIO) -> OpenedFile:
+        """Open ``path``, also with O_DIRECT if a read proves that the file takes it."""
+        numbers = [open_regular_file(path)]
+        try:
+            nbytes = os.fstat(numbers[0]).st_size
+            is_required = direct_io == "on"
+            if direct_io != "off" and supports_direct_io(path, os.O_RDONLY, probe_read, is_required=is_required):
+                numbers.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+        except BaseException:
+            _close_numbers(numbers)
+            raise
+        return cls(nbytes, numbers)
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        _close_numbers(self.numbers)
+
+
+class ReadFile:
+    """File that several tasks read at once: positioned reads, each in one call of a thread."""
+
+    def __init__(self, path: Path, opened: OpenedFile, executor: Executor, *, reads_cached: bool) -> None:
+        """If ``reads_cached``, bytes that the page cache holds come from there, and only the others with O_DIRECT."""
         self.path = path
-        self.nbytes = nbytes
-        self.is_direct = len(numbers) > 1
+        self.nbytes = opened.nbytes
+        """Length of the file when it was opened."""
+        self.is_direct = len(opened.numbers) > 1
+        """Whether reads that are aligned to ``PAGE_BYTES`` (address, offset, length) bypass the page cache."""
         self._may_be_cached = reads_cached and self.is_direct
-        self._numbers = tuple(numbers)
+        self._numbers = tuple(opened.numbers)
         self._executor = executor
-        self._files = _Descriptors(executor, numbers)
+        self._files = _Descriptors(executor, opened.numbers)
 
     async def read_into(self, offset: int, *views: memoryview) -> int:
-        """Fill ``views``, one after the other, from ``offset``. Return the number of bytes read."""
+        """Fill ``views``, one after the other, from ``offset``.
+
+        Returns the number of bytes read, which is less than the length of the views only at the end of the file. After
+        a cancelled await, a thread may still write to the views until its future has resolved
+        (:func:`aio_ckpt.runtime.portal.watch_submissions`). From then on, another load may use them.
+
+        Raises:
+            ReadError: the read failed; the error holds errno and path.
+        """
         left = [view.cast("B") for view in views if view.nbytes]
         if not left:
             return 0
@@ -311,24 +347,9 @@ class LocalReadFile:
         return cached + _read_fully(self._numbers, offset + cached, views)
 
     async def close(self) -> None:
-        """Close the file when the thread of the last read is done."""
+        """Close the file when the thread of the last read is done. Idempotent; survives cancellation."""
         with translate_errors(ReadError, self.path):
             await self._files.close()
-
-
-async def open_data_file(
-    path: Path, *, executor: Executor, direct_io: DirectIO, reads_cached: bool, probe: Probe
-) -> LocalReadFile:
-    """Open ``path`` for reading, with O_DIRECT if ``probe`` succeeds on it.
-
-    If ``reads_cached``, bytes that the page cache holds are read from there, and only the others with O_DIRECT.
-
-    Raises:
-        ReadError: the file is missing or unreadable, or ``direct_io="on"`` and it takes no direct read.
-    """
-    with translate_errors(ReadError, path):
-        opened = await run_owned(executor, _open, path, direct_io, probe, dispose=_Opened.close)
-        return LocalReadFile(path, opened.nbytes, opened.numbers, executor, reads_cached=reads_cached)
 
 
 def open_regular_file(path: Path) -> int:
@@ -347,31 +368,6 @@ def open_regular_file(path: Path) -> int:
         return number
     os.close(number)
     raise MismatchError(f"{path}: no regular file")
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """Open descriptors of a file to be read, and its length."""
-
-    nbytes: int
-    numbers: list[int]
-    """A descriptor that goes through the page cache. If the file takes O_DIRECT, a second one with it."""
-
-    def close(self) -> None:
-        """Close all descriptors."""
-        _close_numbers(self.numbers)
-
-
-def _open(path: Path, direct_io: DirectIO, probe: Probe) -> _Opened:
-    numbers = [open_regular_file(path)]
-    try:
-        nbytes = os.fstat(numbers[0]).st_size
-        if direct_io != "off" and supports_direct_io(path, os.O_RDONLY, probe, is_required=direct_io == "on"):
-            numbers.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
-    except BaseException:
-        _close_numbers(numbers)
-        raise
-    return _Opened(nbytes, numbers)
 
 
 def _read_fully(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:

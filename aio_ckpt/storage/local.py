@@ -1,4 +1,4 @@
-"""Storage: the protocol through which the stages use a file system, and its implementation for local ones.
+"""Storage: the file system as the stages use it.
 
 Errors of the operating system are translated here: WriteError and ReadError keep errno, message and path.
 """
@@ -14,14 +14,19 @@ import stat
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from aio_ckpt.config import DirectIO
 from aio_ckpt.errors import AioCkptError, MismatchError, ReadError, RootError, WriteError
-from aio_ckpt.reports import WriteMode
-from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.data_file import create_data_file, open_data_file, open_regular_file, translate_errors
-from aio_ckpt.storage.direct_io import PageCache, Probe, probe_read, probe_write
+from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
+from aio_ckpt.storage.data_file import (
+    CreatedFile,
+    DataFile,
+    OpenedFile,
+    ReadFile,
+    open_regular_file,
+    translate_errors,
+)
+from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import make_dirs
@@ -32,67 +37,6 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _MAX_SMALL_FILE_BYTES = 4 << 30
 _NO_RENAMEAT2 = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
-
-# -- protocols ------------------------------------------------------------------------------------
-
-
-class DataFile(Protocol):
-    """New file that several tasks write at once, each its own range."""
-
-    @property
-    def path(self) -> Path:
-        """Path of the file."""
-
-    @property
-    def mode(self) -> WriteMode:
-        """How bytes reach the disk. It is fixed when the file is created."""
-
-    async def write(self, offset: int, data: memoryview) -> None:
-        """Write all of ``data`` (contiguous, any length) at ``offset`` bytes.
-
-        It is fastest if address, offset and length are multiples of ``PAGE_BYTES``. ``data`` must stay unchanged until
-        the futures of the *threads* have resolved (``watch_submissions``), which may be after a cancelled await.
-
-        Raises:
-            WriteError: the write failed; the error holds errno and path.
-        """
-
-    async def sync(self) -> None:
-        """Make the written bytes durable (fdatasync). After a failure the file is lost: do not try again."""
-
-    async def close(self) -> None:
-        """Close as soon as no thread uses the file. Idempotent; survives cancellation."""
-
-
-class ReadFile(Protocol):
-    """File that several tasks read at once."""
-
-    @property
-    def path(self) -> Path:
-        """Path of the file."""
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the file when it was opened."""
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether reads that are aligned to ``PAGE_BYTES`` (address, offset, length) bypass the page cache."""
-
-    async def read_into(self, offset: int, *views: memoryview) -> int:
-        """Fill ``views``, one after the other, from ``offset``.
-
-        Returns the number of bytes read, which is less than the length of the views only at the end of the file. After
-        a cancelled await, a thread may still write to the views until its future has resolved
-        (:func:`aio_ckpt.runtime.portal.watch_submissions`). From then on, another load may use them, so the
-        implementation must not write to them.
-
-        Raises:
-            ReadError: the read failed; the error holds errno and path.
-        """
-
-    async def close(self) -> None:
-        """Close as soon as no thread uses the file. Idempotent; survives cancellation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +52,47 @@ class FileStatus:
     """Permissions of owner, group and others, as ``os.chmod`` takes them."""
 
 
-@runtime_checkable
-class Storage(Protocol):
-    """File system for checkpoints. Paths are absolute. Reads raise ReadError, and changes raise WriteError."""
+class Storage:
+    """File system for checkpoints. Paths are absolute. Reads raise ReadError, and changes raise WriteError.
+
+    Every call that may block runs in ``executor``.
+    """
+
+    def __init__(self, executor: Executor, direct_io: DirectIO = "auto") -> None:
+        self._executor = executor
+        self._direct_io = direct_io
 
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
-        """Create ``path`` exclusively and reserve ``nbytes``, so that a full disk shows before a byte is written."""
+        """Create ``path`` for ``writers`` concurrent writes, in the first mode of :data:`WriteMode` that works.
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
-        """Open ``path`` for ``readers`` concurrent reads. See :data:`PageCache` for ``page_cache``."""
+        ``nbytes`` are reserved, so that a full disk shows before a byte is written.
+
+        Raises:
+            WriteError: the file exists, or there is no room for it, or ``direct_io="on"`` and it takes no direct write.
+                No byte was written, and no file is left.
+        """
+        with translate_errors(WriteError, path):
+            create = functools.partial(CreatedFile.create, path, nbytes, writers=writers, direct_io=self._direct_io)
+            return DataFile(await run_owned(self._executor, create, dispose=CreatedFile.discard), self._executor)
+
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
+        """Open ``path`` for reading, with O_DIRECT if a read proves that it works.
+
+        ``page_cache`` counts only with ``direct_io="auto"``: see :data:`PageCache`.
+
+        Raises:
+            ReadError: the file is missing or unreadable, or ``direct_io="on"`` and it takes no direct read.
+        """
+        is_chosen = self._direct_io == "auto"
+        direct_io: DirectIO = "off" if page_cache == "fill" and is_chosen else self._direct_io
+        with translate_errors(ReadError, path):
+            opened = await run_owned(self._executor, OpenedFile.open, path, direct_io, dispose=OpenedFile.close)
+            return ReadFile(path, opened, self._executor, reads_cached=page_cache == "take" and is_chosen)
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         """Create ``path`` exclusively, write one part after the other, and fsync. If that fails, remove the file."""
+        with translate_errors(WriteError, path):
+            await run_blocking(self._executor, _write_file, path, parts)
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         """Return the bytes of the whole file.
@@ -127,188 +100,91 @@ class Storage(Protocol):
         Raises:
             MismatchError: the file is longer than ``max_bytes``; no memory was taken for it.
         """
+        with translate_errors(ReadError, path):
+            return await run_blocking(self._executor, _read_file, path, max_bytes)
 
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
         """Create a directory, which must not exist. With ``parents``, it may exist, and new directories are durable."""
+        with translate_errors(WriteError, path):
+            await run_blocking(self._executor, make_dirs if parents else os.mkdir, path)
 
     async def sync_dir(self, path: Path) -> None:
         """Make the names in the directory ``path`` durable."""
+        with translate_errors(WriteError, path):
+            await run_blocking(self._executor, sync_dir, path)
 
     async def list_dir(self, path: Path) -> list[str]:
         """Return the names in ``path``, sorted."""
+        with translate_errors(ReadError, path):
+            return sorted(await run_blocking(self._executor, os.listdir, path))
 
     async def exists(self, path: Path) -> bool:
-        """Return whether ``path`` exists. Only "not found" counts as False; other errors are raised."""
+        """Return whether ``path`` exists. Links are followed. Only "not found" counts as False; other errors raise."""
+        return await self.status(path) is not None
 
     async def status(self, path: Path) -> FileStatus | None:
-        """Return the status of ``path``; None if it does not exist."""
+        """Return the status of ``path``; None if it does not exist. Symbolic links are followed."""
+        with translate_errors(ReadError, path):
+            return await run_blocking(self._executor, _status, path)
 
     async def is_link(self, path: Path) -> bool:
         """Return whether ``path`` is a symbolic link, whatever it leads to."""
+        with translate_errors(ReadError, path):
+            return await run_blocking(self._executor, _is_link, path)
 
     async def free_bytes(self, path: Path) -> int:
         """Return the bytes that this user may still write to the file system of ``path``. Quotas may allow less."""
+        with translate_errors(ReadError, path):
+            found = await run_blocking(self._executor, os.statvfs, path)
+        return found.f_bavail * found.f_frsize
 
     async def touch(self, path: Path) -> None:
         """Set the modification time of an existing file to the file system's present time. Not durable.
 
-        If ``path`` is a symbolic link, its own time is set.
+        If ``path`` is a symbolic link, its own time is set. No time is passed, so a file server takes its own clock.
         """
+        with translate_errors(WriteError, path):
+            await run_blocking(self._executor, functools.partial(os.utime, path, follow_symlinks=False))
 
     async def set_mode(self, path: Path, mode: int) -> None:
         """Set the permissions of a file or directory, as ``os.chmod`` does."""
+        with translate_errors(WriteError, path):
+            await run_blocking(self._executor, os.chmod, path, mode)
 
     async def rename(self, src: Path, dst: Path) -> None:
         """Rename a file or directory. Raises WriteError (EEXIST) if ``dst`` exists, of whatever type."""
+        with translate_errors(WriteError, dst):
+            await run_blocking(self._executor, _rename_no_replace, src, dst)
 
     async def exchange(self, a: Path, b: Path) -> None:
         """Swap two names in one step. Raises RootError if the file system cannot."""
+        with translate_errors(WriteError, b):
+            await run_blocking(self._executor, exchange_directories, a, b)
 
     async def replace(self, src: Path, dst: Path) -> None:
         """Rename a file to ``dst``, and replace the file that has that name."""
+        with translate_errors(WriteError, dst):
+            await run_blocking(self._executor, os.replace, src, dst)
 
     async def remove_file(self, path: Path) -> None:
         """Remove a file. Do nothing if it does not exist."""
+        with translate_errors(WriteError, path):
+            await run_blocking(self._executor, path.unlink, True)
 
     async def remove_tree(self, path: Path) -> None:
         """Remove a directory and all below it. Do nothing if it does not exist.
 
         Symbolic links are removed, ``path`` included. What they lead to stays.
         """
-
-    def lock(self, path: Path) -> RootLock:
-        """Take the writer's lock without waiting. Raises RootError, which names the holder, if it is held."""
-
-
-# -- the local file system ------------------------------------------------------------------------
-
-
-class LocalStorage:
-    """:class:`Storage` on a mounted file system. Every call that may block runs in ``executor``."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        direct_io: DirectIO = "auto",
-        *,
-        write_probe: Probe = probe_write,
-        read_probe: Probe = probe_read,
-    ) -> None:
-        """Set up the storage. The probes decide for each file whether O_DIRECT and RWF_DONTCACHE work."""
-        self._executor = executor
-        self._direct_io = direct_io
-        self._write_probe = write_probe
-        self._read_probe = read_probe
-
-    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
-        """Create the file with ``writers`` aiofiles handles, in the first mode of :data:`WriteMode` that works."""
-        return await create_data_file(
-            path,
-            nbytes,
-            writers=writers,
-            executor=self._executor,
-            direct_io=self._direct_io,
-            probe=self._write_probe,
-        )
-
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
-        """Open the file. ``page_cache`` counts only with ``direct_io="auto"``.
-
-        Reads are positioned and share a descriptor, so ``readers`` is not used.
-        """
-        del readers
-        is_chosen = self._direct_io == "auto"
-        return await open_data_file(
-            path,
-            executor=self._executor,
-            direct_io="off" if page_cache == "fill" and is_chosen else self._direct_io,
-            reads_cached=page_cache == "take" and is_chosen,
-            probe=self._read_probe,
-        )
-
-    async def write_file(self, path: Path, *parts: bytes) -> None:
-        """Create the file exclusively, write, fsync and close it in one call of a thread."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, _write_file, path, parts)
-
-    async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
-        """Return the bytes of the whole file, read in one call of a thread."""
-        with translate_errors(ReadError, path):
-            return await run_blocking(self._executor, _read_file, path, max_bytes)
-
-    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        """Create the directory. With ``parents``, fsync the parent of each directory that is made."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, make_dirs if parents else os.mkdir, path)
-
-    async def sync_dir(self, path: Path) -> None:
-        """Call fsync on the directory."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, sync_dir, path)
-
-    async def list_dir(self, path: Path) -> list[str]:
-        """Return the names in the directory, sorted."""
-        with translate_errors(ReadError, path):
-            return sorted(await run_blocking(self._executor, os.listdir, path))
-
-    async def exists(self, path: Path) -> bool:
-        """Return whether the path exists. Symbolic links are followed."""
-        with translate_errors(ReadError, path):
-            return await run_blocking(self._executor, _exists, path)
-
-    async def status(self, path: Path) -> FileStatus | None:
-        """Return the status of the path; None if it does not exist. Symbolic links are followed."""
-        with translate_errors(ReadError, path):
-            return await run_blocking(self._executor, _status, path)
-
-    async def is_link(self, path: Path) -> bool:
-        """Return whether the path is a symbolic link."""
-        with translate_errors(ReadError, path):
-            return await run_blocking(self._executor, _is_link, path)
-
-    async def free_bytes(self, path: Path) -> int:
-        """Call statvfs."""
-        with translate_errors(ReadError, path):
-            found = await run_blocking(self._executor, os.statvfs, path)
-        return found.f_bavail * found.f_frsize
-
-    async def touch(self, path: Path) -> None:
-        """Call utimensat without a time, so that a file server sets the time of its own clock."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, functools.partial(os.utime, path, follow_symlinks=False))
-
-    async def set_mode(self, path: Path, mode: int) -> None:
-        """Call chmod."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, os.chmod, path, mode)
-
-    async def rename(self, src: Path, dst: Path) -> None:
-        """Call renameat2 with RENAME_NOREPLACE. If the system lacks it, check for ``dst`` before the rename."""
-        with translate_errors(WriteError, dst):
-            await run_blocking(self._executor, _rename_no_replace, src, dst)
-
-    async def exchange(self, a: Path, b: Path) -> None:
-        """Call renameat2 with RENAME_EXCHANGE."""
-        with translate_errors(WriteError, b):
-            await run_blocking(self._executor, exchange_directories, a, b)
-
-    async def replace(self, src: Path, dst: Path) -> None:
-        """Replace ``dst`` with ``src`` in one rename."""
-        with translate_errors(WriteError, dst):
-            await run_blocking(self._executor, os.replace, src, dst)
-
-    async def remove_file(self, path: Path) -> None:
-        """Remove the file, if it exists."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, path.unlink, True)
-
-    async def remove_tree(self, path: Path) -> None:
-        """Remove the directory and all below it, if it exists. A symbolic link is removed alone."""
         with translate_errors(WriteError, path):
             await run_blocking(self._executor, _remove_tree, path)
 
     def lock(self, path: Path) -> RootLock:
-        """Return a held lock on ``path``. If the file or its directory does not exist, create it."""
+        """Take the writer's lock without waiting. If the file or its directory does not exist, create it.
+
+        Raises:
+            RootError: the lock is held; the message names the holder.
+        """
         return RootLock(path)
 
 
@@ -331,10 +207,6 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
         if nbytes > max_bytes:
             raise MismatchError(f"{path}: {nbytes} bytes long, at most {max_bytes} are expected")
         return file.read(nbytes)
-
-
-def _exists(path: Path) -> bool:
-    return _status(path) is not None
 
 
 def _status(path: Path) -> FileStatus | None:

@@ -22,7 +22,8 @@ from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.plan.values import Chunk, ImageLayout, Piece
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.storage.local import DataFile, Storage
+from aio_ckpt.storage.data_file import DataFile
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult
 
 Seal: TypeAlias = Callable[[Sequence[int]], bytes]

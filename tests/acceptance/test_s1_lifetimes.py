@@ -24,7 +24,7 @@ from trained_states import KEPT, Training, check_a_save_every_step, weigh
 from watched_writes import TIMEOUT, Gate, WatchedStorage, Write, watched_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig
-from aio_ckpt.commit import cleanup as undo
+from aio_ckpt.commit import trash as undo
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.names import PENDING_DIR

@@ -22,7 +22,7 @@ from killed_trainer import named_segments, train_until_killed
 from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit import cleanup as undo
+from aio_ckpt.commit import trash as undo
 from aio_ckpt.errors import SaveCancelledError, WriteError
 from aio_ckpt.format.rank_manifest import data_file_name
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from command_line import called, document, state
 
 from aio_ckpt.cli import commands as cli
-from aio_ckpt.storage.local import RootLock
+from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.sync import SyncCheckpointEngine
 
 

@@ -44,7 +44,9 @@ from aio_ckpt.errors import (
     WriteError,
 )
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile
+from aio_ckpt.storage.data_file import ReadFile
+from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.local import Storage
 
 T = TypeVar("T")
 HAS_PLAN_CACHE = hasattr(DefaultSavePlanner, "_cached_metadata")
@@ -132,7 +134,7 @@ async def test_every_byte_that_our_writer_saves_verifies(tmp_path: Path) -> None
     try:
         for name in ("a", "b"):
             faults = await verify_checkpoint(
-                LocalStorage(executor), tmp_path / name, executor=executor, readers=2, on_progress=lambda _: None
+                Storage(executor), tmp_path / name, executor=executor, readers=2, on_progress=lambda _: None
             )
             assert faults == ()
     finally:
@@ -648,13 +650,13 @@ def test_a_missing_or_short_data_file_is_named(tmp_path: Path) -> None:
     assert data.name in str(error)
 
 
-class CountingStorage(LocalStorage):
+class CountingStorage(Storage):
     """Counts the bytes that are read from data files."""
 
     read_bytes = 0
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
-        file = await super().open_data_file(path, readers=readers, page_cache=page_cache)
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
+        file = await super().open_data_file(path, page_cache=page_cache)
         read_into = file.read_into
 
         async def counted(offset: int, *views: memoryview) -> int:
@@ -676,7 +678,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
         assert executor.close(TIMEOUT)
 
 
-class OvertakenStorage(LocalStorage):
+class OvertakenStorage(Storage):
     """Another save begins in the directory when a rank's manifest was written."""
 
     async def write_file(self, path: Path, *parts: bytes) -> None:

@@ -13,7 +13,7 @@ import torch
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.engine import pipeline, run_job
 from aio_ckpt.errors import PeerFailedError, StallError
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 
 TIMEOUT = 20.0
 STATE = {"w": torch.ones(10)}
@@ -85,7 +85,7 @@ def test_memory_that_ends_while_what_was_replaced_is_removed_fails_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
-        monkeypatch.setattr(LocalStorage, "remove_file", _no_memory)
+        monkeypatch.setattr(Storage, "remove_file", _no_memory)
         assert engine.save(STATE).result(TIMEOUT) is not None
         assert engine.steps() == [1]
 

@@ -18,7 +18,7 @@ from builders import broken, listing, weights
 from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
-from aio_ckpt.commit import cleanup as undo
+from aio_ckpt.commit import trash as undo
 from aio_ckpt.errors import (
     BusyError,
     SaveCancelledError,

@@ -28,7 +28,7 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.full_disk import explained
 
 
@@ -420,12 +420,12 @@ def test_a_file_system_that_does_not_tell_what_is_free_changes_nothing_else(
 ) -> None:
     monkeypatch.setattr("aio_ckpt.write.full_disk._LOOK_SECS", 0.01 if is_late else TIMEOUT)
 
-    async def free_bytes(self: LocalStorage, path: Path) -> int:
+    async def free_bytes(self: Storage, path: Path) -> int:
         if is_late:
             await anyio.sleep_forever()
         raise ReadError(errno.EIO, "gone", str(path))
 
-    monkeypatch.setattr(LocalStorage, "free_bytes", free_bytes)
+    monkeypatch.setattr(Storage, "free_bytes", free_bytes)
     with gated_engine(root, on_failure="log") as (engine, storage):
         error = fail_unseen(engine, storage, full()).exception()
         assert re.search(r"No space left on device: this save needs [\d.]+ kB; free space, or", str(error))

@@ -27,7 +27,7 @@ from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, For
 from aio_ckpt.format.root_manifest import FORMAT_MAJOR, FORMAT_MINOR, add_checksum
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
@@ -161,7 +161,7 @@ async def faults_of(checkpoint: Path) -> list[str]:
     executor = Executor("test", 2)
     try:
         found = await verify_checkpoint(
-            LocalStorage(executor), checkpoint, executor=executor, readers=2, on_progress=lambda _: None
+            Storage(executor), checkpoint, executor=executor, readers=2, on_progress=lambda _: None
         )
     finally:
         executor.close(TIMEOUT)

@@ -33,7 +33,9 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile
+from aio_ckpt.storage.data_file import ReadFile
+from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.local import Storage
 from tests.engine.test_steps import value
 
 NAMES = StepNames(EngineConfig().step_dir)
@@ -282,10 +284,10 @@ class OddReads(GatedStorage):
         self.cached_wrong = False
         """Whatever may come from the page cache is garbled."""
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         if self.cached_wrong and page_cache != "pass":
             self.garbled.append(path.parent.name)
-        return OddFile(self, await super().open_data_file(path, readers=readers, page_cache=page_cache))
+        return OddFile(self, await super().open_data_file(path, page_cache=page_cache))
 
 
 class OddFile:
@@ -441,7 +443,7 @@ def test_a_step_is_not_set_aside_while_a_save_exchanges_it(root: Path) -> None:
     assert aside(root) == []
 
 
-class Removes(LocalStorage):
+class Removes(Storage):
     """Another process removes the step (or commits a newer one) while it is being opened."""
 
     act: Callable[[], None] | None = None
@@ -454,7 +456,7 @@ class Removes(LocalStorage):
         return data
 
 
-class Replaces(LocalStorage):
+class Replaces(Storage):
     """Another process replaces the step once its manifests were read, before its data file is opened."""
 
     act: Callable[[], object] | None = None
@@ -469,13 +471,13 @@ class Replaces(LocalStorage):
             self.are_read.set()
         return data
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         if self.act is not None:
             act, self.act = self.act, None
             with anyio.fail_after(TIMEOUT):
                 await self.are_read.wait()
             act()
-        return await super().open_data_file(path, readers=readers, page_cache=page_cache)
+        return await super().open_data_file(path, page_cache=page_cache)
 
 
 def test_a_step_that_a_writer_removes_meanwhile_makes_the_reader_look_again(root: Path) -> None:

@@ -21,7 +21,9 @@ from aio_ckpt.commit import discovery
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage import local
-from aio_ckpt.storage.local import FileStatus, LocalStorage, PageCache, ReadFile
+from aio_ckpt.storage.data_file import ReadFile
+from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.local import FileStatus, Storage
 
 KEEP_ONE = EngineConfig(keep_last=1)
 
@@ -38,7 +40,7 @@ def number_of(found: object) -> float:
     return values.pop()
 
 
-class DisturbedStorage(LocalStorage):
+class DisturbedStorage(Storage):
     """Before the ``at``-th thing that a reader asks of the file system, something else happens."""
 
     def __init__(self, executor: Executor, happens: Callable[[], object], at: int) -> None:
@@ -53,9 +55,9 @@ class DisturbedStorage(LocalStorage):
         if self.count == self._at:
             await run_blocking(self._threads, self._happens)
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         await self._turn()
-        return await super().open_data_file(path, readers=readers, page_cache=page_cache)
+        return await super().open_data_file(path, page_cache=page_cache)
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         await self._turn()
@@ -212,7 +214,7 @@ def test_a_writer_that_never_rests_ends_a_load_with_a_clear_error(
     saved(root, 1)
     steps = iter(range(2, 1000))
 
-    class Restless(LocalStorage):
+    class Restless(Storage):
         async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
             await run_blocking(executor, write)
             return await super().read_file(path, max_bytes=max_bytes)
@@ -259,7 +261,7 @@ def called(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object], at: i
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(local, "LocalStorage", make)
+        patch.setattr(local, "Storage", make)
         code = cli.run([str(argument) for argument in arguments])
     disturbed.reached = sum(storage.count for storage in made) >= at  # type: ignore[attr-defined]
     return code

@@ -25,7 +25,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.publish_files import LOCK
 from aio_ckpt.errors import AioCkptError, RootError, StallError, WriteError
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.lock import RootLock
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class WatchedStorage(ForwardingStorage):
     """Calls ``act_on`` before each call, and ``act_behind`` after each that changes something. Both may fail it."""
 
     def __init__(self, executor: Executor) -> None:
-        super().__init__(LocalStorage(executor))
+        super().__init__(Storage(executor))
         self.act_on: Callable[[Call], None] | None = None
         self.act_behind: Callable[[Call], None] | None = None
 

@@ -22,7 +22,7 @@ from gated_storage import TIMEOUT, Gate, gated_engine
 from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
-from aio_ckpt.commit import cleanup as undo
+from aio_ckpt.commit import trash as undo
 from aio_ckpt.engine import engine as engine_module
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
@@ -349,7 +349,7 @@ def test_what_a_failed_save_left_is_removed_without_the_lock_too(root: Path) -> 
     with SyncCheckpointEngine(root) as engine:
         left = root / PENDING_DIR / "of-this-engine"
         left.mkdir(parents=True)
-        engine._pending_cleanup.add(left, lambda: True)
+        engine._trash.add(left)
     assert listing(root) == []
 
 

@@ -18,10 +18,10 @@ from gated_storage import TIMEOUT
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import ReadError
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import FileStatus, LocalStorage
+from aio_ckpt.storage.local import FileStatus, Storage
 
 
-class RefusingStorage(LocalStorage):
+class RefusingStorage(Storage):
     """Refuses to look below directories, as of another user with mode 700: a test that root runs cannot have any."""
 
     refused: frozenset[int] = frozenset()

@@ -372,12 +372,13 @@ def saves_until_killed(rank: int, count: int, folder: Path, call: str) -> None:
     def body() -> None:
         storages: list[GatedStorage] = []
 
-        def gated(executor: Any, *_: object) -> GatedStorage:
-            storages.append(GatedStorage(executor))
-            return storages[-1]
+        class Gated(GatedStorage):
+            def __init__(self, executor: Any, *_: object) -> None:
+                super().__init__(executor)
+                storages.append(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(aio_ckpt.dcp.runtime, "LocalStorage", gated)
+            patch.setattr(aio_ckpt.dcp.runtime, "Storage", Gated)
             nvrx.install(CONFIG)
             run = Run(folder, rank)
             run.save("same", state_of(1, rank))

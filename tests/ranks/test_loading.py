@@ -53,7 +53,10 @@ from aio_ckpt.restore.fetch_values import FetchedValues
 from aio_ckpt.restore.load_plan import LoadPlan
 from aio_ckpt.restore.page_cache import covering_bytes
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile, Storage
+from aio_ckpt.storage import data_file
+from aio_ckpt.storage.data_file import ReadFile
+from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.local import Storage
 
 SECS = 30.0
 SHAPE = (1024, 512)
@@ -781,9 +784,9 @@ class WatchedOpens(GatedStorage):
         super().__init__(executor)
         self.shared: list[bool] = []
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         self.shared.append(page_cache == "fill")
-        return await super().open_data_file(path, readers=readers, page_cache=page_cache)
+        return await super().open_data_file(path, page_cache=page_cache)
 
 
 def shared_state_of(kind: str, rank: int, count: int, *, fill: bool = True) -> dict[str, Any]:
@@ -863,7 +866,7 @@ async def test_what_is_open_is_opened_anew_to_be_shared(tmp_path: Path) -> None:
     executor = Executor("opens", 4)
     storage = WatchedOpens(executor)
     try:
-        async with Files(storage, tmp_path, readers=1, page_cache="pass") as opened:
+        async with Files(storage, tmp_path, page_cache="pass") as opened:
             await opened.measure(["data"], {})
             await opened.share()
             await opened.measure(["data"], {})
@@ -933,8 +936,8 @@ def test_gaps_below_a_block_are_read_through(chunk: tuple[int, ...], box: tuple[
 class BadTransfer(WatchedOpens):
     """What is read through the page cache is wrong, as often as it is read."""
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
-        file = await super().open_data_file(path, readers=readers, page_cache=page_cache)
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
+        file = await super().open_data_file(path, page_cache=page_cache)
         return Garbling(file) if page_cache == "fill" else file
 
 
@@ -964,13 +967,14 @@ def test_what_the_page_cache_has_wrong_is_no_damage_of_the_disk(two: Ranks, tmp_
     assert [path.name for path in tmp_path.glob("*corrupt*")] == []
 
 
-async def test_a_storage_that_must_read_directly_does(tmp_path: Path) -> None:
+async def test_a_storage_that_must_read_directly_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_file, "probe_read", lambda *_: None)
     executor = Executor("direct", 2)
     (tmp_path / "d").write_bytes(bytes(1 << 16))
     try:
         for direct_io, page_cache in (("auto", "fill"), ("auto", "pass"), ("auto", "take"), ("on", "fill")):
-            storage = LocalStorage(executor, direct_io, read_probe=lambda *_: None)  # type: ignore[arg-type]
-            file = await storage.open_data_file(tmp_path / "d", readers=1, page_cache=page_cache)  # type: ignore[arg-type]
+            storage = Storage(executor, direct_io)  # type: ignore[arg-type]
+            file = await storage.open_data_file(tmp_path / "d", page_cache=page_cache)  # type: ignore[arg-type]
             assert file.is_direct is (page_cache != "fill" or direct_io == "on")
             await file.close()
     finally:

@@ -24,7 +24,7 @@ from aio_ckpt.ranks.messages import Decision
 from aio_ckpt.ranks.store import companions, without
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 
 T = TypeVar("T")
 SECS = 20.0
@@ -112,7 +112,7 @@ def test_two_engines_on_one_root_meet_in_the_order_of_their_making_not_of_their_
 # -- a root that cannot be looked at ----------------------------------------------------------------------
 
 
-class BadLooks(LocalStorage):
+class BadLooks(Storage):
     """The first looks at the root fail."""
 
     failing = 0

@@ -16,7 +16,7 @@ from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 
 
 def state() -> dict[str, object]:
@@ -49,7 +49,7 @@ async def stored(checkpoint: Path, name: str) -> Item:
     """Where the bytes of a tensor are."""
     executor = Executor("test", 1)
     try:
-        opened = await open_checkpoint(LocalStorage(executor), checkpoint, executor=executor)
+        opened = await open_checkpoint(Storage(executor), checkpoint, executor=executor)
         item = opened.catalog.shards[name][0]
     finally:
         executor.close(5.0)

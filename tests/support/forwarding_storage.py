@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from aio_ckpt.reports import WriteMode
-from aio_ckpt.storage.local import DataFile, FileStatus, PageCache, ReadFile, Storage
+from aio_ckpt.storage.data_file import DataFile, ReadFile
+from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.local import FileStatus, Storage
 from aio_ckpt.storage.lock import RootLock
 
 __all__ = ["Call", "ForwardingDataFile", "ForwardingStorage"]
@@ -34,7 +35,7 @@ class Call:
         return self.name == name and fnmatch.fnmatch(last, where)
 
 
-class ForwardingStorage:
+class ForwardingStorage(Storage):
     """Forwards every call to ``inner``. A subclass overrides the method that the calls of interest come through."""
 
     def __init__(self, inner: Storage) -> None:
@@ -59,11 +60,11 @@ class ForwardingStorage:
         )
         return ForwardingDataFile(self, made)
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         """The calls of the file that is returned come through this storage, too."""
         opened = await self.run_read(
             Call("open_data_file", path),
-            lambda: self._inner.open_data_file(path, readers=readers, page_cache=page_cache),
+            lambda: self._inner.open_data_file(path, page_cache=page_cache),
         )
         return _ForwardingReadFile(self, opened)
 
@@ -119,20 +120,14 @@ class ForwardingStorage:
         return self._inner.lock(path)
 
 
-class ForwardingDataFile:
+class ForwardingDataFile(DataFile):
     """A data file of :class:`ForwardingStorage`."""
 
     def __init__(self, storage: ForwardingStorage, inner: DataFile) -> None:
+        self.path = inner.path
+        self.mode = inner.mode
         self._storage = storage
         self._inner = inner
-
-    @property
-    def path(self) -> Path:
-        return self._inner.path
-
-    @property
-    def mode(self) -> WriteMode:
-        return self._inner.mode
 
     async def write(self, offset: int, data: memoryview) -> None:
         await self._storage.run(Call("write", self.path), lambda: self._inner.write(offset, data))
@@ -144,22 +139,13 @@ class ForwardingDataFile:
         await self._storage.run_close(Call("close", self.path), self._inner.close)
 
 
-class _ForwardingReadFile:
+class _ForwardingReadFile(ReadFile):
     def __init__(self, storage: ForwardingStorage, inner: ReadFile) -> None:
+        self.path = inner.path
+        self.nbytes = inner.nbytes
+        self.is_direct = inner.is_direct
         self._storage = storage
         self._inner = inner
-
-    @property
-    def path(self) -> Path:
-        return self._inner.path
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
-
-    @property
-    def is_direct(self) -> bool:
-        return self._inner.is_direct
 
     async def read_into(self, offset: int, *views: memoryview) -> int:
         return await self._storage.run_read(Call("read_into", self.path), lambda: self._inner.read_into(offset, *views))

@@ -15,7 +15,7 @@ from forwarding_storage import Call, ForwardingStorage
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 
 T = TypeVar("T")
 TIMEOUT = 20.0
@@ -53,14 +53,14 @@ class Gate:
 
 
 class GatedStorage(ForwardingStorage):
-    """``LocalStorage`` under test control. ``where`` is a pattern for the last part of the (first) path, or
+    """``Storage`` under test control. ``where`` is a pattern for the last part of the (first) path, or
     for its last two.
 
     ``calls`` holds the calls that ended well, in the order of their ends, ``begun`` all, in that of their starts.
     """
 
     def __init__(self, executor: Executor) -> None:
-        super().__init__(LocalStorage(executor))
+        super().__init__(Storage(executor))
         self._gates: list[tuple[str, str, Gate]] = []
         self.failures: list[tuple[str, str, BaseException]] = []
         self._dropped: list[tuple[str, str]] = []

@@ -15,8 +15,8 @@ from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import WriteError
 from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.runtime.portal import Condition, Executor, run_blocking
-from aio_ckpt.storage.data_file import translate_errors
-from aio_ckpt.storage.local import DataFile, LocalStorage
+from aio_ckpt.storage.data_file import DataFile, translate_errors
+from aio_ckpt.storage.local import Storage
 
 TIMEOUT = 20.0
 """Deadline of every wait in a test; none is reached unless something is wrong."""
@@ -74,8 +74,8 @@ class Gate:
         self.let_through()
 
 
-class WatchedStorage:
-    """LocalStorage, but each chunk is written by one thread that first runs ``on_write``.
+class WatchedStorage(Storage):
+    """Storage, but each chunk is written by one thread that first runs ``on_write``.
 
     A thread that is held there still writes its bytes afterwards, awaited or not, as a slow ``pwrite`` would.
     ``torn`` lists the writes whose bytes changed while a thread had them.
@@ -93,13 +93,10 @@ class WatchedStorage:
         self._began: dict[int, int] = {}
         self._gates: list[Gate] = []
         self._changed = threading.Condition()
-        self._executor: Executor | None = None
-        self._inner: LocalStorage | None = None
 
     def bind(self, executor: Executor) -> None:
         """Use the threads of the engine under test, which exist only once it was made."""
-        self._executor = executor
-        self._inner = LocalStorage(executor)
+        Storage.__init__(self, executor)
 
     def gate(self) -> Gate:
         """A new gate, opened at the latest by :meth:`open_all`."""
@@ -118,11 +115,8 @@ class WatchedStorage:
                 f"{self._in_flight} threads still write"
             )
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner or LocalStorage, name)  # unbound, too, it has what a storage has
-
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
-        inner = await self._inner.create_data_file(path, nbytes, writers=writers)
+        inner = await super().create_data_file(path, nbytes, writers=writers)
         self.files.append(path)
         return WatchedDataFile(self, inner, len(self.files) - 1, self._executor)
 
@@ -149,7 +143,7 @@ class WatchedStorage:
                 self._changed.notify_all()
 
 
-class WatchedDataFile:
+class WatchedDataFile(DataFile):
     """A data file whose writes go through :meth:`WatchedStorage.write_in_thread`."""
 
     def __init__(self, storage: WatchedStorage, inner: DataFile, file: int, executor: Executor) -> None:

@@ -28,7 +28,7 @@ from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.checkpoint.verify import Fault, verify_checkpoint
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 from tests.campaigns.common import every_kind, keep_result, log, machine
 from tests.campaigns.corruption.damage import FILES, IN_FILE, WHOLE_FILE, Region, hurt_file, hurt_region, regions_of
 from tests.campaigns.corruption.rivals import RIVALS, Tally, try_rival
@@ -104,7 +104,7 @@ async def _verify(checkpoint: Path) -> tuple[Fault, ...]:
     executor = Executor("corruption", 2)
     try:
         return await verify_checkpoint(
-            LocalStorage(executor),
+            Storage(executor),
             checkpoint,
             step=_STEP,
             executor=executor,

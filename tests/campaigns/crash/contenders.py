@@ -20,7 +20,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.format.names import CORRUPT_DIR, PENDING_DIR, TRASH_DIR
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 from tests.campaigns.crash.contents import differs, is_overwrite, state_of, step_of, tensors_of
 from tests.campaigns.crash.points import KillPoint, PointedStorage, When
 
@@ -75,7 +75,7 @@ def _engine(root: Path, point: KillPoint | None = None, on_call: OnCall | None =
             engine.close_blocking()
         return
     executor = Executor("crash", 4)
-    engine = CheckpointEngine(root, config, storage=PointedStorage(LocalStorage(executor), point, on_call))
+    engine = CheckpointEngine(root, config, storage=PointedStorage(Storage(executor), point, on_call))
     try:
         yield engine
     finally:

@@ -13,7 +13,7 @@ from aio_ckpt.commit.directory import begin_directory, commit_directory, recover
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, FileEntry, RootManifest, encode_root
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage, Storage
+from aio_ckpt.storage.local import Storage
 from tests.campaigns.crash.contenders import TIMEOUT_SECS, BrokenError, Contender, OnCall
 from tests.campaigns.crash.contents import tensors_of
 from tests.campaigns.crash.points import KillPoint, PointedStorage
@@ -83,7 +83,7 @@ async def _save(storage: Storage, directory: Path, number: int) -> None:
 def _storage(point: KillPoint | None, on_call: OnCall | None) -> Iterator[Storage]:
     executor = Executor("crash", 4)
     try:
-        yield PointedStorage(LocalStorage(executor), point, on_call)
+        yield PointedStorage(Storage(executor), point, on_call)
     finally:
         executor.close(TIMEOUT_SECS)
 

@@ -15,7 +15,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.format.names import PENDING_DIR, TRASH_DIR
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 from tests.campaigns.crash.contenders import TIMEOUT_SECS, BrokenError, Contender, OnCall, check_same
 from tests.campaigns.crash.contents import state_of, step_of, tensors_of
 from tests.campaigns.crash.points import KillPoint, PointedStorage
@@ -32,7 +32,7 @@ Save = Callable[[CheckpointEngine, Path, int], None]
 def _engine(root: Path, point: KillPoint | None, on_call: OnCall | None) -> Iterator[CheckpointEngine]:
     root.mkdir(exist_ok=True)
     executor = Executor("crash", 4)
-    storage = PointedStorage(LocalStorage(executor), point, on_call)
+    storage = PointedStorage(Storage(executor), point, on_call)
     engine = CheckpointEngine(root / _HOME, EngineConfig(workers=2), storage=storage)
     try:
         yield engine

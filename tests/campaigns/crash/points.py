@@ -12,7 +12,8 @@ from typing import Literal, NoReturn, TypeVar
 
 from aio_ckpt.commit.directory import PENDING
 from aio_ckpt.format.names import ENGINE_DIR
-from aio_ckpt.storage.local import DataFile, Storage
+from aio_ckpt.storage.data_file import DataFile
+from aio_ckpt.storage.local import Storage
 from tests.support.forwarding_storage import Call, ForwardingDataFile, ForwardingStorage
 
 __all__ = ["KillPoint", "PointedStorage", "When"]

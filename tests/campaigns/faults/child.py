@@ -17,7 +17,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.commit.owner import pending_path
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 from tests.campaigns.faults.ground import WAIT_SECS, small_chunks, state_of
 
 _PR_SET_PTRACER = 0x59616D61
@@ -30,7 +30,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANYBODY, 0, 0, 0)  # Yama: else only a parent may trace
     executor = Executor("faults", 1)
     config = EngineConfig(workers=2, on_failure="log", stall_timeout_secs=20)
-    engine = CheckpointEngine(Path(sys.argv[1]), config, storage=LocalStorage(executor))
+    engine = CheckpointEngine(Path(sys.argv[1]), config, storage=Storage(executor))
     print(json.dumps({"pending": pending_path(engine.root, engine._ctx.owner, 0).name.removesuffix("-0")}), flush=True)
     with small_chunks():
         for line in sys.stdin:

@@ -25,7 +25,7 @@ from aio_ckpt.format.names import ENGINE_DIR, LOCK_FILE, StepNames
 from aio_ckpt.plan import layout
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.ticket import SaveTicket
 from tests.campaigns.faults.store import FaultStorage
 
@@ -112,7 +112,7 @@ class Ground:
         self._names = StepNames(self.config.step_dir)
         self._value = 0
         self.executor = Executor("faults", 3)
-        self.storage = FaultStorage(LocalStorage(self.executor))
+        self.storage = FaultStorage(Storage(self.executor))
         self._reader = CheckpointEngine(root, EngineConfig(workers=1))
         self.engine = CheckpointEngine(root, self.config, storage=self.storage)
         self.baseline = self._held()
@@ -129,7 +129,7 @@ class Ground:
         self.engine.terminate()
         self.executor.close(_STOP_SECS)
         self.executor = Executor("faults", 3)
-        self.storage = FaultStorage(LocalStorage(self.executor))
+        self.storage = FaultStorage(Storage(self.executor))
         self.engine = CheckpointEngine(self.root, self.config, storage=self.storage)
         self.baseline = self._held()
 

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import aio_ckpt
-from aio_ckpt.commit import cleanup as undo
+from aio_ckpt.commit import trash as undo
 from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.format.constants import PAGE_BYTES

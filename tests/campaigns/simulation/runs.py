@@ -26,9 +26,9 @@ import anyio.abc
 import torch
 
 from aio_ckpt.commit import discovery
-from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted
@@ -214,7 +214,7 @@ class World:
             self.portal.attach(self.loop, group, self.threads)
             pipeline = SavePipeline(
                 ctx=self.ctx,
-                runner=JobRunner(ctx=self.ctx, throttle=WriteThrottle(), pending_cleanup=PendingCleanup()),
+                runner=JobRunner(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
                 quarantine=Quarantine(),
             )
             queue = JobQueue(

@@ -24,8 +24,9 @@ from aio_ckpt.errors import CorruptCheckpointError, ReadError, WriteError
 from aio_ckpt.memory.arena import POISON
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import ON_SUBMIT, Executor, run_blocking
+from aio_ckpt.storage.data_file import DataFile, ReadFile
 from aio_ckpt.storage.direct_io import PageCache
-from aio_ckpt.storage.local import DataFile, FileStatus, ReadFile
+from aio_ckpt.storage.local import FileStatus, Storage
 from aio_ckpt.storage.lock import RootLock
 
 __all__ = ["Chances", "DeadlockError", "Directory", "File", "SimStorage", "SimThreads", "virtual_loop"]
@@ -216,7 +217,7 @@ class Directory:
 Node = File | Directory | None
 
 
-class SimStorage:
+class SimStorage(Storage):
     """:class:`~aio_ckpt.storage.local.Storage` in memory; each call is one piece of work of the threads."""
 
     def __init__(self, threads: SimThreads, rng: random.Random, chances: Chances, top: Directory, root: Path) -> None:
@@ -279,7 +280,7 @@ class SimStorage:
         file = await self.run("create", path, WriteError, lambda: self._new_file(path, bytes(nbytes)))
         return SimDataFile(self, path, file)
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         """Open."""
         return SimReadFile(self, path, await self.run("open", path, ReadError, lambda: self._file(path)))
 
@@ -389,7 +390,7 @@ class SimStorage:
             self.directory(path.parent).put(path.name, None)
 
 
-class SimDataFile:
+class SimDataFile(DataFile):
     """A file of :class:`SimStorage` that is written. The bytes are taken when the write ends, as late as can be."""
 
     mode: WriteMode = "buffered"
@@ -421,7 +422,7 @@ class SimDataFile:
         """Nothing is held."""
 
 
-class SimReadFile:
+class SimReadFile(ReadFile):
     """A file of :class:`SimStorage` that is read."""
 
     is_direct = False
@@ -429,12 +430,8 @@ class SimReadFile:
     def __init__(self, storage: SimStorage, path: Path, file: File) -> None:
         self._storage = storage
         self.path = path
+        self.nbytes = len(file.data)
         self._file = file
-
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        return len(self._file.data)
 
     async def read_into(self, offset: int, *views: memoryview) -> int:
         """One range."""

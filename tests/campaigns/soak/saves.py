@@ -25,7 +25,8 @@ from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.names import ENGINE_DIR, LOCK_FILE
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import DataFile, LocalStorage
+from aio_ckpt.storage.data_file import DataFile
+from aio_ckpt.storage.local import Storage
 from tests.campaigns.common import keep_result, log
 
 __all__ = ["Limits", "Outcome", "Sample", "main", "soak", "verdict"]
@@ -88,7 +89,7 @@ class Outcome:
     """Names below the root, once the engine is closed, that no step which is kept explains."""
 
 
-class FailingStorage(LocalStorage):
+class FailingStorage(Storage):
     """The local file system; the call after :meth:`arm` counted down raises instead."""
 
     def __init__(self, executor: Executor) -> None:
@@ -110,27 +111,27 @@ class FailingStorage(LocalStorage):
             raise WriteError(self._errno, os.strerror(self._errno), str(path))
 
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
-        """See :class:`LocalStorage`."""
+        """See :class:`Storage`."""
         self._count(path)
         return await super().create_data_file(path, nbytes, writers=writers)
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
-        """See :class:`LocalStorage`."""
+        """See :class:`Storage`."""
         self._count(path)
         await super().write_file(path, *parts)
 
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        """See :class:`LocalStorage`."""
+        """See :class:`Storage`."""
         self._count(path)
         await super().make_dir(path, parents=parents)
 
     async def sync_dir(self, path: Path) -> None:
-        """See :class:`LocalStorage`."""
+        """See :class:`Storage`."""
         self._count(path)
         await super().sync_dir(path)
 
     async def rename(self, src: Path, dst: Path) -> None:
-        """See :class:`LocalStorage`."""
+        """See :class:`Storage`."""
         self._count(dst)
         await super().rename(src, dst)
 

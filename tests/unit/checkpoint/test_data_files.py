@@ -14,7 +14,9 @@ from aio_ckpt.checkpoint import data_files
 from aio_ckpt.checkpoint.data_files import Files, files_to_keep
 from aio_ckpt.errors import MismatchError, ReadError
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile
+from aio_ckpt.storage.data_file import ReadFile
+from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.local import Storage
 
 NAMES = [f"{number}.distcp" for number in range(6)]
 
@@ -26,7 +28,7 @@ def executor() -> Iterator[Executor]:
     made.close(10)
 
 
-class Descriptors(LocalStorage):
+class Descriptors(Storage):
     """Gives ``most`` open files and refuses a further one, as the system does; ``opens`` counts them by name."""
 
     def __init__(self, executor: Executor, most: int) -> None:
@@ -39,10 +41,10 @@ class Descriptors(LocalStorage):
     def open_files(self) -> int:
         return sum(not file._files._is_closed for file in self.files)  # type: ignore[attr-defined]
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         if self.open_files >= self.most:
             raise ReadError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
-        file = await super().open_data_file(path, readers=readers, page_cache=page_cache)
+        file = await super().open_data_file(path, page_cache=page_cache)
         self.opens.append(path.name)
         self.files.append(file)
         return file
@@ -72,7 +74,7 @@ async def test_a_kept_file_is_opened_once_and_others_for_each_use(
 ) -> None:
     monkeypatch.setattr(data_files, "files_to_keep", lambda _: 2)
     storage = Descriptors(executor, 100)
-    async with Files(storage, folder, readers=2, page_cache="pass") as files:
+    async with Files(storage, folder, page_cache="pass") as files:
         for _ in range(2):
             for name in NAMES[:3]:
                 assert await content(files, name) == name.encode()
@@ -85,7 +87,7 @@ async def test_descriptors_that_run_out_are_taken_from_files_that_no_task_uses(
     executor: Executor, folder: Path
 ) -> None:
     storage = Descriptors(executor, 3)
-    async with Files(storage, folder, readers=2, page_cache="pass") as files:
+    async with Files(storage, folder, page_cache="pass") as files:
         async with files.use(NAMES[0]) as used:
             for name in NAMES:
                 assert await content(files, name) == name.encode()
@@ -96,7 +98,7 @@ async def test_descriptors_that_run_out_are_taken_from_files_that_no_task_uses(
 
 async def test_tasks_that_open_one_file_at_a_time_leave_one_of_it_open(executor: Executor, folder: Path) -> None:
     storage = Descriptors(executor, 100)
-    async with Files(storage, folder, readers=2, page_cache="pass") as files:
+    async with Files(storage, folder, page_cache="pass") as files:
         found = await asyncio.gather(*(content(files, NAMES[0]) for _ in range(3)))
         assert found == [NAMES[0].encode()] * 3
         assert len(storage.opens) > 1
@@ -106,7 +108,7 @@ async def test_tasks_that_open_one_file_at_a_time_leave_one_of_it_open(executor:
 
 async def test_descriptors_that_are_all_in_use_are_an_error_and_no_damage(executor: Executor, folder: Path) -> None:
     storage = Descriptors(executor, 1)
-    async with Files(storage, folder, readers=2, page_cache="pass") as files, files.use(NAMES[0]):
+    async with Files(storage, folder, page_cache="pass") as files, files.use(NAMES[0]):
         with pytest.raises(ReadError) as caught:
             await content(files, NAMES[1])
         assert not isinstance(caught.value, MismatchError)

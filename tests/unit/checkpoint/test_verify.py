@@ -27,7 +27,7 @@ from aio_ckpt.format import root_manifest
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 
 FEW = examples(60)
 
@@ -40,7 +40,7 @@ def executor():
 
 
 async def verify(executor, path, on_progress=lambda nbytes: None):
-    storage = LocalStorage(executor, "auto")
+    storage = Storage(executor, "auto")
     return await verify_checkpoint(storage, path, executor=executor, readers=2, on_progress=on_progress)
 
 
@@ -245,7 +245,7 @@ def test_ranges_and_the_whole_file_are_summed_whether_ranges_overlap_or_not(exec
     faults, read = [], []
 
     async def run():
-        async with Files(LocalStorage(executor, "auto"), folder, readers=2, page_cache="pass") as files:
+        async with Files(Storage(executor, "auto"), folder, page_cache="pass") as files:
             await files.measure(["f"], {})
             found = scrub._Verification(files, executor, 2, read.append, faults)
             return await found._check_ranges("f", spans)

@@ -14,12 +14,12 @@ from aio_ckpt.commit.owner import make_engine_dirs
 from aio_ckpt.commit.retention import Policy, Retention
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.local import Storage
 
 NAMES = StepNames("step_{step:09d}")
 
 
-class StuckStorage(LocalStorage):
+class StuckStorage(Storage):
     """Its renames take effect and do not return, as those of a thread whose caller was cancelled."""
 
     is_stuck = True

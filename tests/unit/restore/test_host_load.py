@@ -22,7 +22,9 @@ from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
 from aio_ckpt.restore.load import load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile
+from aio_ckpt.storage.data_file import ReadFile
+from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.local import Storage
 
 NBYTES = 9 * BLOCK_BYTES + 12345
 READERS = 4
@@ -38,7 +40,7 @@ def executor():
 
 @pytest.fixture
 def storage(executor):
-    return LocalStorage(executor, "auto")
+    return Storage(executor, "auto")
 
 
 @pytest.fixture(autouse=True)
@@ -205,14 +207,14 @@ async def test_pieces_that_follow_each_other_in_memory_but_not_in_the_file_are_c
 Inner: TypeAlias = Callable[..., Awaitable[int]]
 
 
-class OddReads(LocalStorage):
+class OddReads(Storage):
     """Each read of a data file goes through ``read_into``."""
 
     def __init__(self, executor: Executor) -> None:
         super().__init__(executor, "auto")
 
-    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
-        file = await super().open_data_file(path, readers=readers, page_cache=page_cache)
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
+        file = await super().open_data_file(path, page_cache=page_cache)
         file.read_into = functools.partial(self.read_into, file.read_into)  # type: ignore[method-assign]
         return file
 

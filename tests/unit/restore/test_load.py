@@ -52,8 +52,8 @@ from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.storage.data_file import LocalReadFile
-from aio_ckpt.storage.local import LocalStorage
+from aio_ckpt.storage.data_file import ReadFile
+from aio_ckpt.storage.local import Storage
 
 FEW = examples(40)
 DTYPES = [
@@ -72,12 +72,12 @@ def executor():
 
 @pytest.fixture(params=["auto", "off"])
 def storage(request, executor):
-    return LocalStorage(executor, request.param)
+    return Storage(executor, request.param)
 
 
 @pytest.fixture
 def direct(executor):
-    return LocalStorage(executor, "auto")
+    return Storage(executor, "auto")
 
 
 def opened(storage, path):
@@ -523,7 +523,7 @@ async def read_box(storage, path, name, starts, lengths):
     checkpoint = await opened(storage, path)
     items = checkpoint.catalog.shards[name]
     target = torch.empty(lengths, dtype=items[0].dtype)
-    async with Files(storage, path, readers=2, page_cache="pass") as files:
+    async with Files(storage, path, page_cache="pass") as files:
         await files.measure({item.file for item in items}, checkpoint.catalog.files)
         plan = ReadPlan()
         plan.add_tensor(items, starts, target)
@@ -959,21 +959,17 @@ async def test_a_stock_save_into_a_directory_of_ours_is_read_as_what_it_is(direc
 # -- how it is read -----------------------------------------------------------------------------------
 
 
-class CountingStorage:
+class CountingStorage(Storage):
     """The local storage, with a count of the reads in flight and a gate before each."""
 
     def __init__(self, executor):
-        self._inner = LocalStorage(executor, "auto")
-        self._executor = executor
+        super().__init__(executor)
         self.in_flight = self.most = self.done = self.closed = 0
         self.gate = asyncio.Event()
         self.entered = asyncio.Event()
 
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    async def open_data_file(self, path, *, readers, page_cache="pass"):
-        return CountingFile(self, await self._inner.open_data_file(path, readers=readers, page_cache=page_cache))
+    async def open_data_file(self, path, *, page_cache="pass"):
+        return CountingFile(self, await super().open_data_file(path, page_cache=page_cache))
 
 
 class CountingFile:
@@ -1074,13 +1070,13 @@ async def test_items_written_through_a_stream_extension_are_read_by_dcp(direct, 
 
 async def test_an_error_of_closing_the_data_file_says_that_the_template_was_filled(direct, tmp_path, monkeypatch):
     path = save_state(tmp_path / "c", {"t": torch.ones(50)})
-    close = LocalReadFile.close
+    close = ReadFile.close
 
     async def failing(self):
         await close(self)
         raise ReadError(errno.EIO, "the disk is gone", str(self.path))
 
-    monkeypatch.setattr(LocalReadFile, "close", failing)
+    monkeypatch.setattr(ReadFile, "close", failing)
     state = {"t": torch.zeros(50)}
     with pytest.raises(ReadError) as caught:
         await load(direct, path, state)

@@ -31,8 +31,10 @@ from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, Ro
 from aio_ckpt.runtime.portal import Executor, Portal, watch_submissions
 from aio_ckpt.storage import data_file as datafile
 from aio_ckpt.storage import local as storage
+from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.direct_io import RWF_DONTCACHE, probe_read, probe_write
-from aio_ckpt.storage.local import DataFile, LocalStorage, RootLock
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.lock import RootLock
 
 PAGE = 4096
 TIMEOUT = 20.0
@@ -67,8 +69,8 @@ def executor() -> Iterator[GatedExecutor]:
 
 
 @pytest.fixture
-def local(executor: GatedExecutor) -> LocalStorage:
-    return LocalStorage(executor)
+def local(executor: GatedExecutor) -> Storage:
+    return Storage(executor)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +110,7 @@ def refuse_all(descriptor: int, rwf_flags: int) -> None:
     raise OSError(errno.EOPNOTSUPP, "nothing but the page cache")
 
 
-def storage_of_mode(executor: Executor, mode: str, path: Path) -> LocalStorage:
+def storage_of_mode(executor: Executor, mode: str, path: Path, patch: pytest.MonkeyPatch) -> Storage:
     """A storage whose files are written in ``mode``; skips where this machine has no such mode."""
     probe = {"direct": probe_write, "dontcache": refuse_direct, "buffered": refuse_all}[mode]
     scratch = path / f"probe-{mode}"
@@ -123,7 +125,8 @@ def storage_of_mode(executor: Executor, mode: str, path: Path) -> LocalStorage:
     finally:
         os.close(descriptor)
         scratch.unlink()
-    return LocalStorage(executor, write_probe=probe)
+    patch.setattr(datafile, "probe_write", probe)
+    return Storage(executor)
 
 
 def aligned(data: bytes) -> memoryview:
@@ -164,9 +167,9 @@ def run_python(source: str, *args: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_concurrent_writes_of_aligned_chunks_land_where_they_belong(
-    executor: GatedExecutor, tmp_path: Path, mode: str
+    executor: GatedExecutor, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = storage_of_mode(executor, mode, tmp_path)
+    local = storage_of_mode(executor, mode, tmp_path, monkeypatch)
     data = numbers(64 * PAGE)
     image = aligned(data)
     file = await local.create_data_file(tmp_path / "d", len(data), writers=3)
@@ -185,7 +188,11 @@ async def test_concurrent_writes_of_aligned_chunks_land_where_they_belong(
 @examples(25)
 @given(cuts=st.lists(st.integers(0, 5 * PAGE), max_size=6), shift=st.integers(0, 64), order=st.randoms())
 def test_any_cut_of_the_bytes_at_any_address_gives_the_same_file(
-    tmp_path_factory: pytest.TempPathFactory, mode: str, cuts: list[int], shift: int, order: random.Random
+    tmp_path_factory: pytest.TempPathFactory,
+    mode: str,
+    cuts: list[int],
+    shift: int,
+    order: random.Random,
 ) -> None:
     data = numbers(5 * PAGE)
     image = aligned(bytes(shift) + data)[shift:]
@@ -195,8 +202,9 @@ def test_any_cut_of_the_bytes_at_any_address_gives_the_same_file(
     directory = tmp_path_factory.mktemp("cut")
 
     async def write() -> None:
-        local = storage_of_mode(portal.executor, mode, directory)
-        file = await local.create_data_file(directory / "d", len(data), writers=2)
+        with pytest.MonkeyPatch.context() as patch:
+            local = storage_of_mode(portal.executor, mode, directory, patch)
+            file = await local.create_data_file(directory / "d", len(data), writers=2)
         await file.write(0, memoryview(b""))
         async with asyncio.TaskGroup() as group:
             for start, stop in pieces:
@@ -212,7 +220,7 @@ def test_any_cut_of_the_bytes_at_any_address_gives_the_same_file(
     assert (directory / "d").read_bytes() == data
 
 
-async def test_the_bytes_are_reserved_before_any_is_written(local: LocalStorage, tmp_path: Path) -> None:
+async def test_the_bytes_are_reserved_before_any_is_written(local: Storage, tmp_path: Path) -> None:
     nbytes = 3 << 20
     file = await local.create_data_file(tmp_path / "d", nbytes, writers=1)
     status = (tmp_path / "d").stat()
@@ -222,7 +230,7 @@ async def test_the_bytes_are_reserved_before_any_is_written(local: LocalStorage,
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1])
-async def test_a_file_shorter_than_the_probe_keeps_its_length(local: LocalStorage, tmp_path: Path, nbytes: int) -> None:
+async def test_a_file_shorter_than_the_probe_keeps_its_length(local: Storage, tmp_path: Path, nbytes: int) -> None:
     file = await local.create_data_file(tmp_path / "d", nbytes, writers=1)
     await file.write(0, memoryview(numbers(nbytes)))
     await file.close()
@@ -230,7 +238,7 @@ async def test_a_file_shorter_than_the_probe_keeps_its_length(local: LocalStorag
 
 
 async def test_where_nothing_can_be_reserved_the_length_is_set(
-    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Libc:
         @staticmethod
@@ -244,7 +252,7 @@ async def test_where_nothing_can_be_reserved_the_length_is_set(
     assert (tmp_path / "d").stat().st_size == 2 * PAGE
 
 
-async def test_an_existing_file_is_never_written_over(local: LocalStorage, tmp_path: Path) -> None:
+async def test_an_existing_file_is_never_written_over(local: Storage, tmp_path: Path) -> None:
     (tmp_path / "d").write_bytes(b"precious")
     with pytest.raises(WriteError) as caught:
         await local.create_data_file(tmp_path / "d", PAGE, writers=1)
@@ -255,8 +263,10 @@ async def test_an_existing_file_is_never_written_over(local: LocalStorage, tmp_p
     assert (tmp_path / "d").read_bytes() == b"precious"
 
 
-async def test_as_many_writes_run_at_once_as_there_are_writers(executor: GatedExecutor, tmp_path: Path) -> None:
-    local = storage_of_mode(executor, "buffered", tmp_path)
+async def test_as_many_writes_run_at_once_as_there_are_writers(
+    executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = storage_of_mode(executor, "buffered", tmp_path, monkeypatch)
     file = await local.create_data_file(tmp_path / "d", 3 * PAGE, writers=3)
     executor.gate = threading.Barrier(3)  # passes only if three threads are in it at the same time
     async with asyncio.TaskGroup() as group:
@@ -268,7 +278,7 @@ async def test_as_many_writes_run_at_once_as_there_are_writers(executor: GatedEx
 
 
 async def test_the_loop_answers_while_a_thread_writes(executor: GatedExecutor, tmp_path: Path) -> None:
-    local = LocalStorage(executor)
+    local = Storage(executor)
     file = await local.create_data_file(tmp_path / "d", PAGE, writers=1)
     executor.gate = gate = threading.Event()
     tasks = [asyncio.create_task(file.write(0, aligned(bytes(PAGE)))), asyncio.create_task(file.sync())]
@@ -283,43 +293,52 @@ async def test_the_loop_answers_while_a_thread_writes(executor: GatedExecutor, t
 # -- modes ----------------------------------------------------------------------------------------
 
 
-async def test_direct_off_never_opens_with_o_direct(executor: GatedExecutor, tmp_path: Path) -> None:
+async def test_direct_off_never_opens_with_o_direct(
+    executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probed: list[int] = []
 
     def probe(descriptor: int, rwf_flags: int) -> None:
         probed.append(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
         probe_write(descriptor, rwf_flags)
 
-    local = LocalStorage(executor, "off", write_probe=probe, read_probe=probe)
+    monkeypatch.setattr(datafile, "probe_write", probe)
+    monkeypatch.setattr(datafile, "probe_read", probe)
+    local = Storage(executor, "off")
     file = await local.create_data_file(tmp_path / "d", PAGE, writers=1)
     await file.close()
-    reading = await local.open_data_file(tmp_path / "d", readers=1)
+    reading = await local.open_data_file(tmp_path / "d")
     await reading.close()
     assert file.mode != "direct"
     assert not reading.is_direct
     assert not any(probed)
 
 
-async def test_direct_on_refuses_to_fall_back_and_leaves_nothing(executor: GatedExecutor, tmp_path: Path) -> None:
-    local = LocalStorage(executor, "on", write_probe=refuse_direct, read_probe=refuse_direct)
+async def test_direct_on_refuses_to_fall_back_and_leaves_nothing(
+    executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datafile, "probe_write", refuse_direct)
+    monkeypatch.setattr(datafile, "probe_read", refuse_direct)
+    local = Storage(executor, "on")
     with pytest.raises(WriteError, match='direct_io="on" refuses') as caught:
         await local.create_data_file(tmp_path / "d", PAGE, writers=1)
     assert caught.value.errno == errno.EINVAL
     assert os.listdir(tmp_path) == []
     (tmp_path / "d").write_bytes(bytes(PAGE))
     with pytest.raises(ReadError, match='direct_io="on" refuses'):
-        await local.open_data_file(tmp_path / "d", readers=1)
+        await local.open_data_file(tmp_path / "d")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 async def test_a_probe_that_fails_for_another_reason_is_no_fallback(
-    executor: GatedExecutor, tmp_path: Path, code: int
+    executor: GatedExecutor, tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def probe(descriptor: int, rwf_flags: int) -> None:
         raise OSError(code, os.strerror(code))
 
+    monkeypatch.setattr(datafile, "probe_write", probe)
     with pytest.raises(WriteError) as caught:
-        await LocalStorage(executor, write_probe=probe).create_data_file(tmp_path / "d", PAGE, writers=1)
+        await Storage(executor).create_data_file(tmp_path / "d", PAGE, writers=1)
     assert caught.value.errno == code
     assert os.listdir(tmp_path) == []
 
@@ -329,11 +348,11 @@ async def test_a_file_system_that_refuses_o_direct_at_open_is_written_all_the_sa
         pytest.skip("no /dev/shm to write to")
     path = Path(f"/dev/shm/test-{os.getpid()}")
     try:
-        file = await LocalStorage(executor).create_data_file(path, 2 * PAGE, writers=2)
+        file = await Storage(executor).create_data_file(path, 2 * PAGE, writers=2)
         await file.write(0, aligned(numbers(2 * PAGE)))
         await file.sync()
         await file.close()
-        reading = await LocalStorage(executor).open_data_file(path, readers=1)
+        reading = await Storage(executor).open_data_file(path)
         assert await reading.read_into(0, view := aligned(bytes(2 * PAGE))) == 2 * PAGE
         await reading.close()
         assert bytes(view) == path.read_bytes() == numbers(2 * PAGE)
@@ -349,9 +368,9 @@ async def test_a_file_system_that_refuses_o_direct_at_open_is_written_all_the_sa
     [("direct", 3 * PAGE), *((mode, limit) for mode in MODES[1:] for limit in (3 * PAGE, 3 * PAGE + 100))],
 )
 async def test_a_write_that_falls_short_is_continued(
-    executor: GatedExecutor, tmp_path: Path, mode: str, limit: int
+    executor: GatedExecutor, tmp_path: Path, mode: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = storage_of_mode(executor, mode, tmp_path)
+    local = storage_of_mode(executor, mode, tmp_path, monkeypatch)
     file = await local.create_data_file(tmp_path / "d", 0, writers=1)
     data = numbers(8 * PAGE)
     sizes: list[int] = []
@@ -370,7 +389,7 @@ async def test_a_write_that_falls_short_is_continued(
 
 
 async def test_what_a_short_direct_write_leaves_unaligned_goes_through_the_page_cache(
-    executor: GatedExecutor, tmp_path: Path
+    executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class FallsShort:
         """Stands in for a kernel that stops inside a page; this one does not."""
@@ -383,7 +402,9 @@ async def test_what_a_short_direct_write_leaves_unaligned_goes_through_the_page_
             await self.handle.write(view[:PAGE])
             return 100
 
-    file = await storage_of_mode(executor, "direct", tmp_path).create_data_file(tmp_path / "d", 3 * PAGE, writers=1)
+    file = await storage_of_mode(executor, "direct", tmp_path, monkeypatch).create_data_file(
+        tmp_path / "d", 3 * PAGE, writers=1
+    )
     file._free[0] = FallsShort(file._free[0])
     await file.write(0, aligned(numbers(3 * PAGE)))
     await file.close()
@@ -395,7 +416,9 @@ async def test_only_the_uncached_mode_asks_for_uncached_writes(
     executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, flags: int
 ) -> None:
     asked: list[int] = []
-    file = await storage_of_mode(executor, mode, tmp_path).create_data_file(tmp_path / "d", PAGE, writers=1)
+    file = await storage_of_mode(executor, mode, tmp_path, monkeypatch).create_data_file(
+        tmp_path / "d", PAGE, writers=1
+    )
 
     def pwritev(descriptor: int, buffers: list[memoryview], offset: int, rwf_flags: int = 0) -> int:
         asked.append(rwf_flags)
@@ -409,7 +432,7 @@ async def test_only_the_uncached_mode_asks_for_uncached_writes(
 
 
 async def test_a_write_that_makes_no_progress_fails_instead_of_repeating(
-    executor: GatedExecutor, tmp_path: Path
+    executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stands:
         def __init__(self, handle: Any) -> None:
@@ -418,7 +441,9 @@ async def test_a_write_that_makes_no_progress_fails_instead_of_repeating(
         async def write(self, view: memoryview) -> int:
             return 0
 
-    file = await storage_of_mode(executor, "buffered", tmp_path).create_data_file(tmp_path / "d", PAGE, writers=1)
+    file = await storage_of_mode(executor, "buffered", tmp_path, monkeypatch).create_data_file(
+        tmp_path / "d", PAGE, writers=1
+    )
     file._free[0] = Stands(file._free[0])
     with pytest.raises(WriteError, match="nothing of 4096 bytes was written at offset 0"):
         await file.write(0, aligned(bytes(PAGE)))
@@ -426,8 +451,10 @@ async def test_a_write_that_makes_no_progress_fails_instead_of_repeating(
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_write_that_fails_keeps_errno_and_path(executor: GatedExecutor, tmp_path: Path, mode: str) -> None:
-    local = storage_of_mode(executor, mode, tmp_path)
+async def test_a_write_that_fails_keeps_errno_and_path(
+    executor: GatedExecutor, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = storage_of_mode(executor, mode, tmp_path, monkeypatch)
     file = await local.create_data_file(tmp_path / "d", 0, writers=1)
     with largest_file(PAGE), pytest.raises(WriteError) as caught:
         await file.write(0, aligned(bytes(3 * PAGE)))
@@ -438,14 +465,14 @@ async def test_a_write_that_fails_keeps_errno_and_path(executor: GatedExecutor, 
     assert (tmp_path / "d").read_bytes() == numbers(3 * PAGE)
 
 
-async def test_a_disk_without_room_is_found_before_a_byte_is_written(local: LocalStorage, tmp_path: Path) -> None:
+async def test_a_disk_without_room_is_found_before_a_byte_is_written(local: Storage, tmp_path: Path) -> None:
     with largest_file(PAGE), pytest.raises(WriteError) as caught:
         await local.create_data_file(tmp_path / "d", 3 * PAGE, writers=2)
     assert caught.value.errno == errno.EFBIG
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_full_file_system_is_found_when_the_file_is_created(local: LocalStorage, tmp_path: Path) -> None:
+async def test_a_full_file_system_is_found_when_the_file_is_created(local: Storage, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "small")], capture_output=True, text=True
@@ -466,7 +493,7 @@ async def test_a_full_file_system_is_found_when_the_file_is_created(local: Local
         subprocess.run(["umount", str(tmp_path / "small")], check=True)
 
 
-async def test_a_small_file_that_could_not_be_written_is_removed(local: LocalStorage, tmp_path: Path) -> None:
+async def test_a_small_file_that_could_not_be_written_is_removed(local: Storage, tmp_path: Path) -> None:
     with largest_file(PAGE), pytest.raises(WriteError) as caught:
         await local.write_file(tmp_path / "f", bytes(3 * PAGE))
     assert caught.value.errno == errno.EFBIG
@@ -478,9 +505,9 @@ async def test_a_small_file_that_could_not_be_written_is_removed(local: LocalSto
 
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
 async def test_a_cancelled_write_keeps_its_handle_until_its_thread_is_done(
-    executor: GatedExecutor, tmp_path: Path, mode: str
+    executor: GatedExecutor, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = storage_of_mode(executor, mode, tmp_path)
+    local = storage_of_mode(executor, mode, tmp_path, monkeypatch)
     file = await local.create_data_file(tmp_path / "d", 8 * PAGE, writers=1)
     executor.gate = gate = threading.Event()
     first = asyncio.create_task(file.write(4 * PAGE, aligned(b"1" * PAGE)))
@@ -502,8 +529,10 @@ async def test_a_cancelled_write_keeps_its_handle_until_its_thread_is_done(
     assert (tmp_path / "d").read_bytes() == b"2" * PAGE + zeros + b"1" * PAGE + zeros
 
 
-async def test_a_cancelled_wait_for_a_handle_takes_none(executor: GatedExecutor, tmp_path: Path) -> None:
-    local = storage_of_mode(executor, "buffered", tmp_path)
+async def test_a_cancelled_wait_for_a_handle_takes_none(
+    executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = storage_of_mode(executor, "buffered", tmp_path, monkeypatch)
     file = await local.create_data_file(tmp_path / "d", 2 * PAGE, writers=1)
     executor.gate = gate = threading.Event()
     first = asyncio.create_task(file.write(0, aligned(b"1" * PAGE)))
@@ -527,9 +556,9 @@ async def test_a_descriptor_is_closed_only_after_the_thread_that_uses_it_is_done
 ) -> None:
     (tmp_path / "r").write_bytes(bytes(PAGE))
     baseline = open_files()
-    local = LocalStorage(executor)
+    local = Storage(executor)
     if what == "read":
-        file = await local.open_data_file(tmp_path / "r", readers=1)
+        file = await local.open_data_file(tmp_path / "r")
         use = file.read_into(0, aligned(bytes(PAGE)))
     else:
         file = await local.create_data_file(tmp_path / "d", PAGE, writers=2)
@@ -554,9 +583,9 @@ async def test_a_descriptor_is_closed_only_after_the_thread_that_uses_it_is_done
 
 
 async def test_a_write_under_way_when_the_file_is_closed_is_finished_first(
-    executor: GatedExecutor, tmp_path: Path
+    executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = storage_of_mode(executor, "buffered", tmp_path)
+    local = storage_of_mode(executor, "buffered", tmp_path, monkeypatch)
     file = await local.create_data_file(tmp_path / "d", PAGE, writers=1)
     executor.gate = gate = threading.Event()
     task = asyncio.create_task(file.write(0, aligned(b"1" * PAGE)))
@@ -567,10 +596,10 @@ async def test_a_write_under_way_when_the_file_is_closed_is_finished_first(
     assert (tmp_path / "d").read_bytes() == b"1" * PAGE
 
 
-async def test_after_close_a_file_refuses_to_be_used(local: LocalStorage, tmp_path: Path) -> None:
+async def test_after_close_a_file_refuses_to_be_used(local: Storage, tmp_path: Path) -> None:
     file = await local.create_data_file(tmp_path / "d", PAGE, writers=1)
     await file.close()
-    reading = await local.open_data_file(tmp_path / "d", readers=1)
+    reading = await local.open_data_file(tmp_path / "d")
     await reading.close()
     with pytest.raises(WriteError, match="closed"):
         await file.write(0, aligned(bytes(PAGE)))
@@ -582,7 +611,7 @@ async def test_after_close_a_file_refuses_to_be_used(local: LocalStorage, tmp_pa
 
 async def test_a_cancelled_close_closes_all_the_same(executor: GatedExecutor, tmp_path: Path) -> None:
     baseline = open_files()
-    file = await LocalStorage(executor).create_data_file(tmp_path / "d", PAGE, writers=2)
+    file = await Storage(executor).create_data_file(tmp_path / "d", PAGE, writers=2)
     executor.gate = gate = threading.Event()
     blockers = [executor.submit(int) for _ in range(4)]  # every thread is busy: the closing waits in the queue
     await until_entered(executor, 4)
@@ -605,7 +634,8 @@ async def test_a_creation_that_fails_closes_every_descriptor_though_a_close_tell
     executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a quota that NFS tells late."""
-    local, path, opened = LocalStorage(executor, "off", write_probe=refuse_all), tmp_path / "d", list[int]()
+    monkeypatch.setattr(datafile, "probe_write", refuse_all)
+    local, path, opened = Storage(executor, "off"), tmp_path / "d", list[int]()
     open_, close, baseline = os.open, os.close, open_files()
 
     def failing_open(name: Any, *arguments: Any, **options: Any) -> int:
@@ -631,8 +661,10 @@ async def test_a_creation_that_fails_closes_every_descriptor_though_a_close_tell
     assert not path.exists()
 
 
-async def test_a_cancelled_creation_leaves_neither_file_nor_descriptor(executor: GatedExecutor, tmp_path: Path) -> None:
-    local = storage_of_mode(executor, "buffered", tmp_path)
+async def test_a_cancelled_creation_leaves_neither_file_nor_descriptor(
+    executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = storage_of_mode(executor, "buffered", tmp_path, monkeypatch)
     baseline = open_files()
     executor.gate = gate = threading.Event()
     task = asyncio.create_task(local.create_data_file(tmp_path / "d", PAGE, writers=2))
@@ -651,7 +683,7 @@ async def test_a_cancelled_opening_leaves_no_descriptor(executor: GatedExecutor,
     (tmp_path / "r").write_bytes(bytes(PAGE))
     baseline = open_files()
     executor.gate = gate = threading.Event()
-    task = asyncio.create_task(LocalStorage(executor).open_data_file(tmp_path / "r", readers=1))
+    task = asyncio.create_task(Storage(executor).open_data_file(tmp_path / "r"))
     await until_entered(executor)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -671,7 +703,7 @@ async def test_every_range_reads_as_it_stands_in_the_file(
 ) -> None:
     data = numbers(nbytes)
     (tmp_path / "r").write_bytes(data)
-    file = await LocalStorage(executor, "auto" if direct else "off").open_data_file(tmp_path / "r", readers=2)
+    file = await Storage(executor, "auto" if direct else "off").open_data_file(tmp_path / "r")
     if direct and not file.is_direct:
         await file.close()
         pytest.skip(f"{tmp_path} takes no direct reads")
@@ -702,7 +734,7 @@ async def test_what_is_cached_is_taken_from_the_page_cache_and_the_rest_from_the
     for is_cached, page_cache, wanted in ((True, "pass", 64), (True, "take", 0), (False, "take", 64)):
         with (tmp_path / "r").open("rb") as file:
             file.read() if is_cached else os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        opened = await LocalStorage(executor).open_data_file(tmp_path / "r", readers=1, page_cache=page_cache)  # type: ignore[arg-type]
+        opened = await Storage(executor).open_data_file(tmp_path / "r", page_cache=page_cache)  # type: ignore[arg-type]
         if not opened.is_direct:
             await opened.close()
             pytest.skip(f"{tmp_path} takes no direct reads")
@@ -723,7 +755,7 @@ async def test_several_views_are_filled_one_after_the_other(
     """Whatever the kernel leaves of a read, is read by the next one."""
     data = numbers(5 * PAGE + 100)
     (tmp_path / "r").write_bytes(data)
-    file = await LocalStorage(executor, "auto" if direct else "off").open_data_file(tmp_path / "r", readers=2)
+    file = await Storage(executor, "auto" if direct else "off").open_data_file(tmp_path / "r")
     preadv = os.preadv
 
     monkeypatch.setattr(os, "preadv", lambda *given: min(preadv(*given), most))
@@ -737,10 +769,11 @@ async def test_several_views_are_filled_one_after_the_other(
 
 
 async def test_a_read_probe_that_is_refused_falls_back_to_the_page_cache(
-    executor: GatedExecutor, tmp_path: Path
+    executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "r").write_bytes(numbers(PAGE))
-    file = await LocalStorage(executor, read_probe=refuse_all).open_data_file(tmp_path / "r", readers=1)
+    monkeypatch.setattr(datafile, "probe_read", refuse_all)
+    file = await Storage(executor).open_data_file(tmp_path / "r")
     assert not file.is_direct
     assert await file.read_into(0, view := aligned(bytes(PAGE))) == PAGE
     await file.close()
@@ -756,9 +789,9 @@ def test_the_read_probe_really_reads(tmp_path: Path) -> None:
         os.close(descriptor)
 
 
-async def test_a_missing_file_is_a_read_error_with_its_errno(local: LocalStorage, tmp_path: Path) -> None:
+async def test_a_missing_file_is_a_read_error_with_its_errno(local: Storage, tmp_path: Path) -> None:
     for attempt in (
-        local.open_data_file(tmp_path / "x", readers=1),
+        local.open_data_file(tmp_path / "x"),
         local.read_file(tmp_path / "x", max_bytes=9),
         local.list_dir(tmp_path / "x"),
     ):
@@ -768,7 +801,7 @@ async def test_a_missing_file_is_a_read_error_with_its_errno(local: LocalStorage
         assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
-async def test_a_whole_file_is_read_up_to_the_length_that_is_allowed(local: LocalStorage, tmp_path: Path) -> None:
+async def test_a_whole_file_is_read_up_to_the_length_that_is_allowed(local: Storage, tmp_path: Path) -> None:
     await local.write_file(tmp_path / "f", b"12345")
     assert await local.read_file(tmp_path / "f", max_bytes=5) == b"12345"
     with pytest.raises(CorruptCheckpointError, match="5 bytes long, at most 4"):
@@ -778,7 +811,7 @@ async def test_a_whole_file_is_read_up_to_the_length_that_is_allowed(local: Loca
 # -- names ----------------------------------------------------------------------------------------
 
 
-async def test_directories_are_made_listed_and_removed(local: LocalStorage, tmp_path: Path) -> None:
+async def test_directories_are_made_listed_and_removed(local: Storage, tmp_path: Path) -> None:
     await local.make_dir(tmp_path / "a" / "b" / "c", parents=True)
     await local.make_dir(tmp_path / "a" / "b" / "c", parents=True)
     await local.make_dir(tmp_path / "a" / "x")
@@ -792,7 +825,7 @@ async def test_directories_are_made_listed_and_removed(local: LocalStorage, tmp_
     assert not await local.exists(tmp_path / "a" / "b")
 
 
-async def test_not_knowing_whether_a_path_exists_is_an_error_and_no_answer(local: LocalStorage, tmp_path: Path) -> None:
+async def test_not_knowing_whether_a_path_exists_is_an_error_and_no_answer(local: Storage, tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     assert not await local.exists(tmp_path / "f" / "below a file")
     with pytest.raises(ReadError) as caught:
@@ -801,7 +834,7 @@ async def test_not_knowing_whether_a_path_exists_is_an_error_and_no_answer(local
 
 
 async def test_what_is_promised_durable_is_fsynced(
-    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[tuple[str, str]] = []
 
@@ -829,7 +862,7 @@ async def test_what_is_promised_durable_is_fsynced(
 
 @pytest.mark.parametrize("has_renameat2", [True, False])
 async def test_a_rename_never_replaces_anything(
-    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool
+    local: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool
 ) -> None:
     if not has_renameat2:
         monkeypatch.setattr(storage, "_LIBC", object())
@@ -848,7 +881,7 @@ async def test_a_rename_never_replaces_anything(
     assert caught.value.errno == errno.ENOENT
 
 
-async def test_two_directories_are_exchanged_in_one_step(local: LocalStorage, tmp_path: Path) -> None:
+async def test_two_directories_are_exchanged_in_one_step(local: Storage, tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -861,14 +894,14 @@ async def test_two_directories_are_exchanged_in_one_step(local: LocalStorage, tm
 
 
 async def test_a_file_system_that_cannot_exchange_says_so(
-    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "_LIBC", object())
     with pytest.raises(RootError, match="cannot exchange"):
         await local.exchange(tmp_path / "a", tmp_path / "b")
 
 
-async def test_a_replace_takes_the_place_of_the_old_file(local: LocalStorage, tmp_path: Path) -> None:
+async def test_a_replace_takes_the_place_of_the_old_file(local: Storage, tmp_path: Path) -> None:
     await local.write_file(tmp_path / "f", b"old")
     await local.write_file(tmp_path / "tmp", b"new")
     await local.replace(tmp_path / "tmp", tmp_path / "f")
@@ -887,7 +920,7 @@ HOLDER = """
     import sys
     from pathlib import Path
     from aio_ckpt.errors import RootError
-    from aio_ckpt.storage.local import RootLock
+    from aio_ckpt.storage.lock import RootLock
 
     try:
         with RootLock(Path(sys.argv[1])):
@@ -945,7 +978,7 @@ def test_a_forked_child_neither_holds_nor_drops_its_parents_lock(tmp_path: Path)
         import os, sys
         from pathlib import Path
         from aio_ckpt.errors import RootError
-        from aio_ckpt.storage.local import RootLock
+        from aio_ckpt.storage.lock import RootLock
 
         lock = RootLock(Path(sys.argv[1]))
         pid = os.fork()
@@ -1026,7 +1059,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
         assert "would not be noticed" in caplog.text
 
 
-async def test_the_storage_gives_the_lock(local: LocalStorage, tmp_path: Path) -> None:
+async def test_the_storage_gives_the_lock(local: Storage, tmp_path: Path) -> None:
     with local.lock(tmp_path / "lock") as lock:
         assert lock.path == tmp_path / "lock"
 
@@ -1035,12 +1068,12 @@ async def test_the_storage_gives_the_lock(local: LocalStorage, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_it_works_under_uvloop(tmp_path: Path, mode: str) -> None:
+def test_it_works_under_uvloop(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uvloop = pytest.importorskip("uvloop")
     executor = Executor("test", 2)
 
     async def write() -> DataFile:
-        local = storage_of_mode(executor, mode, tmp_path)
+        local = storage_of_mode(executor, mode, tmp_path, monkeypatch)
         file = await local.create_data_file(tmp_path / "d", 4 * PAGE, writers=2)
         async with asyncio.TaskGroup() as group:
             for index in range(4):
@@ -1059,12 +1092,12 @@ def test_it_works_under_uvloop(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 async def test_what_stands_in_place_of_a_file_is_refused_and_never_waited_for(
-    local: LocalStorage, tmp_path: Path, make: Callable[[Path], None]
+    local: Storage, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "f"
     make(path)
     try:
-        for reading in (local.read_file(path, max_bytes=10), local.open_data_file(path, readers=1)):
+        for reading in (local.read_file(path, max_bytes=10), local.open_data_file(path)):
             with pytest.raises(MismatchError, match="f: no regular file"):
                 async with asyncio.timeout(TIMEOUT):
                     await reading
@@ -1075,7 +1108,7 @@ async def test_what_stands_in_place_of_a_file_is_refused_and_never_waited_for(
 
 @pytest.mark.parametrize("failing", [1, 2])
 async def test_a_file_whose_status_cannot_be_read_leaves_no_descriptor(
-    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+    local: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     path, calls, fstat = tmp_path / "f", itertools.count(1), os.fstat
     path.write_bytes(bytes(PAGE))
@@ -1085,7 +1118,7 @@ async def test_a_file_whose_status_cannot_be_read_leaves_no_descriptor(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return fstat(descriptor)
 
-    for reading in (local.read_file(path, max_bytes=PAGE), local.open_data_file(path, readers=1)):
+    for reading in (local.read_file(path, max_bytes=PAGE), local.open_data_file(path)):
         before, calls = set(os.listdir("/proc/self/fd")), itertools.count(1)
         with monkeypatch.context() as patch, contextlib.suppress(ReadError):
             patch.setattr(os, "fstat", fail)

@@ -34,7 +34,8 @@ from aio_ckpt.plan.layout import Placement, file_chunks, lay_out
 from aio_ckpt.plan.planner import PlannedSave
 from aio_ckpt.plan.values import Chunk, ImageLayout
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import DataFile, LocalStorage
+from aio_ckpt.storage.data_file import DataFile
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.writer import ChunkPreparer
 
@@ -153,7 +154,7 @@ async def test_a_ring_smaller_than_the_image_writes_the_same_file(
     state, objects = mixed_state(), random.Random(1).randbytes(5 * MIB)
     planned = plan_of(state)
     image = image_of(planned, manager, slots, objects)
-    storage, path = LocalStorage(executor), tmp_path / "data"
+    storage, path = Storage(executor), tmp_path / "data"
     result = await save_image(planned, image, storage, executor, path, objects=objects, workers=workers)
     assert len(image.chunks) == 7
     assert image.is_whole == (slots is None)
@@ -167,7 +168,7 @@ async def test_a_second_save_into_the_same_memory_needs_no_constants_rendered(
     tmp_path: Path, executor: Executor, manager: LifetimeManager
 ) -> None:
     manager._debug = False  # poison would wipe them
-    storage = LocalStorage(executor)
+    storage = Storage(executor)
     first = mixed_state()
     for number, state in enumerate([first, {name: value + 1 for name, value in first.items()}]):
         planned = plan_of(state)
@@ -235,7 +236,7 @@ async def test_as_many_chunks_as_are_written_at_once_are_summed_ahead(
     assert_holds(tmp_path / "data", planned, await saving, mixed_state())
 
 
-class SlowToCreate(LocalStorage):
+class SlowToCreate(Storage):
     """Creates a data file, or fails to, once ``until`` returned."""
 
     def __init__(self, executor: Executor, until: Callable[[], object]) -> None:
@@ -374,7 +375,7 @@ async def test_preparing_a_chunk_holds_the_lease_too(
     monkeypatch.setattr(ChunkPreparer, "prepare", slow)
     planned = plan_of(uniform(2, 4 * MIB, 1.0))
     image = image_of(planned, manager)
-    storage = LocalStorage(executor)
+    storage = Storage(executor)
     saving = asyncio.create_task(save_image(planned, image, storage, executor, tmp_path / "data"))
     assert await asyncio.to_thread(entered.wait, TIMEOUT)
     saving.cancel()
