@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.state.flatten import Template
 from aio_ckpt.state.names import MARK, NamedKeys, compound_keys, leaf_keys, marked_name
 
@@ -43,7 +42,7 @@ def named_as_stored(checkpoint: Checkpoint, template: Template, rank: int) -> Na
         return kept
     if not is_marked and not any(MARK in "".join(names) for names in (catalog.shards, catalog.objects)):
         return kept
-    skeleton = skeleton_of(checkpoint, rank)
+    skeleton = checkpoint.skeleton(rank)
     own = leaf_keys(template.skeleton, rank=rank)
     stored = [leaf for leaf in leaf_keys(skeleton, rank=rank) if leaf.name not in checkpoint.names]
     found, faults = _paired(own, stored)

@@ -16,6 +16,13 @@ from torch.nn.parameter import is_lazy
 from aio_ckpt._torch import has_load_hooks, is_load_of_torch
 from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, global_shape
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.rank_names import (
+    dropped_names,
+    empty_containers,
+    first_of,
+    listed,
+    unexpected_names,
+)
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.leaves.compound import CompoundTensor
 from aio_ckpt.leaves.objects import TORCH_ARRAY_DTYPES, as_tensor, type_name
@@ -29,18 +36,16 @@ from aio_ckpt.leaves.tensor_memory import (
     span_of,
 )
 from aio_ckpt.leaves.values import LeafKind, Shard, Target
-from aio_ckpt.match.compounds import CompoundTarget, match_compounds, own_below, stored_compounds
+from aio_ckpt.match.compounds import CompoundTarget, match_compounds, own_below
 from aio_ckpt.match.key_match import named_as_stored
 from aio_ckpt.match.live import fillable, layouts_below, tensors_below
 from aio_ckpt.match.narrowing import narrowed
 from aio_ckpt.match.open_places import OpenPlace, names_at
 from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
-from aio_ckpt.match.rank_names import dropped_names, empty_containers, skeleton_of, unexpected_names, wanted_names
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.state.flatten import Template, read_template
 from aio_ckpt.state.names import MARK, below_each, branches_of, is_below, marked_name, node_names
 
-_SHOWN = 5
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _GROUP_TENSORS = 256
 # One pass for each attribute, without a line of Python for each tensor.
@@ -179,11 +184,11 @@ def match_template(
     if missing and not allow_missing:
         remedy = _per_rank_remedy(missing, checkpoint) or "allow_missing=True leaves them as they are"
         if unused := sorted(checkpoint.stored_names.keys() - {*template.names, *_names_below(found)}):
-            pairs = ", ".join(f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused[:_SHOWN])
-            remedy += f"; rename= gives it {pairs}{_more(unused)}"
+            pairs = [f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused]
+            remedy += f"; rename= gives it {first_of(pairs)}"
         raise MissingNameError(f"{checkpoint.path}: lacks {listed(missing)}; {remedy}")
     if faults:
-        raise TemplateMismatchError(f"{checkpoint.path}: {'; '.join(faults[:_SHOWN])}{_more(faults)}")
+        raise TemplateMismatchError(f"{checkpoint.path}: {first_of(faults, between='; ')}")
     found.missing = tuple(missing)
     if casts:
         filled = [*found.tensors, *found.shared, *found.live.items()]
@@ -212,12 +217,11 @@ def _names_below(found: Match) -> set[str]:
 
 def _per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str | None:
     """Return the remedy if a missing name differs from a stored one by ``PerRank`` alone (``w`` and ``w.rank0``)."""
-    names = checkpoint.catalog.names()
     for name in missing:
         bare, _, rank = name.rpartition(".rank")
-        if rank.isdigit() and bare in names:
+        if rank.isdigit() and checkpoint.holds(bare):
             return f"it holds {bare!r} of all ranks: give that without PerRank"
-        if f"{name}.rank0" in names:
+        if checkpoint.holds(f"{name}.rank0"):
             return f"it holds {name!r} of each rank by itself: give it as PerRank(...)"
     return None
 
@@ -473,8 +477,8 @@ def _match_stateful(
         return [], []
     missing: list[str] = []
     faults: list[str] = []
-    in_catalog = checkpoint.catalog.names()  # it lacks the PerRank values of a rank that did not save
-    names = [name for name in wanted_names(checkpoint, rank=rank, only=None) if name in in_catalog]
+    # The catalog lacks the PerRank values of a rank that did not save.
+    names = list(filter(checkpoint.holds, checkpoint.names_of(rank)))
     shards = checkpoint.catalog.shards
     there: dict[str, Target] = {}
     counts = Counter(prefix for prefix, _ in template.stateful)
@@ -492,7 +496,7 @@ def _match_stateful(
         elif below or prefix in empty:
             branch = _stored_branch(checkpoint, prefix, below, branches)
             into.stateful.append(StatefulTarget(prefix, value, below, branch))
-            if branch is None and (fault := _branch_fault(prefix, value, stored_compounds(checkpoint, rank))):
+            if branch is None and (fault := _branch_fault(prefix, value, checkpoint.compounds(rank))):
                 faults.append(fault)
             tensors = [name for name in below if name in shards]
             if tensors:  # state_dict() of a data loader, for example, is slow, so it is not called without need
@@ -537,10 +541,9 @@ def _branches_of(checkpoint: Checkpoint, rank: int) -> _Branches | None:
     """Return the branches of a checkpoint; None if ``rename=`` changes no name of it."""
     if not checkpoint.names:
         return None
-    names = wanted_names(checkpoint, rank=rank, only=None)
-    everything = {*map(checkpoint.stored_name, names), *checkpoint.names}
+    everything = {*map(checkpoint.stored_name, checkpoint.names_of(rank)), *checkpoint.names}
     counts = Counter(branch for name in everything for branch in branches_of(name))
-    held = frozenset(node_names(skeleton_of(checkpoint, rank), rank=rank)) if checkpoint.has_skeleton else None
+    held = frozenset(node_names(checkpoint.skeleton(rank), rank=rank)) if checkpoint.has_skeleton else None
     return _Branches(counts, held)
 
 
@@ -583,21 +586,3 @@ def _meta_fault(prefix: str, value: Any, there: Mapping[str, Target]) -> list[st
     return [
         f"{listed(meta)} of {of}, on the meta device, where nothing can be loaded to: {remedy} (.to_empty(device=...))"
     ]
-
-
-# -- messages ---------------------------------------------------------------------------------------
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the number of names, and the first of them, for a message."""
-    number = "1 name" if len(names) == 1 else f"{len(names)} names"
-    return f"{number}: {first_of([*map(repr, names)])}"
-
-
-def first_of(things: Sequence[str]) -> str:
-    """Return the first of several things, and how many more there are, for a message."""
-    return f"{', '.join(things[:_SHOWN])}{_more(things)}"
-
-
-def _more(things: Sequence[str]) -> str:
-    return f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""

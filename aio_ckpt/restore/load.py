@@ -21,10 +21,9 @@ from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.checkpoint.requests import ReadRequest
 from aio_ckpt.errors import TemplateMismatchError
-from aio_ckpt.match.compounds import stored_compounds
 from aio_ckpt.match.match import Match, OnMatched, at_once, match_template
 from aio_ckpt.match.overlaps import check_agreement, check_tied
-from aio_ckpt.match.rename import Rename, renamed
+from aio_ckpt.match.rename import renamed
 from aio_ckpt.restore.apply import prepare_apply, target_modified
 from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
 from aio_ckpt.restore.load_plan import LoadPlan, locate
@@ -100,7 +99,7 @@ async def load_checkpoint(
         checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
         checkpoint = await run_blocking(ctx.executor, ctx.as_one_state, checkpoint)
         if options.rename is not None:
-            checkpoint = await run_blocking(ctx.executor, _renamed, checkpoint, options.rename, ctx.rank)
+            checkpoint = await run_blocking(ctx.executor, renamed, checkpoint, options.rename, ctx.rank)
         found = await run_blocking(ctx.executor, _match, ctx, checkpoint, state, options)
         if not past_page_cache:
             await _share_page_cache(ctx, files, found, checkpoint.catalog)
@@ -130,10 +129,6 @@ async def load_checkpoint(
         identity=checkpoint.identity,
         apply=apply,
     )
-
-
-def _renamed(checkpoint: Checkpoint, rename: Rename, rank: int) -> Checkpoint:
-    return renamed(checkpoint, rename, stored_compounds(checkpoint, rank))
 
 
 def _match(ctx: ReadContext, checkpoint: Checkpoint, state: object, options: LoadOptions) -> Match:
