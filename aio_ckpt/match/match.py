@@ -37,14 +37,13 @@ from aio_ckpt.leaves.tensor_memory import (
 )
 from aio_ckpt.leaves.values import LeafKind, Shard, Target
 from aio_ckpt.match.compounds import CompoundTarget, match_compounds, own_below
-from aio_ckpt.match.key_match import named_as_stored
 from aio_ckpt.match.live import fillable, layouts_below, tensors_below
 from aio_ckpt.match.narrowing import narrowed
 from aio_ckpt.match.open_places import OpenPlace, names_at
 from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.state.flatten import Template, read_template
-from aio_ckpt.state.names import MARK, below_each, branches_of, is_below, marked_name, node_names
+from aio_ckpt.state.names import below_each, branches_of, is_below, node_names
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _GROUP_TENSORS = 256
@@ -121,8 +120,6 @@ class Match:
     """Name below a Stateful value -> the compound tensor that it holds now. Its type is used for the loaded one."""
     empty: Sequence[str] = ()
     """Names of the empty mappings and lists of the template that take what is stored below them."""
-    names: Sequence[str] | None = None
-    """Names of all leaves of the template if some are marked (``0~2``); None if each name is the path of its leaf."""
     missing: tuple[str, ...] = ()
     """Template names that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
@@ -167,16 +164,15 @@ def match_template(
         TemplateMismatchError: kind, shape or dtype differ.
         UnsafeObjectError: a Stateful value would get a tensor of a type that it does not hold and that is not allowed.
     """
-    named = named_as_stored(checkpoint, read_template(state, rank=rank), rank)
-    template, found = named.template, Match(names=named.names, empty=named.template.empty)
+    template = read_template(state, rank=rank)
+    found = Match(empty=template.empty)
     missing, misfits = _match_leaves(checkpoint, template, found, trusted, casts, skips_mismatched)
     missing, open_faults = _match_open(checkpoint, template, found, missing, rank)
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
     faults += misfits + open_faults
-    faults += named.faults
     faults += _separate_overlapping(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts, skips_mismatched)
-    missing, faults = [named.stand_ins.get(name, name) for name in missing] + unmatched, faults + misfits
+    missing, faults = missing + unmatched, faults + misfits
     found.own, misfits = own_below(
         checkpoint, [(target.name, target.value) for target in found.stateful], rank=rank, trusted=trusted
     )
@@ -483,7 +479,7 @@ def _match_stateful(
     there: dict[str, Target] = {}
     counts = Counter(prefix for prefix, _ in template.stateful)
     faults += [
-        f"{prefix!r} is the name of several values with state_dict(), whose keys are equal as text: rename one of them"
+        f"{prefix!r} is the name of several values with state_dict(), as keys with dots join to one name: rename one"
         for prefix, count in counts.items()
         if count > 1
     ]
@@ -511,12 +507,9 @@ def _match_stateful(
                 there |= found
         else:
             missing.append(prefix)
-    unmarked = {
-        name: tensor for name, tensor in there.items() if MARK not in name and marked_name(name, 2) not in shards
-    }
-    addresses = _whole_addresses(list(unmarked.values()), [shards[name] for name in unmarked])
+    addresses = _whole_addresses(list(there.values()), [shards[name] for name in there])
     fitting: dict[str, Target] = {}
-    for (name, tensor), address in zip(unmarked.items(), addresses, strict=True):
+    for (name, tensor), address in zip(there.items(), addresses, strict=True):
         if address:
             into.live_at[name], fitting[name] = address, tensor
         elif _tensor_fault(tensor, shards[name], casts) is None and not overlaps_itself(memory_of(tensor)):

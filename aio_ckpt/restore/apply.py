@@ -99,7 +99,7 @@ def prepare_apply(
         with target_modified():
             _write_rest(found, shared)
             if leaves:
-                put_back(state, leaves, rank=rank, names=found.names, empty=found.empty)
+                put_back(state, leaves, rank=rank, empty=found.empty)
         is_written = bool(leaves) or found.writes_tensors
         for target, state_dict in state_dicts:
             with _noting_refusal(target, state_dict, checkpoint, is_written=is_written):

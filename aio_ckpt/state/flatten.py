@@ -27,15 +27,16 @@ import numpy as np
 import torch
 
 from aio_ckpt._torch import ShardedTensor
-from aio_ckpt.errors import EmptyStateError, UnsupportedLeafError
+from aio_ckpt.checks import shown
+from aio_ckpt.errors import DuplicateNameError, EmptyStateError, UnsupportedLeafError
 from aio_ckpt.leaves.compound import CompoundTensor, is_compound, take_apart
 from aio_ckpt.leaves.containers import UnreadableError, entries_of, fields_of, notes_of, objects_of, parts_of
 from aio_ckpt.leaves.keys import Key, frozen_keys
 from aio_ckpt.leaves.objects import MAX_DEPTH, type_name
 from aio_ckpt.leaves.shards import shard_of
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard, StockCopy
-from aio_ckpt.state.classify import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES, code_of, holds_leaves
-from aio_ckpt.state.names import compound_notes, is_below, prefix_of, unique_names, without_copies
+from aio_ckpt.state.classify import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES, code_of
+from aio_ckpt.state.names import compound_notes, is_below, prefix_of, without_copies
 from aio_ckpt.state.skeleton import MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
 
 # Python 3.11 calls a method of an imported name by a slower path, so the hot loop uses names of this module.
@@ -79,7 +80,7 @@ class FlatState:
 
 @dataclass(slots=True)
 class Template:
-    """Names, leaves and skeleton of the state that a load fills. Stateful values are not entered."""
+    """Names and leaves of the state that a load fills. Stateful values are not entered."""
 
     names: list[str]
     """Name of each leaf outside Stateful values."""
@@ -94,8 +95,6 @@ class Template:
     """
     compounds: dict[str, CompoundTensor]
     """Compound tensors by name. Their parts are leaves."""
-    skeleton: Skeleton
-    """Containers and keys around the leaves."""
     empty: list[str]
     """Names of the empty mappings and lists that take what is stored below them; ``""`` is the state itself."""
 
@@ -107,12 +106,14 @@ def flatten(state: object, *, rank: int) -> FlatState:
 
     Raises:
         UnsupportedLeafError: no checkpoint can store a container or key.
+        DuplicateNameError: two leaves would have one name.
     """
     walk = _Traversal(rank=rank, copies={})
     skeleton = walk.root(state)
     skeleton, _ = walk.apart(skeleton)
     skeleton = _with_grads(skeleton, walk.tensors(), walk.kinds)
-    names = unique_names(walk.names)
+    names = walk.names
+    _check_names(names)
     if walk.copies and (taken := walk.copies.keys() & {*names}):  # A leaf has the same name.
         skeleton = without_copies(skeleton, taken, rank=rank)
         walk.copies = {name: value for name, value in walk.copies.items() if name not in taken}
@@ -130,28 +131,28 @@ def check_not_empty(flat: FlatState) -> None:
 
 
 def read_template(state: object, *, rank: int) -> Template:
-    """Return names, leaves and skeleton of the state that a load fills. Stateful values are listed, not entered.
+    """Return names and leaves of the state that a load fills. Stateful values are listed, not entered.
 
     Raises:
-        UnsupportedLeafError: as :func:`flatten`.
+        UnsupportedLeafError, DuplicateNameError: as :func:`flatten`.
         EmptyStateError: the state has no leaf, and no empty mapping or list, which takes all that is stored below its
             name.
     """
     stateful: list[tuple[str, Any]] = []
     empty: list[str] = []
     walk = _Traversal(rank=rank, stateful=stateful, empty=empty)
-    skeleton, compounds = walk.apart(walk.root(state))
+    _, compounds = walk.apart(walk.root(state))
     if not walk.names and not stateful and not empty:
         raise EmptyStateError("the template holds no leaf: give the state that is to be filled")
-    named = dict(zip(unique_names([name for name, _ in compounds]), [found for _, found in compounds], strict=True))
+    _check_names(walk.names)
     empty = _unambiguous(empty, walk.names)
-    return Template(unique_names(walk.names), walk.values, walk.kinds, stateful, named, skeleton, empty)
+    return Template(walk.names, walk.values, walk.kinds, stateful, dict(compounds), empty)
 
 
 def _unambiguous(empty: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return those of ``empty`` that are the name of one container alone, with no leaf at or below it.
 
-    Keys that are equal as text give one name to a leaf and to an empty container, which does not take the leaf's value.
+    Keys with dots may give one name to a leaf and to an empty container, which does not take the leaf's value.
     """
     if not names:
         return list(empty)
@@ -358,10 +359,7 @@ class _Traversal:
         for key in given:  # A parameter's state has few keys: a loop is faster than the set of their types.
             if type(key) is not str:
                 keys, texts = frozen_keys(given, name)
-                if len(set(texts)) != len(texts):
-                    if name is not None and not holds_leaves(items, name, 0, set(), tensors_only=True):
-                        return self.leaf(value, name, LeafKind.OBJECT)
-                    _check_keys(keys, name)
+                _check_keys(given, texts, name)
                 break
         children: list[Skeleton] = []
         for text, item in zip(texts, items, strict=True):
@@ -415,10 +413,28 @@ def _endless(name: str, depth: int) -> UnsupportedLeafError:
     return UnsupportedLeafError(f"{name[:_SHOWN]}...: {why}")
 
 
-def _check_keys(keys: Sequence[Key], name: str | None) -> None:
-    """Refuse keys of a mapping that are stored alike."""
-    if len(set(keys)) != len(keys):
-        raise UnsupportedLeafError(f"{name or 'the state'}: two keys that are stored alike: rename one of them")
+def _check_keys(keys: Sequence[object], texts: Sequence[str], name: str | None) -> None:
+    """Refuse keys of a mapping that are equal as text: their values would have one name."""
+    if len(set(texts)) == len(texts):
+        return
+    first: dict[str, object] = {}
+    for key, text in zip(keys, texts, strict=True):
+        if text in first:
+            raise DuplicateNameError(
+                f"{name or 'the state'}: the keys {shown(first[text])} and {shown(key)} are equal as text, so that "
+                "their values would have one name: rename one of them"
+            )
+        first[text] = key
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Refuse two leaves of one name, as keys with dots make them: ``{"a.b": 1, "a": {"b": 2}}``."""
+    if len(set(names)) == len(names):
+        return
+    name, count = Counter(names).most_common(1)[0]
+    raise DuplicateNameError(
+        f"{name!r} is the name of {count} values, as a name is the keys joined by dots: rename a key that holds a dot"
+    )
 
 
 # -- items for stock DCP ----------------------------------------------------------------------------
