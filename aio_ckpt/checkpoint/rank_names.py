@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
-from aio_ckpt.state.names import below_each, branches_of, copy_names, find_named, is_below, is_selected, skeleton_names
+from aio_ckpt.state.names import below_each, branches_of, find_named, is_below, is_selected, skeleton_names
 from aio_ckpt.state.union import united
 
 _log = logging.getLogger("aio_ckpt")
@@ -81,7 +81,6 @@ def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_s
     beyond = checkpoint.catalog.names() - known
     if not beyond or not checkpoint.has_skeleton:
         return beyond
-    beyond.difference_update(checkpoint.as_named(_copies(checkpoint)))
     if len(checkpoint.ranks) < 2:
         return beyond
     if world_size == len(checkpoint.ranks):
@@ -94,12 +93,6 @@ def dropped_names(checkpoint: Checkpoint, known: Set[str], world_size: int) -> l
     if world_size >= len(checkpoint.ranks) or not checkpoint.has_skeleton:
         return []
     return sorted(name for name in _per_rank_names(checkpoint, since=world_size) - known if checkpoint.holds(name))
-
-
-def _copies(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of items that were stored once more for stock DCP. They are leaves of no state."""
-    owners = checkpoint.owners().values()
-    return {name for ranks in owners for name in copy_names(checkpoint.saved_skeleton(ranks[0]), ranks=ranks)}
 
 
 def _per_rank_names(checkpoint: Checkpoint, *, since: int) -> set[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.state.names import copy_paths, leaf_paths
+from aio_ckpt.state.names import leaf_paths
 from aio_ckpt.state.skeleton import Skeleton
 
 _INDEX_SLACK = 1000
@@ -18,8 +18,7 @@ def dcp_paths(skeleton: Skeleton, *, rank: int, others: Sequence[int] = ()) -> d
 
     ``others``: ranks with the same skeleton. Their PerRank values get paths, too.
     """
-    ranks = rank, *others
-    return dict(leaf_paths(skeleton, "", (), ranks)) | dict(copy_paths(skeleton, "", (), ranks))
+    return dict(leaf_paths(skeleton, "", (), (rank, *others)))
 
 
 def unflatten_dcp(paths: Mapping[str, tuple[str | int, ...]] | None, leaves: Mapping[str, object]) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from typing import Any, NamedTuple, TypeAlias
 
 from aio_ckpt.errors import MissingNameError
@@ -106,45 +106,6 @@ def _compounds(node: Any, prefix: str, rank: int) -> Iterator[tuple[str, Notes]]
         return
     for _, text, child in children_of(node, rank):
         yield from _compounds(child, f"{prefix}{text}.", rank)
-
-
-# -- copies for stock DCP ---------------------------------------------------------------------------
-
-
-def copy_names(skeleton: Skeleton, *, ranks: Sequence[int]) -> set[str]:
-    """Return the names of the containers that are stored a second time, as one object, for stock DCP."""
-    return {name for name, _ in copy_paths(skeleton, "", (), tuple(ranks))}
-
-
-def copy_paths(node: Skeleton, prefix: str, path: Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) of every container that has such a copy."""
-    if isinstance(node, int):
-        return
-    if len(node) > 3 and ("copy", 1) in node[3]:
-        yield prefix[:-1], path
-        return
-    if set(map(type, node[2])) <= _LEAF_TYPES:
-        return
-    is_own = node[0] == Container.PER_RANK
-    for rank in ranks if is_own else ranks[:1]:
-        below = (rank,) if is_own else ranks
-        for part, text, child in children_of(node, rank):
-            if not isinstance(child, int):
-                step = part if node[0] in INDEXED else text
-                yield from copy_paths(child, f"{prefix}{text}.", (*path, step), below)
-
-
-def without_copies(skeleton: Skeleton, names: Collection[str], *, rank: int) -> Skeleton:
-    """Return ``skeleton`` without the notes that containers of these names have a copy."""
-    return _without_copies(skeleton, "", frozenset(names), rank)
-
-
-def _without_copies(node: Any, prefix: str, names: frozenset[str], rank: int) -> Skeleton:
-    if isinstance(node, int):
-        return node
-    below = [_without_copies(child, f"{prefix}{text}.", names, rank) for _, text, child in children_of(node, rank)]
-    notes = tuple(note for note in node[3] if note[0] != "copy" or prefix[:-1] not in names) if len(node) > 3 else ()
-    return (*node[:2], tuple(below), notes) if notes else (*node[:2], tuple(below))
 
 
 # -- by name ----------------------------------------------------------------------------------------
