@@ -40,7 +40,6 @@ from aio_ckpt.match.compounds import CompoundTarget, match_compounds, own_below
 from aio_ckpt.match.live import fillable, layouts_below, tensors_below
 from aio_ckpt.match.narrowing import narrowed
 from aio_ckpt.match.open_places import OpenPlace, names_at
-from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.state.flatten import Template, read_template
 from aio_ckpt.state.names import below_each, branches_of, is_below, node_names
@@ -98,8 +97,6 @@ class Match:
     """Host tensors whose bytes are those of one item. Most tensors are such."""
     tensors: list[TensorTarget] = field(default_factory=list)
     """Other tensors that are read into memory of the template."""
-    shared: list[SharedTarget] = field(default_factory=list)
-    """Tensors that share memory with themselves or each other. They are read before any tensor is touched."""
     tied: list[tuple[str, str]] = field(default_factory=list)
     """Names of one tensor of the template that plain DCP stores twice. Their checksums are compared once read."""
     arrays: list[ReplacedArray] = field(default_factory=list)
@@ -136,7 +133,7 @@ class Match:
     @property
     def writes_tensors(self) -> bool:
         """Whether the load fills memory of the template before any ``load_state_dict`` is called."""
-        return bool(self.whole or self.tensors or self.shared or self.compounds or self.live)
+        return bool(self.whole or self.tensors or self.compounds or self.live)
 
 
 def match_template(
@@ -170,7 +167,7 @@ def match_template(
     missing, open_faults = _match_open(checkpoint, template, found, missing, rank)
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
     faults += misfits + open_faults
-    faults += _separate_overlapping(checkpoint.catalog, found, template)
+    faults += _overlap_faults(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts, skips_mismatched)
     missing, faults = missing + unmatched, faults + misfits
     found.own, misfits = own_below(
@@ -187,7 +184,7 @@ def match_template(
         raise TemplateMismatchError(f"{checkpoint.path}: {first_of(faults, between='; ')}")
     found.missing = tuple(missing)
     if casts:
-        filled = [*found.tensors, *found.shared, *found.live.items()]
+        filled = [*found.tensors, *found.live.items()]
         dtypes = [(name, memory_of(tensor).dtype) for name, tensor in filled]
         dtypes += [(array.name, array.dtype) for array in found.arrays]
         found.narrowed = narrowed(dtypes, checkpoint.catalog.shards)
@@ -274,10 +271,10 @@ def _match_leaves(
                 else:
                     faults.append(f"{checkpoint.label(name)} {fault}")
             elif overlaps_itself(memory := memory_of(tensor)):
-                if can_be_shared(tensor):
-                    into.shared.append(SharedTarget(name, memory))
-                else:
-                    faults.append(f"{checkpoint.label(name)} {_overlap_fault(memory)}")
+                faults.append(
+                    f"{checkpoint.label(name)} shares memory with itself in the template (stride {memory.stride()}): "
+                    "give its .clone()"
+                )
             elif kind is LeafKind.TENSOR or (kind is LeafKind.ARRAY and _shares_memory(value, memory_of(tensor))):
                 into.tensors.append(TensorTarget(name, tensor))
             else:
@@ -341,9 +338,9 @@ def _holds_nothing(value: object) -> bool:
     return value is None or (isinstance(value, (list, tuple, deque)) and not value)
 
 
-def _separate_overlapping(catalog: Catalog, found: Match, template: Template) -> list[str]:
-    """Move targets that share memory to ``found.shared``. Returns the faults of those that cannot be filled so."""
-    spans = [span_of(memory_of(tensor)) for _, tensor in (*found.tensors, *found.shared)]
+def _overlap_faults(catalog: Catalog, found: Match, template: Template) -> list[str]:
+    """Return the faults of tensors that share memory. Names of one tensor may share it if their values may be equal."""
+    spans = [span_of(memory_of(tensor)) for _, tensor in found.tensors]
     starts = [*(address for _, _, address in found.whole), *(start for start, _ in spans)]
     nbytes = [*(item.raw_bytes for item, _, _ in found.whole), *(nbytes for _, nbytes in spans)]
     if are_apart(np.array(starts, np.int64), np.array(nbytes, np.int64)).all():
@@ -352,28 +349,19 @@ def _separate_overlapping(catalog: Catalog, found: Match, template: Template) ->
     stored = (
         (name, value) for name, value in zip(template.names, template.values, strict=True) if name in catalog.shards
     )
-    named = [(name, cast("Target", value)) for name, value in stored if id(value) in whole]
-    named += [*found.tensors, *found.shared]
+    named = [*((name, cast("Target", value)) for name, value in stored if id(value) in whole), *found.tensors]
     names, tensors = [name for name, _ in named], [memory_of(tensor) for _, tensor in named]
-    moved: set[int] = set()
     faults: list[str] = []
     for before, later in overlapping(tensors):
         is_tied = signature_of(tensors[later]) == signature_of(tensors[before])
         if is_tied and _may_be_equal(catalog.shards[names[later]], catalog.shards[names[before]]):
             found.tied += _unproven(catalog, names[before], names[later])
             continue
-        moved |= {before, later}
-        if not (can_be_shared(named[before][1]) and can_be_shared(named[later][1])):
-            faults.append(
-                f"{names[later]!r} shares memory with {names[before]!r} in the template, but is another view of it, or "
-                "the checkpoint holds other values for it: give it memory of its own, or leave it out"
-            )
-    gone = {id(named[position][1]) for position in moved}
-    own = named[: len(named) - len(found.shared)]
-    # Tied names have one tensor, so all of them are moved.
-    found.shared += [SharedTarget(name, memory_of(tensor)) for name, tensor in own if id(tensor) in gone]
-    found.whole = [(item, tensor, address) for item, tensor, address in found.whole if id(tensor) not in gone]
-    found.tensors = [target for target in found.tensors if id(target.tensor) not in gone]
+        why = "the checkpoint holds other values for it" if is_tied else "is another view of it"
+        faults.append(
+            f"{names[later]!r} shares memory with {names[before]!r} in the template, and {why}: give it memory of its "
+            "own (.clone()), or leave it out"
+        )
     return faults
 
 
@@ -453,10 +441,6 @@ def _has_other_shape(tensor: Target, shards: Shards) -> bool:
     return not (is_lazy(bare) or bare.is_nested) and _shape(tensor) != global_shape(shards)
 
 
-def _overlap_fault(tensor: torch.Tensor) -> str:
-    return f"shares memory with itself in the template (stride {tensor.stride()}): give its .clone()"
-
-
 def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` has the memory of the array ``value``. If not, it is a copy of the array."""
     return bool(value.__array_interface__["data"][0] == tensor.data_ptr())
@@ -516,7 +500,7 @@ def _match_stateful(
             fitting[name] = tensor
     stored = {name: shards[name] for target in into.stateful for name in target.leaf_names if name in shards}
     taken = [*((address, item.raw_bytes) for item, _, address in into.whole)]
-    taken += [span_of(memory_of(tensor)) for _, tensor in (*into.tensors, *into.shared)]
+    taken += [span_of(memory_of(tensor)) for _, tensor in into.tensors]
     into.live = fillable(fitting, stored, [target.value for target in into.stateful], taken)
     return missing, faults
 

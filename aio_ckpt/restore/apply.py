@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,6 @@ from aio_ckpt.leaves.values import OwnedShard, UntrustedObject
 from aio_ckpt.match.compounds import CompoundTarget
 from aio_ckpt.match.match import Match, StatefulTarget
 from aio_ckpt.match.open_places import OpenPlace
-from aio_ckpt.match.overlaps import write_shared
 from aio_ckpt.match.rename import prefix_remedy
 from aio_ckpt.restore.fetch_values import FetchedValues, by_stored_name
 from aio_ckpt.restore.options import ReadContext
@@ -41,14 +40,13 @@ def prepare_apply(
     state: object,
     found: Match,
     fetched: FetchedValues,
-    shared: Mapping[str, torch.Tensor],
     *,
     fills_missing: bool,
 ) -> tuple[Callable[[], None], list[str]]:
     """Return a function that writes what the reads did not fill, and calls each ``load_state_dict``.
 
-    That is shared memory, compound tensors and objects. All values are built before this returns, because building
-    finds damage. ``shared``: the values of targets that share memory, by name. ``fills_missing``: whether a Stateful
+    That is compound tensors and objects. All values are built before this returns, because building finds damage.
+    ``fills_missing``: whether a Stateful
     value gets from its own ``state_dict()`` what is not stored for it; the names of these values are returned, too.
 
     Raises:
@@ -97,7 +95,7 @@ def prepare_apply(
 
     def apply() -> None:
         with target_modified():
-            _write_rest(found, shared)
+            _settle_compounds(found.compounds)
             if leaves:
                 put_back(state, leaves, rank=rank, empty=found.empty)
         is_written = bool(leaves) or found.writes_tensors
@@ -232,13 +230,11 @@ def _joined(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _write_rest(found: Match, shared: Mapping[str, torch.Tensor]) -> None:
-    """Write the tensors of the template that the reads did not fill: shared memory, and compound tensors."""
-    written = [*(target.tensor for target in found.shared), *(target.own.tensor for target in found.compounds)]
-    devices = {tensor.device for tensor in written if tensor.device.type != "cpu"}
+def _settle_compounds(targets: Sequence[CompoundTarget]) -> None:
+    """Give the compound tensors, whose parts are filled, their stored properties."""
+    devices = {target.own.tensor.device for target in targets if target.own.tensor.device.type != "cpu"}
     synchronize(devices)
-    write_shared(found.shared, shared)
-    for target in found.compounds:
+    for target in targets:
         settle(target.own, target.stored)
     synchronize(devices)
 
