@@ -76,7 +76,8 @@ class EmptyStateError(AioCkptError, ValueError):
 
 
 class DuplicateNameError(AioCkptError, ValueError):
-    """Two ranks give one name to values of different kind, dtype or shape, or to different parameters."""
+    """Two values of a state have one name, or two ranks give one to values of different kind, dtype or shape, or to
+    different parameters."""
 
 
 class UnsupportedLeafError(AioCkptError, TypeError):

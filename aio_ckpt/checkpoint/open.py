@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,12 @@ from aio_ckpt.format.root_manifest import (
     decode_root,
     rank_manifest_name,
 )
+from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.waiting import disk_lines
-from aio_ckpt.state.skeleton import Skeleton
+from aio_ckpt.state.names import compound_notes, skeleton_names
+from aio_ckpt.state.skeleton import Skeleton, decode_skeleton, may_hold_compounds
 from aio_ckpt.storage.local import Storage, read_small_file
 
 MAX_BLOCK_BYTES = 16 << 20
@@ -115,6 +117,78 @@ class Checkpoint:
     def label(self, name: str) -> str:
         """Return the leaf ``name`` of a template as messages name it, with its stored name if that differs."""
         return f"{name!r} (stored as {self.stored_names[name]!r})" if name in self.stored_names else repr(name)
+
+    def holds(self, name: str) -> bool:
+        """Return whether a tensor or object is stored for the leaf ``name`` of a template."""
+        return name in self.catalog.shards or name in self.catalog.objects
+
+    # -- the state of a rank --------------------------------------------------------------------------
+
+    def skeleton(self, rank: int) -> Skeleton:
+        """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank, or if it saved ``{}``.
+
+        If ranks of another number read, it is the union of all. Plain DCP has none.
+        """
+        if self.union is not None:
+            return self.union
+        for number in (rank, 0) if 0 < rank < len(self.ranks) else (0,):
+            skeleton = self.saved_skeleton(number)
+            if isinstance(skeleton, tuple) and skeleton[2]:
+                break
+        return skeleton
+
+    def saved_skeleton(self, rank: int) -> Skeleton:
+        """Return the skeleton that ``rank`` saved, also if a union takes its place. It is decoded once."""
+        data = self.ranks[rank].skeleton
+        if data not in self._decoded:
+            self._decoded[data] = decode_skeleton(data, name=rank_manifest_name(rank))
+        return self._decoded[data]
+
+    @functools.cached_property
+    def _decoded(self) -> dict[bytes, Skeleton]:
+        return {}
+
+    def skeletons(self, rank: int) -> Iterator[Skeleton]:
+        """Yield the skeleton of each rank, that of ``rank`` first. Ranks with equal ones count once."""
+        own = rank if rank < len(self.ranks) else 0
+        seen: set[bytes] = set()
+        for number in (own, *range(len(self.ranks))):
+            if self.ranks[number].skeleton not in seen:
+                seen.add(self.ranks[number].skeleton)
+                yield self.skeleton(number)
+
+    def owners(self) -> dict[bytes, list[int]]:
+        """Return the ranks by the skeleton, as it is stored, that they saved."""
+        found: dict[bytes, list[int]] = {}
+        for rank, manifest in enumerate(self.ranks):
+            found.setdefault(manifest.skeleton, []).append(rank)
+        return found
+
+    def names_of(self, rank: int) -> list[str]:
+        """Return the names of the leaves of the state of ``rank``, in its order; of plain DCP, all names."""
+        if not self.has_skeleton:
+            return self.as_named(self.metadata.state_dict_metadata)
+        return self.as_named(skeleton_names(self.skeleton(rank), rank=rank))
+
+    def compounds(self, rank: int) -> dict[str, Notes]:
+        """Return the notes of every stored compound tensor by stored name, from the skeletons of all ranks.
+
+        If several ranks saved a name, that of ``rank`` is returned.
+        """
+        if not any(map(may_hold_compounds, owners := self.owners())):
+            return {}
+        found: dict[str, Notes] = {}
+        for number, *_ in reversed(owners.values()):
+            found |= compound_notes(self.skeleton(number), rank=number)
+        return found | compound_notes(self.skeleton(rank), rank=rank)
+
+    @property
+    def dcp_paths(self) -> dict[str, tuple[str | int, ...]] | None:
+        """Path of each name in the state, as stock DCP noted it; None if it noted none."""
+        paths = self.metadata.planner_data
+        if not isinstance(paths, dict) or not all(isinstance(path, tuple) for path in paths.values()):
+            return None
+        return paths
 
 
 # -- opening ----------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from aio_ckpt.leaves.harmless import (
     harmless_type,
     is_short,
 )
-from aio_ckpt.leaves.values import LeafKind, Shard, StockCopy
+from aio_ckpt.leaves.values import LeafKind, Shard
 
 MAX_DEPTH = 200
 """Most containers inside each other. Deeper nesting counts as a cycle."""
@@ -91,7 +91,7 @@ def _encoded(name: str, value: object) -> tuple[bytes, list[str]]:
         return render_scalar(value), []
     buffer = io.BytesIO()
     encoding = _Encoding(name)
-    plain = value.value if isinstance(value, StockCopy) else encoding.of(value)
+    plain = encoding.of(value)
     try:
         torch.save(plain, buffer)
     except MemoryError:

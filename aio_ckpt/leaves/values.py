@@ -93,14 +93,6 @@ Target: TypeAlias = torch.Tensor | Shard
 
 
 @dataclass(frozen=True, slots=True)
-class StockCopy:
-    """Second item of a container that is stored leaf by leaf: one object, as stock DCP stores the container."""
-
-    value: object
-    """Container to store."""
-
-
-@dataclass(frozen=True, slots=True)
 class UntrustedObject:
     """Stand-in for an object that ``read(skip_untrusted=True)`` left unread, as only running code reads it."""
 

@@ -2,7 +2,7 @@
 
 In: an opened checkpoint and a template. Out: a ``Match``, or an error that names every leaf that does not fit.
 ``match.match`` compares the shape, dtype and kind of each leaf, and makes the errors "lacks name" and "the template
-lacks name"; ``key_match`` compares keys only; ``rename`` applies ``rename=``; ``narrowing`` finds narrowing casts.
+lacks name"; ``rename`` applies ``rename=``; ``narrowing`` finds narrowing casts.
 Reads no data file and touches no tensor. Imports ``checkpoint`` and what it imports; nothing that saves.
 """
 

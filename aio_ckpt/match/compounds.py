@@ -1,20 +1,18 @@
-"""Compound tensors of a template: comparison with the stored ones, and a check once their parts are filled."""
+"""Compound tensors of a template, compared with the stored ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
+from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.leaves import compound
 from aio_ckpt.leaves.compound import CompoundTensor
 from aio_ckpt.leaves.containers import Notes
-from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.state.flatten import Template, compounds_of
-from aio_ckpt.state.names import below_each, compound_notes, is_below
-from aio_ckpt.state.skeleton import may_hold_compounds
+from aio_ckpt.state.names import below_each, is_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,38 +91,6 @@ def own_below(
 
 
 def _stored(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:
-    """Return :func:`stored_compounds` by the names in the template."""
-    named = ((checkpoint.names.get(name, name), notes) for name, notes in stored_compounds(checkpoint, rank).items())
+    """Return the notes of every stored compound tensor by its name in the template."""
+    named = ((checkpoint.names.get(name, name), notes) for name, notes in checkpoint.compounds(rank).items())
     return {name: notes for name, notes in named if name is not None}
-
-
-def stored_compounds(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:
-    """Return the notes of every stored compound tensor by name, from the skeletons of all ranks.
-
-    If several ranks saved a name, that of ``rank`` is returned.
-    """
-    if not checkpoint.has_skeleton:
-        return {}
-    owners = {manifest.skeleton: number for number, manifest in reversed([*enumerate(checkpoint.ranks)])}
-    found: dict[str, Notes] = {}
-    if not any(map(may_hold_compounds, owners)):
-        return found
-    for number in owners.values():
-        found |= compound_notes(skeleton_of(checkpoint, number), rank=number)
-    return found | compound_notes(skeleton_of(checkpoint, rank), rank=rank)
-
-
-def check_targets(targets: Iterable[CompoundTarget]) -> None:
-    """Check that the filled parts make a tensor: an index out of bounds would read beyond its memory.
-
-    Raises:
-        CorruptCheckpointError: names the tensor.
-    """
-    for target in targets:
-        notes = dict(target.stored)
-        if "type" in notes:  # the code of a subclass checks its own parts
-            continue
-        try:
-            compound.put_together(notes, target.own.parts, trusted=False)
-        except (ValueError, TypeError, LookupError, RuntimeError) as error:
-            raise CorruptCheckpointError(f"{target.name!r}: its parts are of no tensor: {error}") from error

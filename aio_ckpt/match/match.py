@@ -16,6 +16,13 @@ from torch.nn.parameter import is_lazy
 from aio_ckpt._torch import has_load_hooks, is_load_of_torch
 from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, global_shape
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.rank_names import (
+    dropped_names,
+    empty_containers,
+    first_of,
+    listed,
+    unexpected_names,
+)
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.leaves.compound import CompoundTensor
 from aio_ckpt.leaves.objects import TORCH_ARRAY_DTYPES, as_tensor, type_name
@@ -29,18 +36,14 @@ from aio_ckpt.leaves.tensor_memory import (
     span_of,
 )
 from aio_ckpt.leaves.values import LeafKind, Shard, Target
-from aio_ckpt.match.compounds import CompoundTarget, match_compounds, own_below, stored_compounds
-from aio_ckpt.match.key_match import named_as_stored
+from aio_ckpt.match.compounds import CompoundTarget, match_compounds, own_below
 from aio_ckpt.match.live import fillable, layouts_below, tensors_below
 from aio_ckpt.match.narrowing import narrowed
 from aio_ckpt.match.open_places import OpenPlace, names_at
-from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
-from aio_ckpt.match.rank_names import dropped_names, empty_containers, skeleton_of, unexpected_names, wanted_names
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.state.flatten import Template, read_template
-from aio_ckpt.state.names import MARK, below_each, branches_of, is_below, marked_name, node_names
+from aio_ckpt.state.names import below_each, branches_of, is_below, node_names
 
-_SHOWN = 5
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _GROUP_TENSORS = 256
 # One pass for each attribute, without a line of Python for each tensor.
@@ -94,8 +97,6 @@ class Match:
     """Host tensors whose bytes are those of one item. Most tensors are such."""
     tensors: list[TensorTarget] = field(default_factory=list)
     """Other tensors that are read into memory of the template."""
-    shared: list[SharedTarget] = field(default_factory=list)
-    """Tensors that share memory with themselves or each other. They are read before any tensor is touched."""
     tied: list[tuple[str, str]] = field(default_factory=list)
     """Names of one tensor of the template that plain DCP stores twice. Their checksums are compared once read."""
     arrays: list[ReplacedArray] = field(default_factory=list)
@@ -116,8 +117,6 @@ class Match:
     """Name below a Stateful value -> the compound tensor that it holds now. Its type is used for the loaded one."""
     empty: Sequence[str] = ()
     """Names of the empty mappings and lists of the template that take what is stored below them."""
-    names: Sequence[str] | None = None
-    """Names of all leaves of the template if some are marked (``0~2``); None if each name is the path of its leaf."""
     missing: tuple[str, ...] = ()
     """Template names that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
@@ -134,7 +133,7 @@ class Match:
     @property
     def writes_tensors(self) -> bool:
         """Whether the load fills memory of the template before any ``load_state_dict`` is called."""
-        return bool(self.whole or self.tensors or self.shared or self.compounds or self.live)
+        return bool(self.whole or self.tensors or self.compounds or self.live)
 
 
 def match_template(
@@ -162,16 +161,15 @@ def match_template(
         TemplateMismatchError: kind, shape or dtype differ.
         UnsafeObjectError: a Stateful value would get a tensor of a type that it does not hold and that is not allowed.
     """
-    named = named_as_stored(checkpoint, read_template(state, rank=rank), rank)
-    template, found = named.template, Match(names=named.names, empty=named.template.empty)
+    template = read_template(state, rank=rank)
+    found = Match(empty=template.empty)
     missing, misfits = _match_leaves(checkpoint, template, found, trusted, casts, skips_mismatched)
     missing, open_faults = _match_open(checkpoint, template, found, missing, rank)
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
     faults += misfits + open_faults
-    faults += named.faults
-    faults += _separate_overlapping(checkpoint.catalog, found, template)
+    faults += _overlap_faults(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts, skips_mismatched)
-    missing, faults = [named.stand_ins.get(name, name) for name in missing] + unmatched, faults + misfits
+    missing, faults = missing + unmatched, faults + misfits
     found.own, misfits = own_below(
         checkpoint, [(target.name, target.value) for target in found.stateful], rank=rank, trusted=trusted
     )
@@ -179,14 +177,14 @@ def match_template(
     if missing and not allow_missing:
         remedy = _per_rank_remedy(missing, checkpoint) or "allow_missing=True leaves them as they are"
         if unused := sorted(checkpoint.stored_names.keys() - {*template.names, *_names_below(found)}):
-            pairs = ", ".join(f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused[:_SHOWN])
-            remedy += f"; rename= gives it {pairs}{_more(unused)}"
+            pairs = [f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused]
+            remedy += f"; rename= gives it {first_of(pairs)}"
         raise MissingNameError(f"{checkpoint.path}: lacks {listed(missing)}; {remedy}")
     if faults:
-        raise TemplateMismatchError(f"{checkpoint.path}: {'; '.join(faults[:_SHOWN])}{_more(faults)}")
+        raise TemplateMismatchError(f"{checkpoint.path}: {first_of(faults, between='; ')}")
     found.missing = tuple(missing)
     if casts:
-        filled = [*found.tensors, *found.shared, *found.live.items()]
+        filled = [*found.tensors, *found.live.items()]
         dtypes = [(name, memory_of(tensor).dtype) for name, tensor in filled]
         dtypes += [(array.name, array.dtype) for array in found.arrays]
         found.narrowed = narrowed(dtypes, checkpoint.catalog.shards)
@@ -212,12 +210,11 @@ def _names_below(found: Match) -> set[str]:
 
 def _per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str | None:
     """Return the remedy if a missing name differs from a stored one by ``PerRank`` alone (``w`` and ``w.rank0``)."""
-    names = checkpoint.catalog.names()
     for name in missing:
         bare, _, rank = name.rpartition(".rank")
-        if rank.isdigit() and bare in names:
+        if rank.isdigit() and checkpoint.holds(bare):
             return f"it holds {bare!r} of all ranks: give that without PerRank"
-        if f"{name}.rank0" in names:
+        if checkpoint.holds(f"{name}.rank0"):
             return f"it holds {name!r} of each rank by itself: give it as PerRank(...)"
     return None
 
@@ -274,10 +271,10 @@ def _match_leaves(
                 else:
                     faults.append(f"{checkpoint.label(name)} {fault}")
             elif overlaps_itself(memory := memory_of(tensor)):
-                if can_be_shared(tensor):
-                    into.shared.append(SharedTarget(name, memory))
-                else:
-                    faults.append(f"{checkpoint.label(name)} {_overlap_fault(memory)}")
+                faults.append(
+                    f"{checkpoint.label(name)} shares memory with itself in the template (stride {memory.stride()}): "
+                    "give its .clone()"
+                )
             elif kind is LeafKind.TENSOR or (kind is LeafKind.ARRAY and _shares_memory(value, memory_of(tensor))):
                 into.tensors.append(TensorTarget(name, tensor))
             else:
@@ -341,9 +338,9 @@ def _holds_nothing(value: object) -> bool:
     return value is None or (isinstance(value, (list, tuple, deque)) and not value)
 
 
-def _separate_overlapping(catalog: Catalog, found: Match, template: Template) -> list[str]:
-    """Move targets that share memory to ``found.shared``. Returns the faults of those that cannot be filled so."""
-    spans = [span_of(memory_of(tensor)) for _, tensor in (*found.tensors, *found.shared)]
+def _overlap_faults(catalog: Catalog, found: Match, template: Template) -> list[str]:
+    """Return the faults of tensors that share memory. Names of one tensor may share it if their values may be equal."""
+    spans = [span_of(memory_of(tensor)) for _, tensor in found.tensors]
     starts = [*(address for _, _, address in found.whole), *(start for start, _ in spans)]
     nbytes = [*(item.raw_bytes for item, _, _ in found.whole), *(nbytes for _, nbytes in spans)]
     if are_apart(np.array(starts, np.int64), np.array(nbytes, np.int64)).all():
@@ -352,28 +349,19 @@ def _separate_overlapping(catalog: Catalog, found: Match, template: Template) ->
     stored = (
         (name, value) for name, value in zip(template.names, template.values, strict=True) if name in catalog.shards
     )
-    named = [(name, cast("Target", value)) for name, value in stored if id(value) in whole]
-    named += [*found.tensors, *found.shared]
+    named = [*((name, cast("Target", value)) for name, value in stored if id(value) in whole), *found.tensors]
     names, tensors = [name for name, _ in named], [memory_of(tensor) for _, tensor in named]
-    moved: set[int] = set()
     faults: list[str] = []
     for before, later in overlapping(tensors):
         is_tied = signature_of(tensors[later]) == signature_of(tensors[before])
         if is_tied and _may_be_equal(catalog.shards[names[later]], catalog.shards[names[before]]):
             found.tied += _unproven(catalog, names[before], names[later])
             continue
-        moved |= {before, later}
-        if not (can_be_shared(named[before][1]) and can_be_shared(named[later][1])):
-            faults.append(
-                f"{names[later]!r} shares memory with {names[before]!r} in the template, but is another view of it, or "
-                "the checkpoint holds other values for it: give it memory of its own, or leave it out"
-            )
-    gone = {id(named[position][1]) for position in moved}
-    own = named[: len(named) - len(found.shared)]
-    # Tied names have one tensor, so all of them are moved.
-    found.shared += [SharedTarget(name, memory_of(tensor)) for name, tensor in own if id(tensor) in gone]
-    found.whole = [(item, tensor, address) for item, tensor, address in found.whole if id(tensor) not in gone]
-    found.tensors = [target for target in found.tensors if id(target.tensor) not in gone]
+        why = "the checkpoint holds other values for it" if is_tied else "is another view of it"
+        faults.append(
+            f"{names[later]!r} shares memory with {names[before]!r} in the template, and {why}: give it memory of its "
+            "own (.clone()), or leave it out"
+        )
     return faults
 
 
@@ -453,10 +441,6 @@ def _has_other_shape(tensor: Target, shards: Shards) -> bool:
     return not (is_lazy(bare) or bare.is_nested) and _shape(tensor) != global_shape(shards)
 
 
-def _overlap_fault(tensor: torch.Tensor) -> str:
-    return f"shares memory with itself in the template (stride {tensor.stride()}): give its .clone()"
-
-
 def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` has the memory of the array ``value``. If not, it is a copy of the array."""
     return bool(value.__array_interface__["data"][0] == tensor.data_ptr())
@@ -473,13 +457,13 @@ def _match_stateful(
         return [], []
     missing: list[str] = []
     faults: list[str] = []
-    in_catalog = checkpoint.catalog.names()  # it lacks the PerRank values of a rank that did not save
-    names = [name for name in wanted_names(checkpoint, rank=rank, only=None) if name in in_catalog]
+    # The catalog lacks the PerRank values of a rank that did not save.
+    names = list(filter(checkpoint.holds, checkpoint.names_of(rank)))
     shards = checkpoint.catalog.shards
     there: dict[str, Target] = {}
     counts = Counter(prefix for prefix, _ in template.stateful)
     faults += [
-        f"{prefix!r} is the name of several values with state_dict(), whose keys are equal as text: rename one of them"
+        f"{prefix!r} is the name of several values with state_dict(), as keys with dots join to one name: rename one"
         for prefix, count in counts.items()
         if count > 1
     ]
@@ -492,7 +476,7 @@ def _match_stateful(
         elif below or prefix in empty:
             branch = _stored_branch(checkpoint, prefix, below, branches)
             into.stateful.append(StatefulTarget(prefix, value, below, branch))
-            if branch is None and (fault := _branch_fault(prefix, value, stored_compounds(checkpoint, rank))):
+            if branch is None and (fault := _branch_fault(prefix, value, checkpoint.compounds(rank))):
                 faults.append(fault)
             tensors = [name for name in below if name in shards]
             if tensors:  # state_dict() of a data loader, for example, is slow, so it is not called without need
@@ -507,19 +491,16 @@ def _match_stateful(
                 there |= found
         else:
             missing.append(prefix)
-    unmarked = {
-        name: tensor for name, tensor in there.items() if MARK not in name and marked_name(name, 2) not in shards
-    }
-    addresses = _whole_addresses(list(unmarked.values()), [shards[name] for name in unmarked])
+    addresses = _whole_addresses(list(there.values()), [shards[name] for name in there])
     fitting: dict[str, Target] = {}
-    for (name, tensor), address in zip(unmarked.items(), addresses, strict=True):
+    for (name, tensor), address in zip(there.items(), addresses, strict=True):
         if address:
             into.live_at[name], fitting[name] = address, tensor
         elif _tensor_fault(tensor, shards[name], casts) is None and not overlaps_itself(memory_of(tensor)):
             fitting[name] = tensor
     stored = {name: shards[name] for target in into.stateful for name in target.leaf_names if name in shards}
     taken = [*((address, item.raw_bytes) for item, _, address in into.whole)]
-    taken += [span_of(memory_of(tensor)) for _, tensor in (*into.tensors, *into.shared)]
+    taken += [span_of(memory_of(tensor)) for _, tensor in into.tensors]
     into.live = fillable(fitting, stored, [target.value for target in into.stateful], taken)
     return missing, faults
 
@@ -537,10 +518,9 @@ def _branches_of(checkpoint: Checkpoint, rank: int) -> _Branches | None:
     """Return the branches of a checkpoint; None if ``rename=`` changes no name of it."""
     if not checkpoint.names:
         return None
-    names = wanted_names(checkpoint, rank=rank, only=None)
-    everything = {*map(checkpoint.stored_name, names), *checkpoint.names}
+    everything = {*map(checkpoint.stored_name, checkpoint.names_of(rank)), *checkpoint.names}
     counts = Counter(branch for name in everything for branch in branches_of(name))
-    held = frozenset(node_names(skeleton_of(checkpoint, rank), rank=rank)) if checkpoint.has_skeleton else None
+    held = frozenset(node_names(checkpoint.skeleton(rank), rank=rank)) if checkpoint.has_skeleton else None
     return _Branches(counts, held)
 
 
@@ -583,21 +563,3 @@ def _meta_fault(prefix: str, value: Any, there: Mapping[str, Target]) -> list[st
     return [
         f"{listed(meta)} of {of}, on the meta device, where nothing can be loaded to: {remedy} (.to_empty(device=...))"
     ]
-
-
-# -- messages ---------------------------------------------------------------------------------------
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the number of names, and the first of them, for a message."""
-    number = "1 name" if len(names) == 1 else f"{len(names)} names"
-    return f"{number}: {first_of([*map(repr, names)])}"
-
-
-def first_of(things: Sequence[str]) -> str:
-    """Return the first of several things, and how many more there are, for a message."""
-    return f"{', '.join(things[:_SHOWN])}{_more(things)}"
-
-
-def _more(things: Sequence[str]) -> str:
-    return f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""

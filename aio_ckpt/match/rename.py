@@ -26,8 +26,8 @@ def check_rename(rename: object) -> None:
         raise ConfigError(f"rename={shown(rename)}: give a mapping from stored names to the template's, or a function")
 
 
-def renamed(checkpoint: Checkpoint, rename: Rename, further: Iterable[str]) -> Checkpoint:
-    """Return ``checkpoint`` with its leaves, and ``further`` names of it, renamed to those of the template.
+def renamed(checkpoint: Checkpoint, rename: Rename, rank: int) -> Checkpoint:
+    """Return ``checkpoint`` with its leaves, and the compound tensors of ``rank``, renamed to those of the template.
 
     A name that is renamed takes the place of one that is not.
 
@@ -35,7 +35,7 @@ def renamed(checkpoint: Checkpoint, rename: Rename, further: Iterable[str]) -> C
         ConfigError: two names become one, or a function returns no text.
         MissingNameError: a mapping names a leaf or branch that is not stored.
     """
-    stored = [*sorted(checkpoint.catalog.names()), *further]
+    stored = [*sorted(checkpoint.catalog.names()), *checkpoint.compounds(rank)]
     convert = _by_branches(checkpoint, rename, stored) if isinstance(rename, Mapping) else rename
     names: dict[str, str | None] = {}
     taken: dict[str, str] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,19 +14,20 @@ import torch
 from aio_ckpt._torch import has_load_hooks, is_load_of_torch
 from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.leaves.compound import settle
+from aio_ckpt.checkpoint.rank_names import first_of, listed
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.leaves.compound import put_together, settle
 from aio_ckpt.leaves.objects import from_tensor, type_name
 from aio_ckpt.leaves.values import OwnedShard, UntrustedObject
-from aio_ckpt.match.compounds import check_targets
-from aio_ckpt.match.match import Match, StatefulTarget, first_of, listed
-from aio_ckpt.match.open_places import build_at, nested_at, with_int_keys
-from aio_ckpt.match.overlaps import write_shared
-from aio_ckpt.match.rank_names import skeleton_of
+from aio_ckpt.match.compounds import CompoundTarget
+from aio_ckpt.match.match import Match, StatefulTarget
+from aio_ckpt.match.open_places import OpenPlace
 from aio_ckpt.match.rename import prefix_remedy
 from aio_ckpt.restore.fetch_values import FetchedValues, by_stored_name
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.runtime.error_notes import mark_modified
 from aio_ckpt.state.build import build_parts
+from aio_ckpt.state.dcp_paths import unflatten_dcp
 from aio_ckpt.state.flatten import leaves_of
 from aio_ckpt.state.put_back import put_back
 
@@ -39,20 +40,19 @@ def prepare_apply(
     state: object,
     found: Match,
     fetched: FetchedValues,
-    shared: Mapping[str, torch.Tensor],
     *,
     fills_missing: bool,
 ) -> tuple[Callable[[], None], list[str]]:
     """Return a function that writes what the reads did not fill, and calls each ``load_state_dict``.
 
-    That is shared memory, compound tensors and objects. All values are built before this returns, because building
-    finds damage. ``shared``: the values of targets that share memory, by name. ``fills_missing``: whether a Stateful
+    That is compound tensors and objects. All values are built before this returns, because building finds damage.
+    ``fills_missing``: whether a Stateful
     value gets from its own ``state_dict()`` what is not stored for it; the names of these values are returned, too.
 
     Raises:
         CorruptCheckpointError: a value cannot be built.
     """
-    check_targets(found.compounds)
+    _check_parts(found.compounds)
     values, rank, trusted = dict(fetched.values), ctx.rank, ctx.trusted
     leaves = {name: values[name] for name in found.objects if name not in fetched.untrusted}
     for array in found.arrays:
@@ -61,7 +61,7 @@ def prepare_apply(
         leaves[array.name] = from_tensor(tensor.to(array.dtype), array.kind)
     refused = {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
     known = by_stored_name(checkpoint, values | refused)
-    leaves |= build_at(checkpoint, found.open, known, rank=rank, trusted=trusted)
+    leaves |= _build_at(checkpoint, found.open, known, rank=rank, trusted=trusted)
     values |= {name: own.owner if isinstance(own, OwnedShard) else own for name, own in found.kept.items()}
     for prefix, value, names, _ in found.stateful:
         if not fetched.untrusted.keys().isdisjoint(names):  # untrusted leaves keep the template's values
@@ -70,7 +70,7 @@ def prepare_apply(
     built: dict[str, object] = {}
     if found.stateful and checkpoint.has_skeleton:
         built = build_parts(
-            skeleton_of(checkpoint, rank),
+            checkpoint.skeleton(rank),
             [target.branch for target in found.stateful if target.branch is not None],
             by_stored_name(checkpoint, values),
             rank=rank,
@@ -95,9 +95,9 @@ def prepare_apply(
 
     def apply() -> None:
         with target_modified():
-            _write_rest(found, shared)
+            _settle_compounds(found.compounds)
             if leaves:
-                put_back(state, leaves, rank=rank, names=found.names, empty=found.empty)
+                put_back(state, leaves, rank=rank, empty=found.empty)
         is_written = bool(leaves) or found.writes_tensors
         for target, state_dict in state_dicts:
             with _noting_refusal(target, state_dict, checkpoint, is_written=is_written):
@@ -133,6 +133,79 @@ def prepare_apply(
     return apply, filled
 
 
+def _check_parts(targets: Iterable[CompoundTarget]) -> None:
+    """Check that the filled parts make a tensor: an index out of bounds would read beyond its memory.
+
+    Raises:
+        CorruptCheckpointError: names the tensor.
+    """
+    for target in targets:
+        notes = dict(target.stored)
+        if "type" in notes:  # the code of a subclass checks its own parts
+            continue
+        try:
+            put_together(notes, target.own.parts, trusted=False)
+        except (ValueError, TypeError, LookupError, RuntimeError) as error:
+            raise CorruptCheckpointError(f"{target.name!r}: its parts are of no tensor: {error}") from error
+
+
+# -- open places and plain DCP ------------------------------------------------------------------------
+
+
+def _build_at(
+    checkpoint: Checkpoint,
+    places: Mapping[str, OpenPlace],
+    values: Mapping[str, object],
+    *,
+    rank: int,
+    trusted: bool,
+) -> dict[str, object]:
+    """Return the value for each of ``places``, built as ``read`` does. ``values``: all that was read, by stored name.
+
+    Plain DCP stores every key as a str. The keys of an optimizer's ``state`` are made numbers again.
+    """
+    left = dict(places)
+    built: dict[str, object] = {}
+    for skeleton in checkpoint.skeletons(rank) if left and checkpoint.has_skeleton else ():
+        branches = {place.branch for place in left.values()}
+        parts = build_parts(skeleton, branches, values, rank=rank, trusted=trusted)
+        found = {name: parts[place.branch] for name, place in left.items() if place.branch in parts}
+        built |= found
+        left = {name: place for name, place in left.items() if name not in found}
+        if not left:
+            break
+    for name, place in left.items():
+        stored = {found: values[found] for found in map(checkpoint.stored_name, place.names)}
+        if list(stored) == [place.branch]:
+            built[name] = values[place.branch]
+        else:
+            nested = _nested_at(checkpoint, place.branch, stored)
+            built[name] = _with_int_keys(nested) if name.rpartition(".")[2] == "state" else nested
+    return built
+
+
+def _nested_at(checkpoint: Checkpoint, place: str, leaves: dict[str, object]) -> Any:
+    """Return the nested value called ``place``, which stock DCP flattened. ``leaves``: all its leaves, by name."""
+    paths = checkpoint.dcp_paths or {}
+    nested: Any = unflatten_dcp(paths, leaves)
+    name = next(iter(leaves))
+    path = paths.get(name, (name,))
+    depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == place), None)
+    if depth is None:
+        return {name.removeprefix(f"{place}."): leaf for name, leaf in leaves.items()}
+    for part in path[:depth]:
+        nested = nested[part]
+    return nested
+
+
+def _with_int_keys(state: Any) -> Any:
+    """Return the ``state`` of an optimizer with keys of digits as ints, by which the optimizer looks them up."""
+    return {int(key) if str(key).isdigit() else key: item for key, item in state.items()}
+
+
+# -- Stateful values ----------------------------------------------------------------------------------
+
+
 def _filled(stored: Any, own: Any, name: str, names: list[str]) -> Any:
     """Return ``stored`` with the entries of ``own`` that it lacks, in mappings and in lists of equal length.
 
@@ -157,22 +230,20 @@ def _joined(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _write_rest(found: Match, shared: Mapping[str, torch.Tensor]) -> None:
-    """Write the tensors of the template that the reads did not fill: shared memory, and compound tensors."""
-    written = [*(target.tensor for target in found.shared), *(target.own.tensor for target in found.compounds)]
-    devices = {tensor.device for tensor in written if tensor.device.type != "cpu"}
+def _settle_compounds(targets: Sequence[CompoundTarget]) -> None:
+    """Give the compound tensors, whose parts are filled, their stored properties."""
+    devices = {target.own.tensor.device for target in targets if target.own.tensor.device.type != "cpu"}
     synchronize(devices)
-    write_shared(found.shared, shared)
-    for target in found.compounds:
+    for target in targets:
         settle(target.own, target.stored)
     synchronize(devices)
 
 
 def _dcp_state_dict(checkpoint: Checkpoint, prefix: str, leaves: dict[str, object], value: object) -> object:
     """Return the ``state_dict()`` called ``prefix``, which stock DCP flattened. ``leaves``: its leaves by name."""
-    nested = nested_at(checkpoint, prefix, leaves)
+    nested = _nested_at(checkpoint, prefix, leaves)
     if isinstance(value, torch.optim.Optimizer):  # DCP drops an empty ``state`` and makes its int keys text
-        nested["state"] = with_int_keys(nested.get("state", {}))
+        nested["state"] = _with_int_keys(nested.get("state", {}))
     return nested
 
 

@@ -7,24 +7,19 @@ block, each block once it is verified. Objects and ``load_state_dict`` come last
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-
-from aio_ckpt.checkpoint.catalog import Catalog
+from aio_ckpt.checkpoint.catalog import Catalog, Item
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.checkpoint.requests import ReadRequest
 from aio_ckpt.errors import TemplateMismatchError
-from aio_ckpt.match.compounds import stored_compounds
 from aio_ckpt.match.match import Match, OnMatched, at_once, match_template
-from aio_ckpt.match.overlaps import check_agreement, check_tied
-from aio_ckpt.match.rename import Rename, renamed
+from aio_ckpt.match.rename import renamed
 from aio_ckpt.restore.apply import prepare_apply, target_modified
 from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
 from aio_ckpt.restore.load_plan import LoadPlan, locate
@@ -90,7 +85,7 @@ async def load_checkpoint(
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.checkpoint.open.open_checkpoint`.
         MissingNameError, UnexpectedNameError, TemplateMismatchError: before anything is touched; see
-            :func:`aio_ckpt.match.match.match_template` and :func:`aio_ckpt.match.overlaps.check_agreement`.
+            :func:`aio_ckpt.match.match.match_template`.
         UnsafeObjectError: an object needs trust; no tensor was touched.
         CorruptCheckpointError: names file and tensor. ``target_modified`` is True once a tensor may have been filled.
         ReadError: the operating system could not read.
@@ -100,19 +95,19 @@ async def load_checkpoint(
         checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
         checkpoint = await run_blocking(ctx.executor, ctx.as_one_state, checkpoint)
         if options.rename is not None:
-            checkpoint = await run_blocking(ctx.executor, _renamed, checkpoint, options.rename, ctx.rank)
+            checkpoint = await run_blocking(ctx.executor, renamed, checkpoint, options.rename, ctx.rank)
         found = await run_blocking(ctx.executor, _match, ctx, checkpoint, state, options)
         if not past_page_cache:
             await _share_page_cache(ctx, files, found, checkpoint.catalog)
         values, objects = _unplaced(found, checkpoint.catalog)
-        ahead, shared = await _fetch_ahead(ctx, files, checkpoint, found, objects, options, meter)
+        ahead = await _fetch_objects(ctx, files, checkpoint, objects, options, meter)
         plan, requests = await _plan(ctx, files, checkpoint, found, values)
         await on_matched(checkpoint.identity)
         await meter.begin_reading(requests)
         with target_modified():
             fetched = ahead.joined_with(await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter))
             prepare = functools.partial(
-                prepare_apply, ctx, checkpoint, state, found, fetched, shared, fills_missing=options.allow_missing
+                prepare_apply, ctx, checkpoint, state, found, fetched, fills_missing=options.allow_missing
             )
             apply, filled = await run_blocking(ctx.executor, prepare)
             await files.close()  # inside of the block, because an error of it comes after tensors were filled
@@ -130,10 +125,6 @@ async def load_checkpoint(
         identity=checkpoint.identity,
         apply=apply,
     )
-
-
-def _renamed(checkpoint: Checkpoint, rename: Rename, rank: int) -> Checkpoint:
-    return renamed(checkpoint, rename, stored_compounds(checkpoint, rank))
 
 
 def _match(ctx: ReadContext, checkpoint: Checkpoint, state: object, options: LoadOptions) -> Match:
@@ -165,45 +156,21 @@ async def _share_page_cache(ctx: ReadContext, files: Files, found: Match, catalo
 # -- the plan of the load ----------------------------------------------------------------------------
 
 
-async def _fetch_ahead(
-    ctx: ReadContext,
-    files: Files,
-    checkpoint: Checkpoint,
-    found: Match,
-    objects: Sequence[str],
-    options: LoadOptions,
-    meter: Meter,
-) -> tuple[FetchedValues, Mapping[str, torch.Tensor]]:
-    """Read what can refuse the load before a tensor is touched: objects, and the values of targets that share memory.
-
-    Returns:
-        the objects, and the host tensors for :attr:`Match.shared`, by name.
+async def _fetch_objects(
+    ctx: ReadContext, files: Files, checkpoint: Checkpoint, objects: Sequence[str], options: LoadOptions, meter: Meter
+) -> FetchedValues:
+    """Read the objects before a tensor is touched: one that is damaged or needs trust refuses the load.
 
     Raises:
-        TemplateMismatchError: different values are stored for the same memory.
         UnsafeObjectError, CorruptCheckpointError, ReadError: see :func:`load_checkpoint`.
     """
-    names = [target.name for target in found.shared]
-    if not names and not objects:
-        return FetchedValues(skip_untrusted=options.skip_untrusted), {}
-    source = await locate(ctx, files, checkpoint, [*names, *objects])
+    if not objects:
+        return FetchedValues(skip_untrusted=options.skip_untrusted)
+    source = await locate(ctx, files, checkpoint, objects)
     plan = LoadPlan(source=source, skip_untrusted=options.skip_untrusted)
-    await run_blocking(ctx.executor, plan.add_all, [], names, objects, ctx.trusted)
+    await run_blocking(ctx.executor, plan.add_all, [], [], objects, ctx.trusted)
     requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
-    fetched = await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)
-    shared = {name: cast("torch.Tensor", fetched.values[name]).to(tensor.dtype) for name, tensor in found.shared}
-    with _naming(checkpoint):
-        await run_blocking(ctx.executor, check_agreement, found.shared, shared)
-    return fetched, shared
-
-
-@contextlib.contextmanager
-def _naming(checkpoint: Checkpoint) -> Iterator[None]:
-    """Name the checkpoint in a TemplateMismatchError of the block."""
-    try:
-        yield
-    except TemplateMismatchError as error:
-        raise TemplateMismatchError(f"{checkpoint.path}: {error}") from error
+    return await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)
 
 
 async def _plan(
@@ -213,8 +180,7 @@ async def _plan(
     names = [*(target.name for target in found.tensors), *values]
     await files.measure({item.file for item, _, _ in found.whole}, checkpoint.catalog.files)
     source = await locate(ctx, files, checkpoint, names)
-    with _naming(checkpoint):
-        check_tied(found.tied, source.items)
+    _check_tied(checkpoint, found.tied, source.items)
     plan = LoadPlan(
         source=source,
         live=found.live,
@@ -228,6 +194,27 @@ async def _plan(
         return plan.reads.requests(ctx.readers)
 
     return plan, await run_blocking(ctx.executor, requests)
+
+
+def _check_tied(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], items: Mapping[str, Sequence[Item]]) -> None:
+    """Check that the two values that plain DCP stores for one tensor of the template have the same checksums.
+
+    Raises:
+        TemplateMismatchError: the values differ, or have no checksums.
+    """
+    for before, later in pairs:
+        one, other = ({item.offsets: _content(item) for item in items.get(name, ())} for name in (before, later))
+        if one and one == other and all(item.record_crc32 is not None for item in items[later]):
+            continue
+        holds = "holds other values for it" if one != other else "has no checksums that tell whether their values agree"
+        raise TemplateMismatchError(
+            f"{checkpoint.path}: {later!r} shares memory with {before!r} in the template, and the checkpoint {holds}: "
+            "give it memory of its own (.clone()), or leave it out"
+        )
+
+
+def _content(item: Item) -> tuple[object, ...]:
+    return item.record_crc32, item.raw_bytes, item.storage_offset, item.stride, item.is_conj, item.is_neg
 
 
 def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.rank_names import as_one_state
 from aio_ckpt.checks import check_flag
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.match.rank_names import as_one_state
 from aio_ckpt.match.rename import Rename, check_rename
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
@@ -60,7 +60,7 @@ class ReadContext:
         )
 
     def as_one_state(self, checkpoint: Checkpoint) -> Checkpoint:
-        """See :func:`aio_ckpt.match.rank_names.as_one_state`."""
+        """See :func:`aio_ckpt.checkpoint.rank_names.as_one_state`."""
         return as_one_state(checkpoint, rank=self.rank, world_size=self.world_size)
 
     def files(self, directory: Path, *, past_page_cache: bool) -> Files:

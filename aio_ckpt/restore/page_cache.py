@@ -26,9 +26,7 @@ def is_read_by_several(wanted: int, stored: int, *, ranks_on_host: int) -> bool:
 def wanted_bytes(found: Match, catalog: Catalog) -> int:
     """Return about how many bytes of data files this rank will read for its tensors."""
     wanted = sum(item.raw_bytes for item, _, _ in found.whole)
-    wanted += sum(
-        _bytes_for(memory_of(tensor).shape, catalog.shards[name]) for name, tensor in (*found.tensors, *found.shared)
-    )
+    wanted += sum(_bytes_for(memory_of(tensor).shape, catalog.shards[name]) for name, tensor in found.tensors)
     below = (name for target in found.stateful for name in catalog.shards.keys() & set(target.leaf_names))
     for name in (*(array.name for array in found.arrays), *below):
         shards = catalog.shards[name]

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
+from aio_ckpt.checkpoint.rank_names import dropped_names, listed, wanted_names
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.leaves.values import UntrustedObject
-from aio_ckpt.match.match import listed
-from aio_ckpt.match.open_places import dcp_paths_of
-from aio_ckpt.match.rank_names import dropped_names, skeleton_of, wanted_names
 from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
 from aio_ckpt.restore.load_plan import HostMemory, LoadPlan, locate
 from aio_ckpt.restore.options import ReadContext
@@ -81,8 +79,8 @@ def stored_names(ctx: ReadContext, checkpoint: Checkpoint, only: Collection[str]
     Raises:
         MissingNameError: see :func:`read_state`.
     """
-    names, catalog = wanted_names(checkpoint, rank=ctx.rank, only=only), checkpoint.catalog
-    absent = [name for name in names if name not in catalog.shards and name not in catalog.objects]
+    names = wanted_names(checkpoint, rank=ctx.rank, only=only)
+    absent = [name for name in names if not checkpoint.holds(name)]
     if absent:
         raise MissingNameError(
             f"{checkpoint.path}: rank {ctx.rank} of {ctx.world_size} has no {absent[:5]} among the "
@@ -107,7 +105,7 @@ def assemble(
     plain: list[str] = []
     if checkpoint.has_skeleton:
         state = build(
-            skeleton_of(checkpoint, ctx.rank),
+            checkpoint.skeleton(ctx.rank),
             values,
             rank=ctx.rank,
             only=only,
@@ -116,7 +114,7 @@ def assemble(
             untrusted=fetched.skipped,
         )
     else:
-        state = unflatten_dcp(dcp_paths_of(checkpoint), values)
+        state = unflatten_dcp(checkpoint.dcp_paths, values)
     return ReadOutcome(
         state=state,
         step=checkpoint.step,

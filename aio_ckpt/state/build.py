@@ -15,7 +15,7 @@ from aio_ckpt.leaves.containers import Form, Opened, decode_metadata, open_conta
 from aio_ckpt.leaves.keys import HELD_KEYS, Key, key_text, thaw_key
 from aio_ckpt.leaves.objects import check_key, from_tensor
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.state.names import children_of, find_named, is_selected, leaf_paths, sizes_of, unique_names
+from aio_ckpt.state.names import children_of, containers_of, find_named, is_selected
 from aio_ckpt.state.skeleton import KEYED, MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
 
 _FORMS: dict[int, Form] = {
@@ -55,7 +55,6 @@ def build(
         rank=rank,
         only=kept,
         trusted=trusted,
-        marked=_marked(skeleton, rank),
         untrusted=untrusted,
     )
     value: object = builder.value(skeleton, "", False)
@@ -110,33 +109,21 @@ def build_parts(
         MissingNameError: ``leaves`` lacks one of their leaves.
     """
     built: dict[str, object] = {}
-    marked = _marked(skeleton, rank)
-    for name, (node, number, leaf_number) in find_named(skeleton, list(names), rank=rank).items():
+    for name, (node, number) in find_named(skeleton, list(names), rank=rank).items():
         builder = _Builder(
             leaves=leaves,
             rank=rank,
             only=None,
             trusted=trusted,
-            marked=marked,
             own=own or {},
             untrusted=untrusted,
             number=number,
-            leaf_number=leaf_number,
         )
         built[name] = builder.value(node, f"{name}." if name else "", True)
         if builder.absent:
             lost = builder.absent
             raise MissingNameError(f"the checkpoint lacks {len(lost)} leaves of {name!r}: {lost[:5]}")
     return built
-
-
-def _marked(skeleton: Skeleton, rank: int) -> dict[int, str]:
-    """Return the marked names, by the number of their leaf."""
-    names = [name for name, _ in leaf_paths(skeleton, "", (), (rank,))]
-    unique = unique_names(names)
-    if unique is names:
-        return {}
-    return {number: new for number, (old, new) in enumerate(zip(names, unique, strict=True)) if old != new}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,14 +138,10 @@ class _Builder:
     """Names to keep, with all below; None keeps all."""
     trusted: bool
     """True: reading types and keys may run code."""
-    marked: dict[int, str]
-    """Marked names, by the number of their leaf."""
     own: Mapping[str, CompoundTensor] = field(default_factory=dict)
     """Compound tensors of the value that takes the result, by name. The caller has made their types."""
     number: int = 0
     """Number of the next container."""
-    leaf_number: int = 0
-    """Number of the next leaf."""
     made: dict[int, Any] = field(default_factory=dict)
     """Built containers by their number."""
     with_grad: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -186,9 +169,7 @@ class _Builder:
         if node[0] == Container.REFERENCE:
             return self.made.get(notes["same"], _MISSING) if is_kept else _MISSING
         if "same" in notes and self.only is None and notes["same"] in self.made:
-            containers, leaves = sizes_of(node)
-            self.number += containers - 1
-            self.leaf_number += leaves
+            self.number += containers_of(node) - 1
             return self.made[notes["same"]]
         number = notes.get("same", number)
         opened = self.opened(node[0], notes, prefix[:-1]) if "type" in notes else None
@@ -290,8 +271,6 @@ class _Builder:
 
     def leaf(self, name: str, code: int, is_kept: bool) -> object:
         """Return the value of the next leaf, ``_MISSING`` if it is not selected or not given."""
-        name = self.marked.get(self.leaf_number, name)
-        self.leaf_number += 1
         if not (is_kept or self.only is None or is_selected(name, self.only)):
             return _MISSING
         value = self.leaves.get(name, _MISSING)

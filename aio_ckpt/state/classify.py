@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt.errors import UnsupportedLeafError
-from aio_ckpt.leaves.containers import form_of, is_mapping, is_opened, is_transparent, items_of, parts_of
+from aio_ckpt.leaves.containers import form_of, is_mapping, is_opened, is_transparent, parts_of
 from aio_ckpt.leaves.objects import MAX_DEPTH, TORCH_ARRAY_DTYPES
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
 from aio_ckpt.state.skeleton import MAPPINGS, Container
@@ -78,30 +78,26 @@ def code_of(value: Any, name: str | None) -> int:
     return _CODES_BY_FORM[form]
 
 
-def holds_leaves(values: Any, name: str | None, depth: int, without: set[int], *, tensors_only: bool = False) -> bool:
+def holds_leaves(values: Any, name: str | None, depth: int, without: set[int]) -> bool:
     """Return whether a container with these values is entered: it holds a tensor, mapping, Stateful or PerRank value.
 
     The set of their types decides, so 10,000 ints cost one pass in C. ``without``: ids of containers that were visited;
-    a container in many places is visited once. ``tensors_only``: a mapping counts only if it holds such a value itself.
+    a container in many places is visited once.
     """
     nested = False
     for kind in set(map(type, values)) - _NO_LEAVES:
-        if issubclass(kind, (torch.Tensor, PerRank, Shard)) or _is_stateful_type(kind):
+        if issubclass(kind, (torch.Tensor, PerRank, Shard)) or _is_stateful_type(kind) or is_mapping(kind):
             return True
-        is_keyed = is_mapping(kind)
-        if is_keyed and not tensors_only:
-            return True
-        nested = nested or is_keyed or is_transparent(kind)
+        nested = nested or is_transparent(kind)
     if nested and depth > MAX_DEPTH:
         raise UnsupportedLeafError(f"{name}: a list nested deeper than {MAX_DEPTH} (does it hold itself?)")
     if nested:
         for item in values:
             kind = type(item)
-            if id(item) in without or kind in _NO_LEAVES or not (is_transparent(kind) or is_mapping(kind)):
+            if id(item) in without or kind in _NO_LEAVES or not is_transparent(kind):
                 continue
             without.add(id(item))
-            parts = [part for _, part in items_of(item)] if is_mapping(kind) else parts_of(item)
-            if holds_leaves(parts, name, depth + 1, without, tensors_only=tensors_only):
+            if holds_leaves(parts_of(item), name, depth + 1, without):
                 return True
     return False
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.state.names import copy_paths, leaf_paths, unique_names
+from aio_ckpt.state.names import leaf_paths
 from aio_ckpt.state.skeleton import Skeleton
 
 _INDEX_SLACK = 1000
@@ -18,17 +18,7 @@ def dcp_paths(skeleton: Skeleton, *, rank: int, others: Sequence[int] = ()) -> d
 
     ``others``: ranks with the same skeleton. Their PerRank values get paths, too.
     """
-    found = list(leaf_paths(skeleton, "", (), (rank, *others)))
-    copies = dict(copy_paths(skeleton, "", (), (rank, *others)))
-    paths = dict(found)
-    if len(paths) == len(found):
-        return paths | copies
-    paths = {}
-    for number in (rank, *others):  # A name is marked if the same rank has it twice.
-        own = list(leaf_paths(skeleton, "", (), (number,)))
-        for marked, (name, path) in zip(unique_names([name for name, _ in own]), own, strict=True):
-            paths[marked] = path if marked == name else (*path[:-1], f"{path[-1]}{marked.removeprefix(name)}")
-    return paths | copies
+    return dict(leaf_paths(skeleton, "", (), (rank, *others)))
 
 
 def unflatten_dcp(paths: Mapping[str, tuple[str | int, ...]] | None, leaves: Mapping[str, object]) -> dict[str, object]:

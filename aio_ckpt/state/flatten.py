@@ -14,7 +14,6 @@ Every other value is one object leaf, whatever arrays it holds.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,19 +22,19 @@ from itertools import compress, repeat
 from operator import attrgetter, is_
 from typing import Any
 
-import numpy as np
 import torch
 
 from aio_ckpt._torch import ShardedTensor
-from aio_ckpt.errors import EmptyStateError, UnsupportedLeafError
+from aio_ckpt.checks import shown
+from aio_ckpt.errors import DuplicateNameError, EmptyStateError, UnsupportedLeafError
 from aio_ckpt.leaves.compound import CompoundTensor, is_compound, take_apart
-from aio_ckpt.leaves.containers import UnreadableError, entries_of, fields_of, notes_of, objects_of, parts_of
+from aio_ckpt.leaves.containers import Notes, UnreadableError, entries_of, fields_of, notes_of, objects_of, parts_of
 from aio_ckpt.leaves.keys import Key, frozen_keys
 from aio_ckpt.leaves.objects import MAX_DEPTH, type_name
 from aio_ckpt.leaves.shards import shard_of
-from aio_ckpt.leaves.values import LeafKind, PerRank, Shard, StockCopy
-from aio_ckpt.state.classify import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES, code_of, holds_leaves
-from aio_ckpt.state.names import compound_notes, is_below, prefix_of, unique_names, without_copies
+from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
+from aio_ckpt.state.classify import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES, code_of
+from aio_ckpt.state.names import compound_notes, is_below, prefix_of
 from aio_ckpt.state.skeleton import MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
 
 # Python 3.11 calls a method of an imported name by a slower path, so the hot loop uses names of this module.
@@ -49,8 +48,6 @@ _TEXT = {str}
 _TENSORS = frozenset(TENSOR_TYPES)
 _requires_grad, _layout, _is_quantized = map(attrgetter, ("requires_grad", "layout", "is_quantized"))
 _STRIDED = {torch.strided}
-_COPY_BYTES = 1 << 20
-"""Size of the largest container that is stored a second time."""
 _MUTABLE = frozenset({*MAPPINGS, Container.LIST, Container.FIELDS})
 """Containers that can hold themselves."""
 _UNNOTED = frozenset({dict, Counter, list, tuple, PerRank})
@@ -79,7 +76,7 @@ class FlatState:
 
 @dataclass(slots=True)
 class Template:
-    """Names, leaves and skeleton of the state that a load fills. Stateful values are not entered."""
+    """Names and leaves of the state that a load fills. Stateful values are not entered."""
 
     names: list[str]
     """Name of each leaf outside Stateful values."""
@@ -94,8 +91,6 @@ class Template:
     """
     compounds: dict[str, CompoundTensor]
     """Compound tensors by name. Their parts are leaves."""
-    skeleton: Skeleton
-    """Containers and keys around the leaves."""
     empty: list[str]
     """Names of the empty mappings and lists that take what is stored below them; ``""`` is the state itself."""
 
@@ -107,20 +102,14 @@ def flatten(state: object, *, rank: int) -> FlatState:
 
     Raises:
         UnsupportedLeafError: no checkpoint can store a container or key.
+        DuplicateNameError: two leaves would have one name.
     """
-    walk = _Traversal(rank=rank, copies={})
+    walk = _Traversal(rank=rank)
     skeleton = walk.root(state)
     skeleton, _ = walk.apart(skeleton)
     skeleton = _with_grads(skeleton, walk.tensors(), walk.kinds)
-    names = unique_names(walk.names)
-    if walk.copies and (taken := walk.copies.keys() & {*names}):  # A leaf has the same name.
-        skeleton = without_copies(skeleton, taken, rank=rank)
-        walk.copies = {name: value for name, value in walk.copies.items() if name not in taken}
-    if walk.copies:
-        names = [*names, *walk.copies]
-        walk.values += map(StockCopy, walk.copies.values())
-        walk.kinds += [LeafKind.OBJECT] * len(walk.copies)
-    return FlatState(names, walk.values, walk.kinds, skeleton, walk.versions, walk.modules)
+    _check_names(walk.names)
+    return FlatState(walk.names, walk.values, walk.kinds, skeleton, walk.versions, walk.modules)
 
 
 def check_not_empty(flat: FlatState) -> None:
@@ -130,28 +119,28 @@ def check_not_empty(flat: FlatState) -> None:
 
 
 def read_template(state: object, *, rank: int) -> Template:
-    """Return names, leaves and skeleton of the state that a load fills. Stateful values are listed, not entered.
+    """Return names and leaves of the state that a load fills. Stateful values are listed, not entered.
 
     Raises:
-        UnsupportedLeafError: as :func:`flatten`.
+        UnsupportedLeafError, DuplicateNameError: as :func:`flatten`.
         EmptyStateError: the state has no leaf, and no empty mapping or list, which takes all that is stored below its
             name.
     """
     stateful: list[tuple[str, Any]] = []
     empty: list[str] = []
     walk = _Traversal(rank=rank, stateful=stateful, empty=empty)
-    skeleton, compounds = walk.apart(walk.root(state))
+    _, compounds = walk.apart(walk.root(state))
     if not walk.names and not stateful and not empty:
         raise EmptyStateError("the template holds no leaf: give the state that is to be filled")
-    named = dict(zip(unique_names([name for name, _ in compounds]), [found for _, found in compounds], strict=True))
+    _check_names(walk.names)
     empty = _unambiguous(empty, walk.names)
-    return Template(unique_names(walk.names), walk.values, walk.kinds, stateful, named, skeleton, empty)
+    return Template(walk.names, walk.values, walk.kinds, stateful, dict(compounds), empty)
 
 
 def _unambiguous(empty: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return those of ``empty`` that are the name of one container alone, with no leaf at or below it.
 
-    Keys that are equal as text give one name to a leaf and to an empty container, which does not take the leaf's value.
+    Keys with dots may give one name to a leaf and to an empty container, which does not take the leaf's value.
     """
     if not names:
         return list(empty)
@@ -209,12 +198,6 @@ class _Traversal:
     """Containers so far. They stay alive, so no other object gets their ids."""
     enclosing: list[int] = field(default_factory=lambda: [-1] * (MAX_DEPTH + 1))
     """Number of the first place of each enclosing container, by depth. Entries from the current depth on are stale."""
-    copies: dict[str, object] | None = None
-    """Containers that stock DCP stores as one object, by name. None: they are not collected."""
-    is_copied: bool = False
-    """True inside a container that may get a copy for stock DCP."""
-    uncopyable: int = 0
-    """Values so far that no copy for stock DCP can hold."""
     versions: list[tuple[str, bytes]] = field(default_factory=list)
     """Versions so far, as in :attr:`FlatState.versions`."""
     modules: list[torch.nn.Module] = field(default_factory=list)
@@ -246,12 +229,12 @@ class _Traversal:
         number, known = self.number, self.places.setdefault(id(value), self.number)
         if known != number and code in _MUTABLE and known in self.enclosing[:depth]:
             self.number += 1
-            self.uncopyable += 1
             return Container.REFERENCE, (), (), (("same", known),)
         self.number = number + 1
         self.alive.append(value)
         self.enclosing[depth] = known
-        skeleton = self.mapping(value, code, name, depth) if code in MAPPINGS else self.copied(value, code, name, depth)
+        walk = self.mapping if code in MAPPINGS else self.container
+        skeleton = walk(value, code, name, depth)
         if known == number and kind in _UNNOTED and type(skeleton) is tuple:
             return skeleton
         return self.noted(value, skeleton, name, number, known)
@@ -263,33 +246,19 @@ class _Traversal:
             if known == number:
                 del self.places[id(value)]
             return LeafKind.OBJECT
-        notes = skeleton[3] if len(skeleton) > 3 else ()
+        notes: Notes = ()
         if type(value) not in _UNNOTED:
             own = notes_of(value, name or "the state")
             self.versions += [(f"{name}._metadata", data) for data in objects_of(own)]
-            notes = (*notes, *own)
+            notes = own
         if known != number:
             notes = (*notes, ("same", known))
-        return (*skeleton[:3], notes) if notes else skeleton
-
-    def copied(self, value: Any, code: int, name: str | None, depth: int) -> Any:
-        """Return the skeleton of a container that is no mapping. Note a small one that stock DCP stores whole."""
-        if self.copies is None or self.is_copied or not name or code == Container.PER_RANK or not _is_stock_leaf(value):
-            return self.container(value, code, name, depth)
-        self.is_copied, uncopyable, start = True, self.uncopyable, len(self.values)
-        skeleton = self.container(value, code, name, depth)
-        self.is_copied = False
-        is_free = name not in self.copies and self.uncopyable == uncopyable
-        if is_free and _copy_bytes(self.values[start:]) <= _COPY_BYTES:
-            self.copies[name] = value
-            return (*skeleton, (("copy", 1),))
-        return skeleton
+        return (*skeleton, notes) if notes else skeleton
 
     def container(self, value: Any, code: int, name: str | None, depth: int) -> Any:
         """Return the skeleton of a container that is no mapping, without its notes."""
         prefix = prefix_of(name)
         if code == Container.PER_RANK:
-            self.uncopyable += 1
             return code, (), (self.node(value.value, f"{prefix}rank{self.rank}", depth + 1),)
         if code == Container.FIELDS:
             keys, items = fields_of(value)
@@ -308,7 +277,6 @@ class _Traversal:
         self.kinds.append(kind)
         if isinstance(value, Shard):
             self.has_shards = True
-            self.uncopyable += 1
         return kind
 
     def tensors(self) -> list[Any]:
@@ -358,10 +326,7 @@ class _Traversal:
         for key in given:  # A parameter's state has few keys: a loop is faster than the set of their types.
             if type(key) is not str:
                 keys, texts = frozen_keys(given, name)
-                if len(set(texts)) != len(texts):
-                    if name is not None and not holds_leaves(items, name, 0, set(), tensors_only=True):
-                        return self.leaf(value, name, LeafKind.OBJECT)
-                    _check_keys(keys, name)
+                _check_keys(given, texts, name)
                 break
         children: list[Skeleton] = []
         for text, item in zip(texts, items, strict=True):
@@ -393,7 +358,6 @@ class _Traversal:
         """Return the skeleton of a Stateful value's ``state_dict()``; with ``stateful``, list the value instead."""
         if name == "":
             raise UnsupportedLeafError(f"a {type_name(value)} under the key '': give it a name")
-        self.uncopyable += 1
         if self.stateful is None:
             if isinstance(value, torch.nn.Module):
                 self.modules.append(value)
@@ -415,37 +379,28 @@ def _endless(name: str, depth: int) -> UnsupportedLeafError:
     return UnsupportedLeafError(f"{name[:_SHOWN]}...: {why}")
 
 
-def _check_keys(keys: Sequence[Key], name: str | None) -> None:
-    """Refuse keys of a mapping that are stored alike."""
-    if len(set(keys)) != len(keys):
-        raise UnsupportedLeafError(f"{name or 'the state'}: two keys that are stored alike: rename one of them")
+def _check_keys(keys: Sequence[object], texts: Sequence[str], name: str | None) -> None:
+    """Refuse keys of a mapping that are equal as text: their values would have one name."""
+    if len(set(texts)) == len(texts):
+        return
+    first: dict[str, object] = {}
+    for key, text in zip(keys, texts, strict=True):
+        if text in first:
+            raise DuplicateNameError(
+                f"{name or 'the state'}: the keys {shown(first[text])} and {shown(key)} are equal as text, so that "
+                "their values would have one name: rename one of them"
+            )
+        first[text] = key
 
 
-# -- items for stock DCP ----------------------------------------------------------------------------
-
-
-def _is_stock_leaf(value: Any) -> bool:
-    """Return whether DCP's ``flatten_state_dict`` makes one leaf of the value, which is no mapping."""
-    if not isinstance(value, list):
-        return True
-    for item in value:
-        if isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and not _is_stock_leaf(item)):
-            return False
-    return True
-
-
-def _copy_bytes(values: Sequence[object]) -> float:
-    """Return about how many bytes ``torch.save`` stores for these leaves, with whole storages; infinity if it fails."""
-    total = 0.0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-            total += value.untyped_storage().nbytes() if is_plain and not value.is_nested else math.inf
-        elif isinstance(value, np.ndarray):
-            total += value.nbytes
-        elif isinstance(value, (str, bytes, bytearray, list, tuple)):
-            total += len(value)
-    return total
+def _check_names(names: Sequence[str]) -> None:
+    """Refuse two leaves of one name, as keys with dots make them: ``{"a.b": 1, "a": {"b": 2}}``."""
+    if len(set(names)) == len(names):
+        return
+    name, count = Counter(names).most_common(1)[0]
+    raise DuplicateNameError(
+        f"{name!r} is the name of {count} values, as a name is the keys joined by dots: rename a key that holds a dot"
+    )
 
 
 # -- changes to a skeleton --------------------------------------------------------------------------

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Set
 from typing import Any, NamedTuple, TypeAlias
 
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.leaves.containers import Notes
-from aio_ckpt.leaves.keys import Key, key_text
+from aio_ckpt.leaves.keys import key_text
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.skeleton import INDEXED, KEYED, Container, Skeleton
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """Path of a leaf as DCP has it: str for keys of mappings, int for indices of lists and tuples."""
 
-MARK = "~"
-"""Separator of a marked name and its number."""
 _LEAF_TYPES = {int, LeafKind}
 """Types of the nodes that are leaves."""
 
@@ -55,27 +52,6 @@ def prefix_of(name: str | None) -> str:
     return "" if name is None else name + "."
 
 
-def unique_names(names: list[str]) -> list[str]:
-    """Return ``names`` with the second of two equal names marked: ``0`` and ``0~2``. ``names`` itself if all differ."""
-    taken = set(names)
-    if len(taken) == len(names):
-        return names
-    seen: set[str] = set()
-    unique: list[str] = []
-    for name in names:
-        marked, number = name, 2
-        while marked in seen or (marked is not name and marked in taken):
-            marked, number = marked_name(name, number), number + 1
-        seen.add(marked)
-        unique.append(marked)
-    return unique
-
-
-def marked_name(name: str, number: int) -> str:
-    """Return the name of the ``number``-th leaf of one name, from the second on."""
-    return f"{name}{MARK}{number}"
-
-
 def children_of(node: Any, rank: int) -> Iterator[tuple[Any, str, Skeleton]]:
     """Yield (stored key or index, its part of the name, child) for each child of a container."""
     code, keys, children = node[:3]
@@ -94,11 +70,11 @@ def children_of(node: Any, rank: int) -> Iterator[tuple[Any, str, Skeleton]]:
 
 def skeleton_names(skeleton: Skeleton, *, rank: int) -> list[str]:
     """Return the names of the leaves, in the order of ``flatten``."""
-    return unique_names([name for name, _ in leaf_paths(skeleton, "", (), (rank,))])
+    return [name for name, _ in leaf_paths(skeleton, "", (), (rank,))]
 
 
 def leaf_paths(node: Skeleton, prefix: str, path: Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, Path]]:
-    """Yield (name before marks, path) of every leaf that one of these ranks has."""
+    """Yield (name, path) of every leaf that one of these ranks has."""
     if isinstance(node, int):
         yield prefix[:-1], path
         return
@@ -113,54 +89,12 @@ def leaf_paths(node: Skeleton, prefix: str, path: Path, ranks: tuple[int, ...]) 
                 yield from leaf_paths(child, f"{prefix}{text}.", (*path, step), below)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedKeys:
-    """A leaf or compound tensor by the keys that lead to it."""
-
-    keys: tuple[Key, ...]
-    """A key for each container; the index of a list or tuple counts as an int."""
-    text: str
-    """Keys as text, joined by dots."""
-    name: str
-    """Name of the leaf: ``text``, marked if an earlier leaf has it."""
-
-
-def leaf_keys(skeleton: Skeleton, *, rank: int) -> list[NamedKeys]:
-    """Return the keys of the leaves, in the order of ``flatten``."""
-    return _with_names([(keys, text) for keys, text, node in _by_keys(skeleton, (), "", rank) if isinstance(node, int)])
-
-
-def _with_names(found: list[tuple[tuple[Key, ...], str]]) -> list[NamedKeys]:
-    names = unique_names([text for _, text in found])
-    return [NamedKeys(keys=keys, text=text, name=name) for (keys, text), name in zip(found, names, strict=True)]
-
-
-def _by_keys(
-    node: Any, keys: tuple[Key, ...], prefix: str, rank: int
-) -> Iterator[tuple[tuple[Key, ...], str, Skeleton]]:
-    """Yield (keys, text, node) of every leaf and compound tensor."""
-    if isinstance(node, int) or node[0] == Container.TENSOR:
-        yield keys, prefix[:-1], node
-    if isinstance(node, int):
-        return
-    for part, text, child in children_of(node, rank):
-        key = ("i", text) if node[0] in INDEXED else part
-        yield from _by_keys(child, (*keys, key), f"{prefix}{text}.", rank)
-
-
 # -- compound tensors -------------------------------------------------------------------------------
-
-
-def compound_keys(skeleton: Skeleton, *, rank: int) -> list[NamedKeys]:
-    """Return the keys of the compound tensors, in the order of :func:`compound_notes`."""
-    found = _by_keys(skeleton, (), "", rank)
-    return _with_names([(keys, text) for keys, text, node in found if not isinstance(node, int)])
 
 
 def compound_notes(skeleton: Skeleton, *, rank: int) -> dict[str, Notes]:
     """Return the notes of every compound tensor of a rank, by name."""
-    found = list(_compounds(skeleton, "", rank))
-    return dict(zip(unique_names([name for name, _ in found]), [notes for _, notes in found], strict=True))
+    return dict(_compounds(skeleton, "", rank))
 
 
 def _compounds(node: Any, prefix: str, rank: int) -> Iterator[tuple[str, Notes]]:
@@ -172,45 +106,6 @@ def _compounds(node: Any, prefix: str, rank: int) -> Iterator[tuple[str, Notes]]
         return
     for _, text, child in children_of(node, rank):
         yield from _compounds(child, f"{prefix}{text}.", rank)
-
-
-# -- copies for stock DCP ---------------------------------------------------------------------------
-
-
-def copy_names(skeleton: Skeleton, *, ranks: Sequence[int]) -> set[str]:
-    """Return the names of the containers that are stored a second time, as one object, for stock DCP."""
-    return {name for name, _ in copy_paths(skeleton, "", (), tuple(ranks))}
-
-
-def copy_paths(node: Skeleton, prefix: str, path: Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) of every container that has such a copy."""
-    if isinstance(node, int):
-        return
-    if len(node) > 3 and ("copy", 1) in node[3]:
-        yield prefix[:-1], path
-        return
-    if set(map(type, node[2])) <= _LEAF_TYPES:
-        return
-    is_own = node[0] == Container.PER_RANK
-    for rank in ranks if is_own else ranks[:1]:
-        below = (rank,) if is_own else ranks
-        for part, text, child in children_of(node, rank):
-            if not isinstance(child, int):
-                step = part if node[0] in INDEXED else text
-                yield from copy_paths(child, f"{prefix}{text}.", (*path, step), below)
-
-
-def without_copies(skeleton: Skeleton, names: Collection[str], *, rank: int) -> Skeleton:
-    """Return ``skeleton`` without the notes that containers of these names have a copy."""
-    return _without_copies(skeleton, "", frozenset(names), rank)
-
-
-def _without_copies(node: Any, prefix: str, names: frozenset[str], rank: int) -> Skeleton:
-    if isinstance(node, int):
-        return node
-    below = [_without_copies(child, f"{prefix}{text}.", names, rank) for _, text, child in children_of(node, rank)]
-    notes = tuple(note for note in node[3] if note[0] != "copy" or prefix[:-1] not in names) if len(node) > 3 else ()
-    return (*node[:2], tuple(below), notes) if notes else (*node[:2], tuple(below))
 
 
 # -- by name ----------------------------------------------------------------------------------------
@@ -236,8 +131,6 @@ class NamedNode(NamedTuple):
     node: Skeleton
     number: int
     """Number of its container, counted over the whole skeleton."""
-    leaf_number: int
-    """Number of its first leaf."""
 
 
 def subtree(skeleton: Skeleton, name: str, *, rank: int) -> Skeleton:
@@ -254,9 +147,9 @@ def subtree(skeleton: Skeleton, name: str, *, rank: int) -> Skeleton:
 
 def find_named(skeleton: Skeleton, names: Collection[str], *, rank: int) -> dict[str, NamedNode]:
     """Return the parts of the skeleton with these names, in one walk. A name that no value has is left out."""
-    found: dict[str, NamedNode] = {"": NamedNode(skeleton, 0, 0)} if "" in names else {}
+    found: dict[str, NamedNode] = {"": NamedNode(skeleton, 0)} if "" in names else {}
     wanted, above = set(names), {branch for name in names for branch in branches_of(name) if branch != name}
-    _find(skeleton, "", rank, (0, 0), wanted, above, found)
+    _find(skeleton, "", rank, 0, wanted, above, found)
     return found
 
 
@@ -264,33 +157,29 @@ def _find(
     node: Skeleton,
     prefix: str,
     rank: int,
-    numbers: tuple[int, int],
+    number: int,
     wanted: Set[str],
     above: Set[str],
     found: dict[str, NamedNode],
-) -> tuple[int, int]:
-    """Add the ``wanted`` names below ``node`` to ``found``, the first of each. Returns the numbers behind the node."""
+) -> int:
+    """Add the ``wanted`` names below ``node`` to ``found``, the first of each. Returns the number behind the node."""
     if isinstance(node, int):
-        return numbers[0], numbers[1] + 1
-    containers, leaves = numbers[0] + _count(node), numbers[1]
+        return number
+    number += _count(node)
     for _, text, child in children_of(node, rank):
         name = prefix + text
         if name in wanted and name not in found:
-            found[name] = NamedNode(child, containers, leaves)
+            found[name] = NamedNode(child, number)
         if name in above:
-            containers, leaves = _find(child, f"{name}.", rank, (containers, leaves), wanted, above, found)
+            number = _find(child, f"{name}.", rank, number, wanted, above, found)
         else:
-            sizes = sizes_of(child)
-            containers, leaves = containers + sizes[0], leaves + sizes[1]
-    return containers, leaves
+            number += containers_of(child)
+    return number
 
 
-def sizes_of(node: Skeleton) -> tuple[int, int]:
-    """Return how many containers and leaves a skeleton has; a container counts itself."""
-    if isinstance(node, int):
-        return 0, 1
-    below = [sizes_of(child) for child in node[2]]
-    return _count(node) + sum(containers for containers, _ in below), sum(leaves for _, leaves in below)
+def containers_of(node: Skeleton) -> int:
+    """Return how many containers a skeleton has; a container counts itself."""
+    return 0 if isinstance(node, int) else _count(node) + sum(map(containers_of, node[2]))
 
 
 def _count(node: Any) -> int:

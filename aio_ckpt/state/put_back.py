@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from aio_ckpt.leaves.compound import plain_tensors
 from aio_ckpt.leaves.containers import UnreadableError, entries_of, fields_of, is_mapping, parts_of, remade
 from aio_ckpt.leaves.keys import frozen_keys
 from aio_ckpt.leaves.values import LeafKind, PerRank
-from aio_ckpt.state.classify import CONTAINERS_FROM, code_of, holds_leaves
+from aio_ckpt.state.classify import CONTAINERS_FROM, code_of
 from aio_ckpt.state.names import prefix_of
 from aio_ckpt.state.skeleton import MAPPINGS, Container
 
@@ -24,23 +21,21 @@ def put_back(
     objects: Mapping[str, object],
     *,
     rank: int,
-    names: Sequence[str] | None = None,
     empty: Sequence[str] | None = None,
 ) -> None:
     """Set the leaves named in ``objects`` in the caller's containers. A tuple or ``PerRank`` is rebuilt in its parent.
 
     If a named value is an empty mapping or list, an object of the same form fills it; another object replaces it.
-    Tensors, Stateful values and names that ``objects`` lacks stay as they are. ``names``: of all leaves, in the order
-    of :func:`aio_ckpt.state.flatten.read_template`; None: each leaf's name is its path. ``empty``: of the empty
-    mappings and lists that may be filled; None: all.
+    Tensors, Stateful values and names that ``objects`` lacks stay as they are. ``empty``: names of the empty mappings
+    and lists that may be filled; None: all.
     """
     for_empty = objects.keys() if empty is None else objects.keys() & set(empty)
-    _PutBack(objects=objects, for_empty=for_empty, rank=rank, names=names).replaced(state, None)
+    _PutBack(objects=objects, for_empty=for_empty, rank=rank).replaced(state, None)
 
 
 @dataclass(slots=True, kw_only=True)
 class _PutBack:
-    """Walk of :func:`put_back`, in the order of ``flatten``."""
+    """Walk of :func:`put_back`."""
 
     objects: Mapping[str, object]
     """Values to set, by name."""
@@ -48,10 +43,6 @@ class _PutBack:
     """Names of the values that an empty mapping or list may take."""
     rank: int
     """Rank whose PerRank values are set."""
-    names: Sequence[str] | None
-    """Names of all leaves. None: each leaf's name is its path."""
-    leaf_number: int = 0
-    """Number of the next leaf."""
     enclosing: set[int] = field(default_factory=set)
     """Ids of the containers that enclose the current value."""
 
@@ -69,9 +60,6 @@ class _PutBack:
             self.enclosing.discard(id(value))
 
     def leaf(self, value: Any, name: str | None, code: int) -> Any:
-        if self.names is not None:
-            name = self.names[self.leaf_number]
-            self.leaf_number += len(list(plain_tensors(value))) if isinstance(value, torch.Tensor) else 1
         if name is None or code == LeafKind.TENSOR:
             return value
         found = self.objects.get(name, value)
@@ -89,9 +77,6 @@ class _PutBack:
             except UnreadableError:
                 return self.leaf(value, name, LeafKind.OBJECT)
             texts = frozen_keys(keys, name)[1]
-            is_one = name is not None and len(set(texts)) != len(texts)
-            if is_one and not holds_leaves(items, name, 0, set(), tensors_only=True):
-                return self.leaf(value, name, LeafKind.OBJECT)
         elif code == Container.FIELDS:
             keys, items = fields_of(value)  # type: ignore[assignment]
             texts = keys  # type: ignore[assignment]

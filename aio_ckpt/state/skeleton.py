@@ -73,7 +73,6 @@ _NOTE_TYPES: dict[str, tuple[type, ...]] = {
     "maxlen": (int,),
     "factory": (str, bytes),
     "same": (int,),
-    "copy": (int,),
     "layout": (str,),
     "qscheme": (str,),
     "axis": (int,),

@@ -27,6 +27,7 @@ from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
     ConfigError,
+    DuplicateNameError,
     EmptyStateError,
     MissingNameError,
     RootError,
@@ -354,7 +355,7 @@ BAD_TEMPLATES: dict[str, tuple[dict[str, Any], dict[str, bool], type[AioCkptErro
     "a meta tensor": ({"w": torch.zeros(4, 3, device="meta")}, {}, TemplateMismatchError, ValueError, "w.*meta"),
     "a name that is not stored": ({"new": torch.zeros(1)}, {}, MissingNameError, KeyError, "new.*allow_missing=True"),
     "a name that it lacks": ({"lr": ...}, {"strict": True}, UnexpectedNameError, ValueError, "lacks.*lr"),
-    "names equal as text": ({"sub.b": torch.zeros(2)}, {}, MissingNameError, KeyError, "sub.b~2"),
+    "two leaves of one name": ({"sub.b": torch.zeros(2)}, {}, DuplicateNameError, ValueError, "'sub.b'.*2 values"),
 }  # fmt: skip
 
 

@@ -122,15 +122,11 @@ class _Traversal:
 
     made: list[Any] = field(default_factory=list)
     """Containers, by their number."""
-    names: list[str] = field(default_factory=list)
-    """Names of the leaves, without their marks."""
 
 
 def _state(node: Any, prefix: str, rank: int, walk: _Traversal) -> Any:
     if isinstance(node, int):
-        earlier = walk.names.count(prefix[:-1])
-        walk.names.append(prefix[:-1])
-        return Leaf(node, prefix[:-1] if not earlier else f"{prefix[:-1]}~{earlier + 1}")
+        return Leaf(node, prefix[:-1])
     code, keys, children, *rest = node
     notes = dict(rest[0]) if rest else {}
     if code == _COMPOUND:

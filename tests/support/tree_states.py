@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from aio_ckpt.leaves.objects import as_tensor, decode_object, encode_object
-from aio_ckpt.leaves.values import LeafKind, PerRank, StockCopy
+from aio_ckpt.leaves.values import LeafKind, PerRank
 from aio_ckpt.state.build import build
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.names import copy_names, skeleton_names
+from aio_ckpt.state.names import skeleton_names
 from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
 
 Point = collections.namedtuple("Point", "x y")
@@ -64,7 +64,6 @@ def stored(flat):
         if kind is LeafKind.OBJECT
         else as_tensor(value, kind).detach().clone()
         for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True)
-        if not isinstance(value, StockCopy)
     }
 
 
@@ -73,9 +72,7 @@ def round_trip(state, *, rank=0, **kwargs):
     check_leaves(flat)
     skeleton = decode_skeleton(encode_skeleton(flat.skeleton), name="m.bin")
     assert skeleton == flat.skeleton
-    copies = copy_names(skeleton, ranks=[rank])
-    assert len(copies) == sum(isinstance(value, StockCopy) for value in flat.values)
-    assert [*skeleton_names(skeleton, rank=rank), *flat.names[len(flat.names) - len(copies) :]] == flat.names
+    assert skeleton_names(skeleton, rank=rank) == flat.names
     return build(skeleton, stored(flat), rank=rank, **kwargs)
 
 

@@ -25,7 +25,6 @@ from aio_ckpt.state.build import build, build_below
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import flatten, read_template
 from aio_ckpt.state.names import compound_notes
-from aio_ckpt.state.put_back import put_back
 from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
@@ -262,16 +261,6 @@ def test_a_tensor_with_two_names_is_one_tensor():
     parts = {"indices": torch.zeros(2, 1, dtype=torch.int64), "values": torch.ones(1)}
     made = build(flat.skeleton, {name: parts[name.partition(".")[2]] for name in flat.names}, rank=0)
     assert made["a"] is made["b"]
-
-
-def test_names_equal_as_text_are_told_apart_below_compound_tensors():
-    state = {0: torch.eye(2).to_sparse(), "0": 3 * torch.eye(2).to_sparse(), "z": {1: 5, "1": torch.ones(1)}}
-    made = round_trip(state)
-    assert (made[0].values().tolist(), made["0"].values().tolist()) == ([1, 1], [3, 3])
-    put_back(state, {"z.1": 7}, rank=0)
-    assert state["z"][1] == 7
-    put_back(state, {"z.1": 9, "0~2": 0}, rank=0)
-    assert state["z"][1] == 9
 
 
 @pytest.mark.parametrize("change", [{"indices": torch.tensor([[0, 9], [0, 1]])}, {"values": torch.ones(3)}])

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
-from aio_ckpt.format.root_manifest import rank_manifest_name
-from aio_ckpt.state.names import below_each, branches_of, copy_names, find_named, is_below, is_selected, skeleton_names
-from aio_ckpt.state.skeleton import Skeleton, decode_skeleton
+from aio_ckpt.state.names import below_each, branches_of, find_named, is_below, is_selected, skeleton_names
 from aio_ckpt.state.union import united
 
 _log = logging.getLogger("aio_ckpt")
 _SHOWN = 5
-
-
-def skeleton_of(checkpoint: Checkpoint, rank: int) -> Skeleton:
-    """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank, or if it saved ``{}``.
-
-    If ranks of another number read, it is the union of all.
-    """
-    if checkpoint.union is not None:
-        return checkpoint.union
-    for number in (rank, 0) if 0 < rank < len(checkpoint.ranks) else (0,):
-        skeleton = _saved_skeleton(checkpoint, number)
-        if isinstance(skeleton, tuple) and skeleton[2]:
-            break
-    return skeleton
-
-
-def _saved_skeleton(checkpoint: Checkpoint, rank: int) -> Skeleton:
-    return decode_skeleton(checkpoint.ranks[rank].skeleton, name=rank_manifest_name(rank))
 
 
 def as_one_state(checkpoint: Checkpoint, *, rank: int, world_size: int) -> Checkpoint:
@@ -40,17 +20,13 @@ def as_one_state(checkpoint: Checkpoint, *, rank: int, world_size: int) -> Check
 
     Stages of a pipeline and experts hold names of their own. If as many ranks read as saved, each gets its own state.
     """
-    owners: dict[bytes, list[int]] = {}
-    for number, manifest in enumerate(checkpoint.ranks):
-        owners.setdefault(manifest.skeleton, []).append(number)
+    owners = checkpoint.owners()
     if len(owners) < 2 or world_size == len(checkpoint.ranks):
         return checkpoint
-    skeletons = {_saved_skeleton(checkpoint, ranks[0]): ranks for ranks in owners.values()}
-    union, lost = united(skeletons, rank)
+    union, lost = united({checkpoint.saved_skeleton(ranks[0]): ranks for ranks in owners.values()}, rank)
     if lost:
-        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
         _log.warning(
-            "%s: ranks hold a container and a leaf under one name; left out: %s%s", checkpoint.path, lost[:_SHOWN], more
+            "%s: ranks hold a container and a leaf under one name; left out: %s", checkpoint.path, first_of(lost)
         )
     return replace(checkpoint, union=union)
 
@@ -61,10 +37,7 @@ def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | Non
     Raises:
         MissingNameError: one of ``only`` selects nothing.
     """
-    if not checkpoint.has_skeleton:
-        names = checkpoint.as_named(checkpoint.metadata.state_dict_metadata)
-    else:
-        names = _names_of(checkpoint, rank)
+    names = checkpoint.names_of(rank)
     if only is None:
         return names
     selected = frozenset(only)
@@ -82,26 +55,21 @@ def empty_containers(checkpoint: Checkpoint, names: Set[str], rank: int) -> Set[
     """
     if not names or not checkpoint.has_skeleton:
         return frozenset()
-    skeleton = skeleton_of(checkpoint, rank)
+    skeleton = checkpoint.skeleton(rank)
     found = find_named(skeleton, names, rank=rank).keys()
     return found - below_each(found, skeleton_names(skeleton, rank=rank)).keys() if found else found
 
 
 def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:
     """Return why ``rank`` has nothing at or below ``prefix``, and the remedy if another rank has."""
-    if checkpoint.has_skeleton and any(is_below(name, prefix) for name in checkpoint.catalog.names()):
-        for other in range(len(checkpoint.ranks)):
-            if any(is_below(name, prefix) for name in _names_of(checkpoint, other)):
-                own = rank if rank < len(checkpoint.ranks) else 0
-                return (
-                    f"{prefix!r} is what rank {other} saved, and read() gives what rank {own} did: load() it into a "
-                    f"template with its names, or read it on rank {other}"
-                )
+    for other in range(len(checkpoint.ranks)) if checkpoint.has_skeleton else ():
+        if any(is_below(name, prefix) and checkpoint.holds(name) for name in checkpoint.names_of(other)):
+            own = rank if rank < len(checkpoint.ranks) else 0
+            return (
+                f"{prefix!r} is what rank {other} saved, and read() gives what rank {own} did: load() it into a "
+                f"template with its names, or read it on rank {other}"
+            )
     return f"holds nothing named or below {prefix!r}; aio-ckpt inspect lists its names"
-
-
-def _names_of(checkpoint: Checkpoint, rank: int) -> list[str]:
-    return checkpoint.as_named(skeleton_names(skeleton_of(checkpoint, rank), rank=rank))
 
 
 def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_size: int) -> set[str]:
@@ -113,11 +81,10 @@ def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_s
     beyond = checkpoint.catalog.names() - known
     if not beyond or not checkpoint.has_skeleton:
         return beyond
-    beyond.difference_update(checkpoint.as_named(_copies(checkpoint)))
     if len(checkpoint.ranks) < 2:
         return beyond
     if world_size == len(checkpoint.ranks):
-        return beyond.intersection(_names_of(checkpoint, rank))
+        return beyond.intersection(checkpoint.names_of(rank))
     return beyond.difference(checkpoint.as_named(_per_rank_names(checkpoint, since=0)))
 
 
@@ -125,30 +92,30 @@ def dropped_names(checkpoint: Checkpoint, known: Set[str], world_size: int) -> l
     """Return the names of the ``PerRank`` values of ranks beyond ``world_size`` that are not among ``known``."""
     if world_size >= len(checkpoint.ranks) or not checkpoint.has_skeleton:
         return []
-    names = _per_rank_names(checkpoint, since=world_size) & checkpoint.catalog.names()
-    return sorted(names.difference(known))
-
-
-def _copies(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of items that were stored once more for stock DCP. They are leaves of no state."""
-    owners: dict[bytes, list[int]] = {}
-    for rank, manifest in enumerate(checkpoint.ranks):
-        owners.setdefault(manifest.skeleton, []).append(rank)
-    found = [copy_names(_saved_skeleton(checkpoint, ranks[0]), ranks=ranks) for ranks in owners.values()]
-    return set().union(*found)
+    return sorted(name for name in _per_rank_names(checkpoint, since=world_size) - known if checkpoint.holds(name))
 
 
 def _per_rank_names(checkpoint: Checkpoint, *, since: int) -> set[str]:
     """Return the names of the ``PerRank`` values of the ranks from ``since`` on."""
     mark = 1 << 62  # no rank has this number, so a name that holds it is the name of a PerRank value
-    marked: dict[bytes, list[str]] = {}
-    for rank, manifest in enumerate(checkpoint.ranks):
-        if manifest.skeleton not in marked:
-            names = skeleton_names(_saved_skeleton(checkpoint, rank), rank=mark)
-            marked[manifest.skeleton] = [name for name in names if f"rank{mark}" in name]
-    return {
-        name.replace(f"rank{mark}", f"rank{rank}")
-        for rank, manifest in enumerate(checkpoint.ranks)
-        if rank >= since
-        for name in marked[manifest.skeleton]
-    }
+    found: set[str] = set()
+    for ranks in checkpoint.owners().values():
+        names = skeleton_names(checkpoint.saved_skeleton(ranks[0]), rank=mark)
+        own = [name for name in names if f"rank{mark}" in name]
+        found.update(name.replace(f"rank{mark}", f"rank{rank}") for rank in ranks if rank >= since for name in own)
+    return found
+
+
+# -- messages ---------------------------------------------------------------------------------------
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the number of names, and the first of them, for a message."""
+    number = "1 name" if len(names) == 1 else f"{len(names)} names"
+    return f"{number}: {first_of([*map(repr, names)])}"
+
+
+def first_of(things: Sequence[str], *, between: str = ", ") -> str:
+    """Return the first of several things, and how many more there are, for a message."""
+    more = f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""
+    return f"{between.join(things[:_SHOWN])}{more}"
