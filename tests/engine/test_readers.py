@@ -16,11 +16,11 @@ from property_examples import gate_stride
 from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.cli import access
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.commit import discovery
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage import local
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import FileStatus, Storage
@@ -261,7 +261,7 @@ def called(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object], at: i
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(local, "Storage", make)
+        patch.setattr(access, "Storage", make)
         code = cli.run([str(argument) for argument in arguments])
     disturbed.reached = sum(storage.count for storage in made) >= at  # type: ignore[attr-defined]
     return code
