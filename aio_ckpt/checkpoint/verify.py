@@ -91,6 +91,7 @@ async def verify_checkpoint(
     Raises:
         CheckpointNotFoundError: there is neither ``.metadata`` nor a root manifest.
         FormatVersionError: a newer major version wrote the checkpoint.
+        SystemLimitError: the process may open no more files.
     """
     faults: list[Fault] = []
     checkpoint = await _open(storage, path, executor, faults)

@@ -1,6 +1,6 @@
 """The command line, ``aio-ckpt`` and ``python -m aio_ckpt``. In: arguments. Out: lines on the console, an exit code.
 
-``commands`` is the group, with errors and exit codes. ``arguments``, ``advice`` and ``console`` are shared.
+``commands`` is the group, with errors and exit codes. ``arguments`` and ``console`` are shared.
 A module whose name ends in -ing holds a few commands: options, work and output:
 
 - ``listing``: ls, du

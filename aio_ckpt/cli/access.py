@@ -99,6 +99,25 @@ async def use_newest(storage: Storage, path: Path, names: StepNames, use: Callab
     )
 
 
+async def unless_replaced(
+    storage: Storage, path: Path, use: Callable[[], Awaitable[T]], is_good: Callable[[T], bool]
+) -> T | None:
+    """Return the result of ``use``, which reads the checkpoint at ``path``; None if its writer deleted it meanwhile.
+
+    If its writer replaced it meanwhile, a result that is not good may be of two checkpoints, and ``use`` runs anew.
+    """
+    found = None
+    for _ in range(MAX_RETRIES):
+        before = await storage.status(path)
+        found = await use()
+        after = await storage.status(path)
+        if after is None:
+            return None
+        if before == after or is_good(found):
+            break
+    return found
+
+
 @contextlib.asynccontextmanager
 async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: str) -> AsyncIterator[Owner]:
     """Hold the root's lock, with the directories of an engine made and those of dead writers cleared.

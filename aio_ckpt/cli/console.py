@@ -244,11 +244,6 @@ def _extra_value(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def percent_text(part: int, whole: int) -> str:
-    """Return ``part`` of ``whole`` in per cent."""
-    return f"{100 * part / whole:.0f}%" if whole else "-"
-
-
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 leaf``, ``2 checkpoints``."""
     if number == 1:

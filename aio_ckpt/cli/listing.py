@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.cli.advice import advice
 from aio_ckpt.cli.arguments import check_root, example, json_option, root_argument, step_dir_option
 from aio_ckpt.cli.console import (
     Cells,
@@ -16,7 +17,6 @@ from aio_ckpt.cli.console import (
     age_text,
     extra_text,
     metrics_text,
-    percent_text,
     plural,
     printable,
     time_text,
@@ -24,6 +24,7 @@ from aio_ckpt.cli.console import (
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR, StepNames
+from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
@@ -101,6 +102,31 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
     damaged = [Path(row.path) for row in found.checkpoints if row.is_damaged]
     if told := advice(root, names, damaged, [row.step for row in found.checkpoints if row.fault is None]):
         screen.line(told)
+
+
+def advice(root: Path, names: StepNames, damaged: Sequence[Path], good: Sequence[int] | None) -> str:
+    """Return one line on the steps in the directories ``damaged`` of ``root``; empty if there is nothing to advise.
+
+    Args:
+        good: steps that are not damaged; None if nobody looked.
+    """
+    found = {path: step for path in damaged if (step := names.step(path.name)) is not None}
+    if not found:
+        return ""
+    committed = [names.step(name) for name in os.listdir(root) if (root / name / METADATA_FILE).exists()]
+    newest = max((step for step in committed if step is not None), default=-1)
+    parts = []
+    if good:
+        parts.append(f"load() {'falls back to' if max(found.values()) > max(good) else 'takes'} step {max(good)}")
+    elif good is not None:
+        parts.append("load() finds no step that is not damaged")
+    steps = sorted(step for path, step in found.items() if (path / METADATA_FILE).exists())
+    if steps:
+        told = " ".join(map(str, steps)) + (" --allow-newest" if newest in steps else "")
+        parts.append(f"'aio-ckpt rm {printable(str(root))} {told}' deletes {'it' if len(steps) == 1 else 'them'}")
+    if torn := [printable(str(path)) for path in found if not (path / METADATA_FILE).exists()]:
+        parts.append(f"delete by hand: {', '.join(torn)}")  # without .metadata, it is no committed step for rm
+    return "; ".join(parts)
 
 
 def _table(rows: tuple[RootRow, ...], now_unix: float) -> tuple[Cells, list[Cells]]:
@@ -184,7 +210,7 @@ def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:
         ("free", found.free, "on this file system"),
     )
     rows = [
-        (word, amount(nbytes), percent_text(nbytes, found.nbytes) if word != "free" else "-", where)
+        (word, amount(nbytes), f"{100 * nbytes / found.nbytes:.0f}%" if found.nbytes and word != "free" else "-", where)
         for word, nbytes, where in parts
         if nbytes or word in ("checkpoints", "total", "free")
     ]

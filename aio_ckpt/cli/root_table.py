@@ -5,6 +5,7 @@ Reads manifests, never data, and needs no torch unless a checkpoint looks damage
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -16,11 +17,12 @@ from typing import Any
 
 import msgspec
 
-from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
+from aio_ckpt.cli.access import unless_replaced
+from aio_ckpt.commit.discovery import CommittedCheckpoint, discover_all
 from aio_ckpt.commit.owner import Owner, owner_by_name, recorded_owner
 from aio_ckpt.commit.retention import best, protected_steps
 from aio_ckpt.config import KeepBest
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, MismatchError, ReadError
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, MismatchError, ReadError
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, StepNames
 from aio_ckpt.format.root_manifest import (
     METADATA_FILE,
@@ -29,7 +31,6 @@ from aio_ckpt.format.root_manifest import (
     RootManifest,
     data_file_of,
     decode_root,
-    rank_manifest_name,
 )
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import open_regular_file
@@ -143,82 +144,75 @@ async def _row(
     storage: Storage, executor: Executor, found: CommittedCheckpoint, *, is_protected: bool
 ) -> RootRow | None:
     """Return the row of one checkpoint; None if its writer has deleted it since it was found."""
-    row = None
-    for _ in range(MAX_RETRIES):
-        before = await storage.status(found.path)
+
+    async def row() -> RootRow | None:
         try:
-            row = await _row_now(storage, executor, found, is_protected=is_protected)
+            return await _row_now(storage, executor, found, is_protected=is_protected)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM):  # another user's: it must not hide the others
-                row = RootRow(
-                    step=found.step, path=str(found.path), nbytes=0, is_protected=is_protected, fault=str(error)
-                )
-            elif error.errno in (errno.ENOENT, errno.ENOTDIR):
-                row = None
-            else:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return None
+            if error.errno not in (errno.EACCES, errno.EPERM):
                 raise
-        after = await storage.status(found.path)
-        if after is None:
-            return None
-        if before == after or (row is not None and row.fault is None):
-            break  # otherwise its writer replaced it while it was read
-    return row
+            # Another user's checkpoint must not hide the others.
+            return RootRow(step=found.step, path=str(found.path), nbytes=0, is_protected=is_protected, fault=str(error))
+
+    return await unless_replaced(storage, found.path, row, lambda row: row is not None and row.fault is None)
 
 
 async def _row_now(
     storage: Storage, executor: Executor, found: CommittedCheckpoint, *, is_protected: bool
 ) -> RootRow | None:
     lengths = await run_blocking(executor, file_lengths, found.path)
-    row = RootRow(step=found.step, path=str(found.path), nbytes=sum(lengths.values()), is_protected=is_protected)
     root: RootManifest | None = None
+    fault, is_damaged = None, False
     data = await read_small_file(storage, found.path / ROOT_MANIFEST)
     if data is None and not await storage.exists(found.path):
         return None
     try:
         if data is None:
-            await _check_plain(storage, executor, found.path, lengths)
+            fault = await _plain_fault(storage, executor, found.path, lengths)
+            is_damaged = bool(fault)
         else:
             root = decode_root(data, name=ROOT_MANIFEST)
             await run_blocking(executor, check_files, found.path, root, found.step, lengths)
     except ReadError:
         raise
     except AioCkptError as error:
-        is_damaged, fault = isinstance(error, CorruptCheckpointError), str(error)
-        if is_damaged and data is not None and await _is_foreign(storage, executor, found.path):
-            root, fault = None, await _plain_fault(storage, executor, found.path, lengths)
-        row = msgspec.structs.replace(row, fault=fault or None, is_damaged=is_damaged and bool(fault))
-    if root is None:
-        return row
-    return msgspec.structs.replace(
-        row,
-        metrics=root.metrics,
-        extra=root.extra,
-        world_size=root.world_size,
-        torch=root.written_by.get("torch"),
-        created_unix=root.created_unix,
+        fault, is_damaged = str(error).removeprefix(f"{found.path}/"), isinstance(error, CorruptCheckpointError)
+        if is_damaged and data is not None:
+            with contextlib.suppress(AioCkptError):
+                plain = await _plain_fault(storage, executor, found.path, lengths)
+                if plain is not None:  # stock dcp.save wrote over a checkpoint of aio_ckpt: its manifests do not count
+                    root, fault, is_damaged = None, plain, bool(plain)
+    return RootRow(
+        step=found.step,
+        path=str(found.path),
+        nbytes=sum(lengths.values()),
+        world_size=root.world_size if root else None,
+        torch=root.written_by.get("torch") if root else None,
+        created_unix=root.created_unix if root else None,
+        metrics=root.metrics if root else {},
+        extra=root.extra if root else {},
+        is_protected=is_protected,
+        is_damaged=is_damaged,
+        fault=fault or None,
     )
 
 
-async def _check_plain(storage: Storage, executor: Executor, path: Path, lengths: dict[str, int]) -> None:
-    """Check the files of a checkpoint of plain DCP against its ``.metadata``, which tells how long each has to be.
+async def _plain_fault(storage: Storage, executor: Executor, path: Path, lengths: Mapping[str, int]) -> str | None:
+    """Return the first file of plain DCP that is missing or shorter than ``.metadata`` tells, in words.
+
+    Returns '' if there is none, and None if the checkpoint is one of aio_ckpt.
 
     Raises:
-        CorruptCheckpointError: a file is missing or too short, or ``.metadata`` is damaged; names the file.
+        CorruptCheckpointError: ``.metadata`` is damaged, or a manifest is missing; names the file.
         FormatVersionError: a newer torch wrote ``.metadata``.
     """
-    if rank_manifest_name(0) in lengths:
-        raise CorruptCheckpointError(f"{ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
-    if not lengths.get(METADATA_FILE):
-        raise CorruptCheckpointError(f"{METADATA_FILE}: empty")
-    if fault := await _plain_fault(storage, executor, path, lengths):
-        raise CorruptCheckpointError(fault)
-
-
-async def _plain_fault(storage: Storage, executor: Executor, path: Path, lengths: dict[str, int]) -> str:
-    """Return the first file of a checkpoint of plain DCP that is missing or too short, in words; '' if none is."""
     from aio_ckpt.checkpoint.open import open_checkpoint  # needs torch
 
     checkpoint = await open_checkpoint(storage, path, executor=executor)
+    if not checkpoint.is_plain_dcp:
+        return None
     metadata = await run_blocking(executor, lambda: checkpoint.metadata)
     needed: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
@@ -239,16 +233,6 @@ def _length(path: Path) -> int | None:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-async def _is_foreign(storage: Storage, executor: Executor, path: Path) -> bool:
-    """Return whether stock ``dcp.save`` wrote over a checkpoint of aio_ckpt, so that the manifests do not count."""
-    from aio_ckpt.checkpoint.open import open_checkpoint  # needs torch
-
-    try:
-        return (await open_checkpoint(storage, path, executor=executor)).is_plain_dcp
-    except (AioCkptError, CheckpointNotFoundError):
-        return False
 
 
 # -- marks ------------------------------------------------------------------------------------------

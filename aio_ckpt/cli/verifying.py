@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from aio_ckpt.cli.advice import advice
 from aio_ckpt.cli.arguments import Directory, example, json_option, step_dir_option
-from aio_ckpt.cli.console import Screen, bytes_progress, plural, printable
+from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, printable
+from aio_ckpt.cli.listing import advice
 from aio_ckpt.config import MAX_WORKERS
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.names import StepNames
@@ -51,18 +51,30 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
     Exit code 1 if any byte is not as it was written.
     """
     from aio_ckpt.cli.access import call, locate
+    from aio_ckpt.cli.root_table import file_lengths
+    from aio_ckpt.runtime.portal import run_blocking
 
     screen = Screen(as_json=as_json)
-    found = call(lambda storage, _: locate(storage, path, names))
-    sizes = [*map(_bytes_now, found)]
-    total, done = sum(sizes), 0
     results: list[_Verified] = []
-    with bytes_progress(screen, "verify") as on_progress:
+
+    async def work(storage: Storage, executor: Executor) -> None:
+        found = await locate(storage, path, names)
+        sizes: list[int] = []
+        for checkpoint in found:
+            try:
+                sizes.append(sum((await run_blocking(executor, file_lengths, checkpoint)).values()))
+            except (FileNotFoundError, PermissionError):  # deleted since it was listed, or to be reported by verify
+                sizes.append(0)
+        total, done = sum(sizes), 0
         for checkpoint, nbytes in zip(found, sizes, strict=True):
-            results.append(_verify(checkpoint, names, nbytes, workers, _from(done, nbytes, total, on_progress)))
+            on_read = _from(done, nbytes, total, on_progress)
+            results.append(await _verify(storage, executor, checkpoint, names, nbytes, workers, on_read))
             done += nbytes
             on_progress(done, total)  # files that hold no data, and what could not be read, count as done
             _tell(results[-1], screen)
+
+    with bytes_progress(screen, "verify") as on_progress:
+        call(work, readers=workers)
     bad = sum(bool(result.faults) for result in results)
     if as_json:
         screen.json({"is_good": not bad, "checkpoints": results})
@@ -73,7 +85,7 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
     return 1 if bad else 0
 
 
-def _from(begin: int, most: int, total: int, on_progress: Callable[[int, int], None]) -> Callable[[int], None]:
+def _from(begin: int, most: int, total: int, on_progress: OnProgress) -> Callable[[int], None]:
     """Return a function that takes the number of bytes read since its last call, of one checkpoint."""
     done = 0
 
@@ -85,52 +97,31 @@ def _from(begin: int, most: int, total: int, on_progress: Callable[[int, int], N
     return on_read
 
 
-def _verify(
-    checkpoint: Path, names: StepNames, nbytes: int, workers: int, on_progress: Callable[[int], None]
+async def _verify(
+    storage: Storage,
+    executor: Executor,
+    checkpoint: Path,
+    names: StepNames,
+    nbytes: int,
+    workers: int,
+    on_read: Callable[[int], None],
 ) -> _Verified:
-    from aio_ckpt.checkpoint import verify as work
-    from aio_ckpt.cli.access import call
-    from aio_ckpt.commit.discovery import MAX_RETRIES
+    from aio_ckpt.checkpoint import verify
+    from aio_ckpt.cli.access import unless_replaced
 
-    begin, is_gone = time.perf_counter(), False
+    begin, step = time.perf_counter(), names.step(checkpoint.name)
 
-    async def verify(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
+    async def faults_now() -> tuple[Fault, ...]:
         try:
-            return await work.verify_checkpoint(
-                storage,
-                checkpoint,
-                step=names.step(checkpoint.name),
-                executor=executor,
-                readers=workers,
-                on_progress=on_progress,
+            return await verify.verify_checkpoint(
+                storage, checkpoint, step=step, executor=executor, readers=workers, on_progress=on_read
             )
         except AioCkptError as error:  # an unreadable checkpoint must not hide the faults of the others
-            return (work.fault_of(error, file=checkpoint.name, tensor=None),)
+            return (verify.fault_of(error, file=checkpoint.name, tensor=None),)
 
-    async def verify_present(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
-        nonlocal is_gone
-        faults: tuple[Fault, ...] = ()
-        for _ in range(MAX_RETRIES):
-            before = await storage.status(checkpoint)
-            faults = await verify(storage, executor)
-            after = await storage.status(checkpoint)
-            is_gone = after is None
-            if is_gone or after == before or not faults:
-                break  # otherwise its writer replaced it while it was read: verify it again
-        return () if is_gone else faults
-
-    faults = call(verify_present, readers=workers)
+    faults = await unless_replaced(storage, checkpoint, faults_now, lambda found: not found)
     secs = time.perf_counter() - begin
-    return _Verified(path=str(checkpoint), nbytes=nbytes, secs=secs, faults=faults, is_gone=is_gone)
-
-
-def _bytes_now(checkpoint: Path) -> int:
-    from aio_ckpt.cli.root_table import file_lengths
-
-    try:
-        return sum(file_lengths(checkpoint).values())
-    except (FileNotFoundError, PermissionError):  # deleted since it was listed, or to be reported by verify
-        return 0
+    return _Verified(path=str(checkpoint), nbytes=nbytes, secs=secs, faults=faults or (), is_gone=faults is None)
 
 
 def _advise(path: Path, results: Sequence[_Verified], names: StepNames, screen: Screen) -> None:
