@@ -181,12 +181,7 @@ async def _plan(
     await files.measure({item.file for item, _, _ in found.whole}, checkpoint.catalog.files)
     source = await locate(ctx, files, checkpoint, names)
     _check_tied(checkpoint, found.tied, source.items)
-    plan = LoadPlan(
-        source=source,
-        live=found.live,
-        live_at=found.live_at,
-        layouts=found.layouts,
-    )
+    plan = LoadPlan(source=source, found=found)
 
     def requests() -> list[ReadRequest]:
         plan.reads.add_whole(found.whole)

@@ -22,7 +22,7 @@ from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, Unsaf
 from aio_ckpt.format.tensor_zip import is_dense, row_major_stride
 from aio_ckpt.leaves.tensor_memory import unwrapped
 from aio_ckpt.leaves.values import OwnedShard, Shard, Target
-from aio_ckpt.match.match import WholeTarget, shard_like
+from aio_ckpt.match.match import Match, WholeTarget, shard_like
 from aio_ckpt.restore.options import ReadContext
 
 _SHOWN = 5
@@ -85,12 +85,8 @@ class LoadPlan:
     """Tensors that are read into memory outside of the template's leaves, by name."""
     undecoded: dict[str, bytes] = field(default_factory=dict)
     """Bytes of the objects that were read, by name."""
-    live: Mapping[str, Target] = field(default_factory=dict)
-    """See ``Match.live``."""
-    live_at: Mapping[str, int] = field(default_factory=dict)
-    """See ``Match.live_at``."""
-    layouts: Mapping[str, Target] = field(default_factory=dict)
-    """See ``Match.layouts``."""
+    found: Match = field(default_factory=Match)
+    """The tensors of Stateful values that are filled, and the layouts of new ones; empty without a template."""
     skip_untrusted: bool = False
     """Whether objects that need trust are left unread."""
     memory: HostMemory | None = None
@@ -99,7 +95,7 @@ class LoadPlan:
     """Devices of the targets, without the host."""
 
     def add_all(self, tensors: Iterable[tuple[str, Target]], values: Iterable[str], objects: Iterable[str]) -> None:
-        """Plan ``tensors`` into their memory, ``values`` into that of ``live`` or new memory, and ``objects``."""
+        """Plan ``tensors`` into their memory, ``values`` into that of a live tensor or new memory, and ``objects``."""
         for name, tensor in tensors:
             self._add_tensor(name, tensor)
         self._add_values(values)
@@ -112,13 +108,13 @@ class LoadPlan:
         whole: list[WholeTarget] = []
         for name in names:
             items = self.source.items[name]
-            target, like = self.live.get(name), shard_like(self.layouts.get(name), items)
+            target, like = self.found.live.get(name), shard_like(self.found.layouts.get(name), items)
             if isinstance(like, OwnedShard):  # load_state_dict takes only the owner, so that is filled in place
                 target = like
             key = (id(target), id(like), *map(id, items))  # tied names have one key, so they are read once
             if key not in made:
                 made[key] = new_tensor(name, items, like, self.memory) if target is None else target
-                address = self.live_at.get(name, 0)
+                address = self.found.live_at.get(name, 0)
                 if address and isinstance(target, torch.Tensor):
                     whole.append((items[0], target, address))
                 else:

@@ -11,7 +11,7 @@ from tensor_bits import assert_same_tensor, random_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from tree_states import round_trip, stored
+from tree_states import build_below, round_trip, stored
 from wrapper_tensors import Blockwise, Casting, Nested, Tagged, Token, blockwise, nested
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
@@ -19,7 +19,7 @@ from aio_ckpt.leaves.compound import difference, take_apart
 from aio_ckpt.leaves.objects import encode_object
 from aio_ckpt.leaves.tensor_memory import unwrapped
 from aio_ckpt.leaves.values import PerRank
-from aio_ckpt.state.build import build, build_below
+from aio_ckpt.state.build import build
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import flatten, read_template
 from aio_ckpt.state.names import compound_notes
