@@ -61,7 +61,6 @@ __all__ = [
     "narrow_tensor_by_index",
     "neg_view",
     "pickled_storage",
-    "quantized_tensor",
     "reader_transforms",
     "sparse_coo_parts",
     "writer_transforms",
@@ -135,18 +134,6 @@ def sparse_coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def mark_coalesced(tensor: torch.Tensor, *, is_coalesced: bool) -> None:
     """Set the mark whether a sparse COO tensor is coalesced. If ``_coalesced_`` moves, leave the mark as it is."""
     tensor._coalesced_(is_coalesced)
-
-
-def quantized_tensor(
-    integers: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor, axis: int | None
-) -> torch.Tensor:
-    """Return the quantized tensor of these integers, with one scale for all (``axis`` None) or one a channel.
-
-    If ``_make_per_*_quantized_tensor`` moves, follow ``torch._utils._rebuild_qtensor``.
-    """
-    if axis is None:
-        return torch._make_per_tensor_quantized_tensor(integers, scales.item(), int(zero_points.item()))
-    return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
 
 
 def is_load_of_torch(value: Any) -> bool:

@@ -81,7 +81,7 @@ class DuplicateNameError(AioCkptError, ValueError):
 
 
 class UnsupportedLeafError(AioCkptError, TypeError):
-    """A leaf, key or container that no checkpoint can hold (sparse, meta, quantized, odd subclass)."""
+    """A leaf, key or container that no checkpoint can hold (compressed sparse, quantized, nested, meta)."""
 
 
 class UnsafeObjectError(AioCkptError, TypeError):

@@ -82,7 +82,9 @@ def load(
         skip_mismatched=skip_mismatched,
         cast=cast,
         rename=rename,
+        progress=progress,
     )
+    options.check()
 
     async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, again: bool) -> LoadReport:
         outcome = await load_checkpoint(

@@ -17,6 +17,7 @@ from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.reports import LoadReport, OnProgress
+from aio_ckpt.restore.options import LoadOptions
 from aio_ckpt.runtime.futures import cancellable_result_blocking
 
 __all__ = ["SyncCheckpointEngine"]
@@ -113,18 +114,19 @@ class SyncCheckpointEngine(BaseEngine):
                 if there was nothing to fill.
         """
         given_up: Future[None] = Future()
-        options = {
-            "strict": strict,
-            "allow_missing": allow_missing,
-            "fallback": fallback,
-            "skip_untrusted": skip_untrusted,
-            "skip_mismatched": skip_mismatched,
-            "path": path,
-            "cast": cast,
-            "rename": rename,
-            "progress": progress,
-        }
-        return cancellable_result_blocking(self._submit_load(state, step, given_up, **options), given_up)
+        options = LoadOptions(
+            step=step,
+            path=path,
+            fallback=fallback,
+            strict=strict,
+            allow_missing=allow_missing,
+            skip_untrusted=skip_untrusted,
+            skip_mismatched=skip_mismatched,
+            cast=cast,
+            rename=rename,
+            progress=progress,
+        )
+        return cancellable_result_blocking(self._submit_load(state, options, given_up), given_up)
 
     def read(
         self,

@@ -46,6 +46,7 @@ from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_group
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import RootRescue
+from aio_ckpt.restore.options import LoadOptions
 from aio_ckpt.runtime.futures import cancellable_result, follow
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, start_beside
 from aio_ckpt.runtime.priority import lower_priority
@@ -481,16 +482,13 @@ class BaseEngine:
         while (settled := queue.settled_before_room) is not None:
             lines.wait_for([settled])
 
-    def _submit_load(
-        self, state: object, step: int | None, given_up: Future[None] | None = None, **options: Any
-    ) -> Future[LoadReport]:
+    def _submit_load(self, state: object, options: LoadOptions, given_up: Future[None]) -> Future[LoadReport]:
         """Start a load and return its future. Once ``given_up`` is done, the load ends early."""
         self._portal.check_thread("load()")
         self._ctx.members.check_group()
-        path = options.get("path")
-        before = self._frontend.before_load("load", step, path)
-        load = functools.partial(self._loader.load, state, step, options, given_up or Future(), before)
-        return self._portal.submit(self._going_on, load, path)
+        before = self._frontend.before_load("load", options.step, options.path)
+        load = functools.partial(self._loader.load, state, options, given_up, before)
+        return self._portal.submit(self._going_on, load, options.path)
 
     def _submit_read(
         self,
@@ -643,18 +641,19 @@ class CheckpointEngine(BaseEngine):
                 if there was nothing to fill.
         """
         given_up: Future[None] = Future()
-        options = {
-            "strict": strict,
-            "allow_missing": allow_missing,
-            "fallback": fallback,
-            "skip_untrusted": skip_untrusted,
-            "skip_mismatched": skip_mismatched,
-            "path": path,
-            "cast": cast,
-            "rename": rename,
-            "progress": progress,
-        }
-        return await cancellable_result(self._submit_load(state, step, given_up, **options), given_up)
+        options = LoadOptions(
+            step=step,
+            path=path,
+            fallback=fallback,
+            strict=strict,
+            allow_missing=allow_missing,
+            skip_untrusted=skip_untrusted,
+            skip_mismatched=skip_mismatched,
+            cast=cast,
+            rename=rename,
+            progress=progress,
+        )
+        return await cancellable_result(self._submit_load(state, options, given_up), given_up)
 
     async def read(
         self,
@@ -815,9 +814,11 @@ class CheckpointEngine(BaseEngine):
     # For a caller without a loop.
     wait_ready = BaseEngine._wait_ready
     """:meth:`ready` that blocks."""
-    submit_load = BaseEngine._submit_load
-    """:meth:`load` that returns a ``concurrent.futures.Future`` of the report. Give ``strict``, ``allow_missing`` and
-    ``fallback``, and other options as needed."""
+
+    def submit_load(self, state: object, step: int | None = None, **options: Any) -> Future[LoadReport]:
+        """:meth:`load` that returns a ``concurrent.futures.Future`` of the report."""
+        return self._submit_load(state, LoadOptions(step=step, **options), Future())
+
     submit_read = BaseEngine._submit_read
     """:meth:`read` that returns a ``concurrent.futures.Future`` of the state. Give ``only``, which may be None."""
     close_blocking = BaseEngine._close_blocking

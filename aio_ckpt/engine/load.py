@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import anyio
 
-from aio_ckpt.checks import check_callback, check_flag, check_path, shown
+from aio_ckpt.checks import check_path, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number
@@ -45,28 +45,6 @@ BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]
 """Waits for the pending calls that change what a load finds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class LoadCall:
-    """One accepted call of ``load()``."""
-
-    name: str
-    """Name of the call, the same on every rank."""
-    state: object
-    """The template."""
-    wanted: Wanted
-    """The checkpoint that the call asks for."""
-    fallback: bool
-    """Whether a load without a step passes by checkpoints that do not verify."""
-    options: LoadOptions
-    """How the template is filled."""
-    progress: OnProgress | None = None
-    """The caller's function that gets the progress."""
-
-    def __post_init__(self) -> None:
-        check_flag("fallback", self.fallback)
-        check_callback("progress", self.progress)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
     """Runs a load, from the call to a filled template. :meth:`_load` shows all of it.
@@ -78,36 +56,31 @@ class Loader:
     quarantine: Quarantine
     """Gets the checkpoints that were proven damaged."""
 
-    async def load(
-        self, state: object, step: object, options: Mapping[str, Any], given_up: Future[None], before: BeforeLoad
-    ) -> LoadReport:
-        """Fill ``state`` from ``step``, or from the newest checkpoint that verifies, until ``given_up`` is done.
+    async def load(self, state: object, options: LoadOptions, given_up: Future[None], before: BeforeLoad) -> LoadReport:
+        """Fill ``state`` from the checkpoint that ``options`` name, until ``given_up`` is done.
 
-        ``options``: ``path``, ``fallback``, ``progress`` and the fields of :class:`LoadOptions`. ``before`` is awaited
-        first. However the load ends, no thread touches ``state`` afterwards.
+        ``before`` is awaited first. However the load ends, no thread touches ``state`` afterwards.
 
         Raises:
             StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
             SaveCancelledError: the load was given up.
         """
         began = time.perf_counter()
-        report = await run_cancellable(given_up, lambda: self._load(state, step, options, before))
+        report = await run_cancellable(given_up, lambda: self._load(state, options, before))
         self._log(report, began)
         return report
 
-    async def _load(self, state: object, step: object, options: Mapping[str, Any], before: BeforeLoad) -> LoadReport:
+    async def _load(self, state: object, options: LoadOptions, before: BeforeLoad) -> LoadReport:
         """Accept the call, search a checkpoint, read it, apply it."""
         ctx, quarantine = self.ctx, self.quarantine
-        call = await self._accept(state, step, options, before)  # on all ranks, or on none
-        async with metered(call.progress, ctx.executor) as meter:
+        name, wanted = await self._accept(options, before)  # on all ranks, or on none
+        async with metered(options.progress, ctx.executor) as meter:
             if ctx.members.are_several:  # no rank fetches before all have matched, nor applies before all have decoded
-                use_jointly = functools.partial(self._read, call, meter)
-                found = await newest_good_for_all(
-                    ctx, quarantine, call.name, call.wanted, use_jointly, fallback=call.fallback
-                )
+                use_jointly = functools.partial(self._read, state, options, meter)
+                found = await newest_good_for_all(ctx, quarantine, name, wanted, use_jointly, fallback=options.fallback)
             else:
-                use = functools.partial(self._read_and_apply, call, meter)
-                found = await newest_good(ctx, quarantine, call.wanted, use, fallback=call.fallback)
+                use = functools.partial(self._read_and_apply, state, options, meter)
+                found = await newest_good(ctx, quarantine, wanted, use, fallback=options.fallback)
         chosen, skipped, loaded = found
         return load_report(chosen, skipped, loaded.outcome)
 
@@ -149,21 +122,13 @@ class Loader:
 
     # -- accept ---------------------------------------------------------------------------------------
 
-    async def _accept(self, state: object, step: object, options: Mapping[str, Any], before: BeforeLoad) -> LoadCall:
+    async def _accept(self, options: LoadOptions, before: BeforeLoad) -> tuple[str, Wanted]:
+        """Return the name of the call, which is the same on every rank, and the checkpoint that it asks for."""
         ctx, members = self.ctx, self.ctx.members
         name = members.next_load()  # first: a call that only this rank refuses counts on all ranks
         try:
-            rest = dict(options)
-            wanted = wanted_checkpoint(step, rest.pop("path", None))
-            fallback, progress = rest.pop("fallback"), rest.pop("progress", None)
-            call = LoadCall(
-                name=name,
-                state=state,
-                wanted=wanted,
-                fallback=fallback,
-                options=LoadOptions(**rest),
-                progress=progress,
-            )
+            wanted = wanted_checkpoint(options.step, options.path)
+            options.check()
             await members.met()
             if members.are_several:  # the other ranks may be in the load already
                 await while_beating(members.coordinator, ctx.config.stall_timeout_secs, before)
@@ -172,7 +137,7 @@ class Loader:
         except BaseException as error:
             await self._refuse(name, error)
             raise
-        return call
+        return name, wanted
 
     async def _refuse(self, name: str, error: BaseException) -> None:
         """Tell the other ranks, once they have met this one. If they never meet, no rank waits."""
@@ -184,14 +149,20 @@ class Loader:
     # -- read and apply -------------------------------------------------------------------------------
 
     async def _read(
-        self, call: LoadCall, meter: Meter, candidate: CommittedCheckpoint, again: bool, on_matched: OnMatched
+        self,
+        state: object,
+        options: LoadOptions,
+        meter: Meter,
+        candidate: CommittedCheckpoint,
+        again: bool,
+        on_matched: OnMatched,
     ) -> _Loaded:
         outcome = await load_checkpoint(
             self._read_context(),
             candidate.path,
-            call.state,
+            state,
             step=None if candidate.is_given else candidate.step,
-            options=call.options,
+            options=options,
             past_page_cache=again,
             on_matched=on_matched,
             meter=meter,
@@ -210,9 +181,9 @@ class Loader:
         )
 
     async def _read_and_apply(
-        self, call: LoadCall, meter: Meter, candidate: CommittedCheckpoint, again: bool
+        self, state: object, options: LoadOptions, meter: Meter, candidate: CommittedCheckpoint, again: bool
     ) -> _Loaded:
-        loaded = await self._read(call, meter, candidate, again, at_once)
+        loaded = await self._read(state, options, meter, candidate, again, at_once)
         await loaded.apply()
         return loaded
 

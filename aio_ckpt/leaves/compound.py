@@ -22,7 +22,6 @@ from aio_ckpt._torch import (
     ShardedTensor,
     bare_tensor,
     mark_coalesced,
-    quantized_tensor,
     sparse_coo_parts,
 )
 from aio_ckpt.errors import AioCkptError
@@ -30,19 +29,8 @@ from aio_ckpt.leaves.containers import Notes, named_type
 from aio_ckpt.leaves.objects import decode_object, encode_object
 from aio_ckpt.leaves.tensor_memory import has_own_memory
 
-_COMPRESSED: dict[torch.layout, tuple[str, str]] = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
-_LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
-_SPARSE = frozenset(_LAYOUTS.values())
-_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32})
-"""Quantized dtypes whose integers have a byte or more each."""
-_INTEGERS = (torch.int8, torch.uint8, torch.int32)
-_PER_TENSOR, _PER_CHANNEL = "per_tensor_affine", ("per_channel_affine", "per_channel_affine_float_qparams")
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+_COO = "sparse_coo"
 _COMPARED = ("layout", "shape", "stride", "dtype")
 """Notes that must be equal in the template and in the checkpoint."""
 _DATA = "data"
@@ -58,7 +46,7 @@ class CompoundTensor:
     notes: Notes
     """Everything about the tensor but its parts."""
     parts: dict[str, torch.Tensor]
-    """Tensors that hold its values, in its own memory. They may be compound, too. Of a quantized tensor, copies."""
+    """Tensors that hold its values, in its own memory. They may be compound, too."""
 
 
 # -- apart ------------------------------------------------------------------------------------------
@@ -68,7 +56,7 @@ def is_compound(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is stored by its parts."""
     kind = type(tensor)
     if kind in _PLAIN_TYPES:
-        return kind is not DTensor and (tensor.layout in _SPARSE or tensor.dtype in _QUANTIZED)
+        return kind is not DTensor and tensor.layout is torch.sparse_coo
     if issubclass(kind, (DTensor, AsyncCollectiveTensor, ShardedTensor)) or is_lazy(tensor) or tensor.is_nested:
         return False
     return _is_wrapper(kind) or (has_own_memory(tensor) and tensor.layout is torch.strided)
@@ -95,15 +83,8 @@ def take_apart(tensor: Any, name: str) -> CompoundTensor:
             notes += [("context", _encoded(tensor.__tensor_flatten__()[1], f"{name}: the context"))]
         elif vars(tensor):
             notes += [("attributes", _encoded(dict(vars(tensor)), f"{name}: the attributes"))]
-    elif tensor.is_quantized:
-        notes = [("qscheme", str(tensor.qscheme()).removeprefix("torch."))]
-        notes += [("dtype", str(tensor.dtype).removeprefix("torch."))]
-        if tensor.qscheme() is not torch.per_tensor_affine:
-            notes += [("axis", tensor.q_per_channel_axis())]
     else:
-        notes = [("layout", str(tensor.layout).removeprefix("torch.")), ("shape", tuple(tensor.shape))]
-        if tensor.layout is torch.sparse_coo:
-            notes += [("coalesced", int(tensor.is_coalesced()))]
+        notes = [("layout", _COO), ("shape", tuple(tensor.shape)), ("coalesced", int(tensor.is_coalesced()))]
     if tensor.requires_grad and tensor.is_leaf:
         notes += [("grad", 1)]
     return CompoundTensor(tensor=tensor, notes=tuple(notes), parts=_parts(tensor))
@@ -116,16 +97,7 @@ def _parts(tensor: Any) -> dict[str, torch.Tensor]:
         return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
     if kind not in _PLAIN_TYPES:
         return {_DATA: bare_tensor(tensor)}
-    bare = tensor.detach()
-    if tensor.is_quantized and tensor.qscheme() is torch.per_tensor_affine:
-        scale, zero_point = torch.tensor(bare.q_scale(), dtype=torch.float64), torch.tensor(bare.q_zero_point())
-        return {"int_repr": bare.int_repr(), "scale": scale, "zero_point": zero_point}
-    if tensor.is_quantized:
-        scales, zero_points = bare.q_per_channel_scales(), bare.q_per_channel_zero_points()
-        return {"int_repr": bare.int_repr(), "scales": scales, "zero_points": zero_points}
-    if tensor.layout is torch.sparse_coo:
-        return dict(zip(("indices", "values"), sparse_coo_parts(bare), strict=True))
-    return {name: getattr(bare, name)() for name in (*_COMPRESSED[tensor.layout], "values")}
+    return dict(zip(("indices", "values"), sparse_coo_parts(tensor.detach()), strict=True))
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -146,42 +118,20 @@ def put_together(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor], *,
     Raises:
         ValueError, TypeError, LookupError, RuntimeError: no tensor has these notes and parts. Every index is checked.
     """
-    if "type" in notes:
-        made = _subclass(notes, parts, trusted)
-    else:
-        made = _quantized(notes, parts) if "qscheme" in notes else _sparse(notes, parts)
+    made = _subclass(notes, parts, trusted) if "type" in notes else _sparse(notes, parts)
     return made.requires_grad_() if made is not None and notes.get("grad") else made
 
 
 def _sparse(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    layout, shape = _LAYOUTS[notes["layout"]], tuple(notes["shape"])
-    if layout is torch.sparse_coo:
-        return torch.sparse_coo_tensor(
-            parts["indices"],
-            parts["values"],
-            shape,
-            is_coalesced=bool(notes.get("coalesced")),
-            check_invariants=True,
-        )
-    compressed, plain = _COMPRESSED[layout]
-    return torch.sparse_compressed_tensor(
-        parts[compressed], parts[plain], parts["values"], shape, layout=layout, check_invariants=True
+    if notes["layout"] != _COO:
+        raise ValueError(f"layout {notes['layout']}")
+    return torch.sparse_coo_tensor(
+        parts["indices"],
+        parts["values"],
+        tuple(notes["shape"]),
+        is_coalesced=bool(notes.get("coalesced")),
+        check_invariants=True,
     )
-
-
-def _quantized(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the quantized tensor of these notes and parts."""
-    integers = parts["int_repr"]
-    if integers.dtype not in _INTEGERS:
-        raise TypeError(f"integers of {integers.dtype}")
-    if notes["qscheme"] == _PER_TENSOR:
-        return quantized_tensor(integers, parts["scale"], parts["zero_point"], None)
-    if notes["qscheme"] not in _PER_CHANNEL:
-        raise ValueError(f"a quantized tensor of scheme {notes['qscheme']}")
-    axis, scales, zero_points = notes["axis"], parts["scales"], parts["zero_points"]
-    if not scales.shape == zero_points.shape == integers.shape[axis : axis + 1]:
-        raise ValueError(f"{scales.numel()} scales of {integers.shape} integers, along dimension {axis}")
-    return quantized_tensor(integers, scales, zero_points, axis)
 
 
 def allowed_type(notes: Mapping[str, Any], *, trusted: bool) -> Any | None:
@@ -255,7 +205,7 @@ def kind_of(notes: Notes) -> str:
     found = dict(notes)
     if "type" in found:
         return str(found["type"]).rpartition(":")[2]
-    return f"{found.get('qscheme') or found.get('layout') or 'plain'} tensor"
+    return f"{found.get('layout', 'plain')} tensor"
 
 
 def _contexts_differ(mine: bytes, theirs: bytes) -> bool:
@@ -279,14 +229,11 @@ def _without_devices(value: Any) -> Any:
     return value
 
 
-def settle(filled: CompoundTensor, stored: Notes) -> None:
-    """Set the properties of a tensor with filled parts that its parts do not hold."""
-    tensor, notes = filled.tensor, dict(stored)
+def mark_as_stored(filled: torch.Tensor, stored: Notes) -> None:
+    """Set the mark of coalesced, which the parts of a sparse tensor do not hold."""
+    notes = dict(stored)
     if "coalesced" in notes:
-        mark_coalesced(tensor, is_coalesced=bool(notes["coalesced"]))
-    elif "qscheme" in notes:
-        with torch.no_grad():  # Through a detached view, the tensor would not get the scale.
-            tensor.copy_(_quantized(notes, filled.parts))
+        mark_coalesced(filled, is_coalesced=bool(notes["coalesced"]))
 
 
 # -- contexts and attributes of subclasses ----------------------------------------------------------

@@ -75,8 +75,12 @@ def memory_fault(tensor: Target) -> str | None:
     if not has_own_memory(tensor):
         kind = type(tensor).__name__
         return f"is a {kind} in the template, whose values need not be in its own memory: give a plain tensor"
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        return f"is a {tensor.device} tensor of layout {tensor.layout} in the template: nothing can be read into it"
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout} in the template: give .to_sparse_coo() or .to_dense()"
+    if tensor.is_quantized:
+        return f"is a quantized tensor of {tensor.dtype} in the template: give .dequantize()"
+    if tensor.is_meta:
+        return "is a meta tensor in the template, without memory: materialize it first (.to_empty(device=...))"
     needed = needed_bytes(tensor)
     if needed and (not tensor.data_ptr() or needed > tensor.untyped_storage().nbytes()):
         return "has a storage that was freed or resized in the template: allocate it first"

@@ -422,7 +422,7 @@ def _are_whole(values: Sequence[Any], stored: Sequence[Shards | None]) -> bool:
 
 def _tensor_fault(tensor: Target, shards: Shards, casts: bool) -> str | None:
     bare = tensor.tensor if isinstance(tensor, Shard) else tensor
-    if is_lazy(bare) or bare.is_nested:
+    if is_lazy(bare) or bare.is_nested or bare.layout is not torch.strided or bare.is_quantized:
         return memory_fault(bare)
     stored = shards[0].dtype
     can_cast = torch.can_cast(stored, bare.dtype)

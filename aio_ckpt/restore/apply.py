@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from aio_ckpt._torch import has_load_hooks, is_load_of_torch
-from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import first_of, listed
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.leaves.compound import put_together, settle
+from aio_ckpt.leaves.compound import mark_as_stored, put_together
 from aio_ckpt.leaves.objects import from_tensor, type_name
 from aio_ckpt.leaves.values import OwnedShard, UntrustedObject
 from aio_ckpt.match.compounds import CompoundTarget
@@ -95,7 +94,8 @@ def prepare_apply(
 
     def apply() -> None:
         with target_modified():
-            _settle_compounds(found.compounds)
+            for compound in found.compounds:
+                mark_as_stored(compound.own.tensor, compound.stored)
             if leaves:
                 put_back(state, leaves, rank=rank, empty=found.empty)
         is_written = bool(leaves) or found.writes_tensors
@@ -228,15 +228,6 @@ def _filled(stored: Any, own: Any, name: str, names: list[str]) -> Any:
 
 def _joined(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
-
-
-def _settle_compounds(targets: Sequence[CompoundTarget]) -> None:
-    """Give the compound tensors, whose parts are filled, their stored properties."""
-    devices = {target.own.tensor.device for target in targets if target.own.tensor.device.type != "cpu"}
-    synchronize(devices)
-    for target in targets:
-        settle(target.own, target.stored)
-    synchronize(devices)
 
 
 def _dcp_state_dict(checkpoint: Checkpoint, prefix: str, leaves: dict[str, object], value: object) -> object:

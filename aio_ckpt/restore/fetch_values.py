@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch.autograd.graph import increment_version
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch, synchronize
@@ -89,12 +87,11 @@ async def fetch_values(
 
 def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, bytes_read: int) -> FetchedValues:
     """Decode objects. Wait for the devices, and increment the version of tensors that were filled without torch."""
-    values, untrusted = dict(plan.values), dict(plan.untrusted)
-    if plan.by_dcp:
-        values |= _load_by_dcp(checkpoint, plan)
+    values = dict(plan.values)
+    untrusted: dict[str, str] = {}
     synchronize(plan.devices)
     increment_version(plan.reads.filled)
-    has_unchecked = plan.reads.has_unchecked or bool(plan.by_dcp)
+    has_unchecked = plan.reads.has_unchecked
     for name, data in plan.undecoded.items():
         if checkpoint.is_plain_dcp:
             has_unchecked |= not check_zip(name, data)
@@ -110,20 +107,6 @@ def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, bytes_read
         bytes_read=bytes_read,
         has_unchecked=has_unchecked,
     )
-
-
-def _load_by_dcp(checkpoint: Checkpoint, plan: LoadPlan) -> dict[str, object]:
-    """Read the values of ``by_dcp`` by DCP's own reader, which knows stream extensions.
-
-    The reader gets a flat dict and the metadata parsed by this package, so it unpickles no metadata.
-    """
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    wanted = dict(by_stored_name(checkpoint, plan.by_dcp))
-    planner.set_up_planner(wanted, checkpoint.metadata, is_coordinator=True)
-    reader = FileSystemReader(checkpoint.path)
-    reader.set_up_storage_reader(checkpoint.metadata, is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-    return {name: wanted[checkpoint.stored_name(name)] for name in plan.by_dcp}
 
 
 def by_stored_name(checkpoint: Checkpoint, values: Mapping[str, T]) -> Mapping[str, T]:

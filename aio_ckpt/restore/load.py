@@ -168,7 +168,7 @@ async def _fetch_objects(
         return FetchedValues(skip_untrusted=options.skip_untrusted)
     source = await locate(ctx, files, checkpoint, objects)
     plan = LoadPlan(source=source, skip_untrusted=options.skip_untrusted)
-    await run_blocking(ctx.executor, plan.add_all, [], [], objects, ctx.trusted)
+    await run_blocking(ctx.executor, plan.add_all, [], [], objects)
     requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
     return await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)
 
@@ -181,16 +181,11 @@ async def _plan(
     await files.measure({item.file for item, _, _ in found.whole}, checkpoint.catalog.files)
     source = await locate(ctx, files, checkpoint, names)
     _check_tied(checkpoint, found.tied, source.items)
-    plan = LoadPlan(
-        source=source,
-        live=found.live,
-        live_at=found.live_at,
-        layouts=found.layouts,
-    )
+    plan = LoadPlan(source=source, found=found)
 
     def requests() -> list[ReadRequest]:
         plan.reads.add_whole(found.whole)
-        plan.add_all(found.tensors, values, [], ctx.trusted)
+        plan.add_all(found.tensors, values, [])
         return plan.reads.requests(ctx.readers)
 
     return plan, await run_blocking(ctx.executor, requests)

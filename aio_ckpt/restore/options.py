@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import as_one_state
-from aio_ckpt.checks import check_flag
+from aio_ckpt.checks import check_callback, check_flag
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.match.rename import Rename, check_rename
+from aio_ckpt.reports import OnProgress
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
@@ -70,12 +72,14 @@ class ReadContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options of one load.
+    """Options of one load, as the caller gave them. :meth:`check` is left to the load, which tells the other ranks."""
 
-    Raises:
-        ConfigError: a value has the wrong type.
-    """
-
+    step: int | None = None
+    """Step of the checkpoint; None takes the newest that verifies."""
+    path: str | os.PathLike[str] | None = None
+    """Directory of the checkpoint, in the place of a step."""
+    fallback: bool = True
+    """Whether a load without a step passes by checkpoints that do not verify."""
     strict: bool = False
     """Whether names of the checkpoint that the template lacks are refused."""
     allow_missing: bool = False
@@ -88,8 +92,16 @@ class LoadOptions:
     """Whether tensors of another dtype are converted to that of the template."""
     rename: Rename | None = None
     """Maps stored names to those of the template; None if they are the same."""
+    progress: OnProgress | None = None
+    """Function of the caller that gets the progress."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Check the type of each option but those that name the checkpoint.
+
+        Raises:
+            ConfigError: names the option and its value.
+        """
         check_rename(self.rename)
-        for name in ("strict", "allow_missing", "skip_untrusted", "skip_mismatched", "cast"):
+        for name in ("strict", "allow_missing", "skip_untrusted", "skip_mismatched", "cast", "fallback"):
             check_flag(name, getattr(self, name))
+        check_callback("progress", self.progress)

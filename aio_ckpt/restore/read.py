@@ -148,7 +148,7 @@ async def read_leaves(
     async with ctx.files(checkpoint.path, past_page_cache=past_page_cache) as files:
         source = await locate(ctx, files, checkpoint, names)
         plan = LoadPlan(source=source, skip_untrusted=skip_untrusted, memory=memory)
-        await run_blocking(ctx.executor, plan.add_all, [], tensors, objects, ctx.trusted)
+        await run_blocking(ctx.executor, plan.add_all, [], tensors, objects)
         requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
         await meter.begin_reading(requests)
         return await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)

@@ -67,30 +67,6 @@ def build(
     return value
 
 
-def build_below(
-    skeleton: Skeleton,
-    name: str,
-    leaves: Mapping[str, object],
-    *,
-    rank: int,
-    trusted: bool = False,
-    own: Mapping[str, CompoundTensor] | None = None,
-    untrusted: dict[str, str] | None = None,
-) -> object:
-    """Return the value called ``name``, such as a ``state_dict()``, from leaves given by full name.
-
-    ``own``: compound tensors of the value that takes the result, by full name. Their types are made without trust.
-    ``untrusted``: as in :func:`build`.
-
-    Raises:
-        MissingNameError: no value has this name, or ``leaves`` lacks one of its leaves.
-    """
-    built = build_parts(skeleton, [name], leaves, rank=rank, trusted=trusted, own=own, untrusted=untrusted)
-    if not built:
-        raise MissingNameError(f"the checkpoint holds nothing named {name!r}")
-    return built[name]
-
-
 def build_parts(
     skeleton: Skeleton,
     names: Iterable[str],
@@ -101,9 +77,12 @@ def build_parts(
     own: Mapping[str, CompoundTensor] | None = None,
     untrusted: dict[str, str] | None = None,
 ) -> dict[str, object]:
-    """Return the values with these names, each as :func:`build_below` does. A name that no value has is left out.
+    """Return the values with these names, such as a ``state_dict()``, from leaves given by full name.
 
-    The skeleton is walked once for all of them.
+    A name that no value has is left out. The skeleton is walked once for all of them.
+
+    ``own``: compound tensors of the value that takes the result, by full name. Their types are made without trust.
+    ``untrusted``: as in :func:`build`.
 
     Raises:
         MissingNameError: ``leaves`` lacks one of their leaves.

@@ -62,9 +62,11 @@ def tensor_fault(value: Any) -> str | None:
     if tensor.is_nested:
         return "a nested tensor; give its parts with .unbind()"
     if tensor.layout is not torch.strided:
-        return f"a tensor of layout {tensor.layout}, which no item holds here; give .to_dense()"
+        is_part = isinstance(value, Shard) or kind is DTensor or tensor.layout is torch.sparse_coo
+        remedy = ".to_dense()" if is_part else ".to_sparse_coo() or .to_dense()"
+        return f"a tensor of layout {tensor.layout}, which no checkpoint holds; give {remedy}"
     if tensor.is_quantized:
-        return f"a quantized tensor of {tensor.dtype}, which no item holds here; give .dequantize()"
+        return f"a quantized tensor of {tensor.dtype}, which no checkpoint holds; give .dequantize()"
     if tensor.dtype in _UNPLANNED_DTYPES:
         return f"a tensor of {tensor.dtype}, which DCP cannot plan; give .view(torch.uint8)"
     if tensor.device.type == "meta":

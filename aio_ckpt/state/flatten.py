@@ -46,7 +46,7 @@ _MAX_ENTERED = 1 << 20
 _STATEFUL = int(Container.STATEFUL)
 _TEXT = {str}
 _TENSORS = frozenset(TENSOR_TYPES)
-_requires_grad, _layout, _is_quantized = map(attrgetter, ("requires_grad", "layout", "is_quantized"))
+_requires_grad, _layout = map(attrgetter, ("requires_grad", "layout"))
 _STRIDED = {torch.strided}
 _MUTABLE = frozenset({*MAPPINGS, Container.LIST, Container.FIELDS})
 """Containers that can hold themselves."""
@@ -427,7 +427,5 @@ def _with_nodes(node: Any, nodes: Iterator[Skeleton]) -> Skeleton:
 
 
 def _are_plain(tensors: Sequence[Any]) -> bool:
-    """Return whether no tensor is compound, in three passes in C."""
-    if not ({*map(type, tensors)} <= _TENSORS and {*map(_layout, tensors)} <= _STRIDED):
-        return False
-    return not any(map(_is_quantized, tensors))
+    """Return whether no tensor is compound, in two passes in C."""
+    return {*map(type, tensors)} <= _TENSORS and {*map(_layout, tensors)} <= _STRIDED

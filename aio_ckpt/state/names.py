@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Set
 from typing import Any, NamedTuple, TypeAlias
 
-from aio_ckpt.errors import MissingNameError
 from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.leaves.keys import key_text
 from aio_ckpt.leaves.values import LeafKind
@@ -131,18 +130,6 @@ class NamedNode(NamedTuple):
     node: Skeleton
     number: int
     """Number of its container, counted over the whole skeleton."""
-
-
-def subtree(skeleton: Skeleton, name: str, *, rank: int) -> Skeleton:
-    """Return the skeleton of the value called ``name``; ``""`` is the state itself.
-
-    Raises:
-        MissingNameError: no value has this name.
-    """
-    found = find_named(skeleton, {name}, rank=rank)
-    if not found:
-        raise MissingNameError(f"the checkpoint holds nothing named {name!r}")
-    return found[name].node
 
 
 def find_named(skeleton: Skeleton, names: Collection[str], *, rank: int) -> dict[str, NamedNode]:

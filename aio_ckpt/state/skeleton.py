@@ -74,8 +74,6 @@ _NOTE_TYPES: dict[str, tuple[type, ...]] = {
     "factory": (str, bytes),
     "same": (int,),
     "layout": (str,),
-    "qscheme": (str,),
-    "axis": (int,),
     "dtype": (str,),
     "context": (bytes,),
     "attributes": (bytes,),

@@ -79,13 +79,6 @@ def test_a_transposed_tensor_and_numpy_values_are_converted(engine: SyncCheckpoi
         assert (type(template["s"]), float(template["s"])) == (np.float32, 2.5)
 
 
-def test_tensors_that_share_memory_are_converted(engine: SyncCheckpointEngine) -> None:
-    engine.save({"line": torch.arange(4.0), "tied": torch.arange(4.0)}).result(TIMEOUT)
-    line = torch.zeros(4, dtype=torch.float64)
-    engine.load({"line": line, "tied": line}, cast=True)
-    assert line.tolist() == [0, 1, 2, 3]
-
-
 def test_a_module_of_another_dtype_gets_the_converted_values(engine: SyncCheckpointEngine) -> None:
     model = nn.Linear(4, 3)
     engine.save({"model": model}).result(TIMEOUT)
@@ -97,10 +90,11 @@ def test_a_module_of_another_dtype_gets_the_converted_values(engine: SyncCheckpo
 def test_one_warning_names_the_tensors_whose_values_may_not_fit(
     engine: SyncCheckpointEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
+    tied = torch.zeros(4, dtype=torch.float16)
     saved = {"u": torch.tensor([255], dtype=torch.uint8), "s": np.float64(1e300), "n": np.array([2**40])}
     engine.save(saved | {"ok": torch.ones(1), "tied": torch.ones(2), "net": nn.Linear(1, 1)}).result(TIMEOUT)
     narrow = {"u": torch.zeros(1, dtype=torch.int8), "s": np.float32(0), "n": np.zeros(1, np.int32)}
-    template = narrow | {"ok": torch.ones(1).bfloat16(), "tied": torch.zeros(2).half(), "net": nn.Linear(1, 1).half()}
+    template = narrow | {"ok": torch.ones(1).bfloat16(), "tied": tied[:2], "net": nn.Linear(1, 1).half()}
     with caplog.at_level(logging.WARNING, "aio_ckpt"):
         engine.load(template, cast=True)
         (line,) = caplog.messages

@@ -14,10 +14,8 @@ from command_line import called
 from torch.distributed.checkpoint.api import CheckpointException
 
 import aio_ckpt
-from aio_ckpt.checkpoint.catalog import UnparsedItem
 from aio_ckpt.dcp import Reader
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.restore.load_plan import LoadPlan, Source
 
 OVERLAPPING = [(0, 2), (1, 1), (3, 1)]
 """(begin, length) of the shards of 4 elements: as many elements as the tensor has, and none for element 2."""
@@ -64,14 +62,3 @@ def test_shards_that_only_touch_are_loaded(tmp_path: Path) -> None:
     path = written(tmp_path / "x", [(2, 2), (0, 1), (1, 1)])
     assert aio_ckpt.load(path, state := {"w": torch.zeros(4)}).verified
     assert torch.equal(state["w"], torch.ones(4))
-
-
-def test_a_hole_in_a_tensor_of_a_stream_extension_is_refused() -> None:
-    """DCP's own reader reads such a tensor, and looks for no hole."""
-    shards = tuple(
-        UnparsedItem("w", "f", 0, 1000, torch.float32, (length,), (begin,), is_transformed=True)
-        for begin, length in ((0, 2), (3, 1))
-    )
-    plan = LoadPlan(source=Source(items={}, objects={}, transformed={"w": shards}))
-    with pytest.raises(CorruptCheckpointError, match="'w': the stored shards cover 3 of 4 elements"):
-        plan.add_all([("w", torch.zeros(4))], [], [], True)

@@ -192,7 +192,7 @@ def test_a_changed_structure_is_saved_right_from_a_new_segment_and_the_old_one_i
             }, f"step {step}"
             for number, name in enumerate(state):
                 assert_filled(back[name], 10 * step + number, f"step {step}: {name}")
-        engine._submit_load(after, 4, strict=True, allow_missing=False, fallback=False).result(TIMEOUT)
+        engine.load(after, 4, strict=True, fallback=False)
     for number, (name, tensor) in enumerate(after.items()):
         assert_filled(tensor, 40 + number, f"loaded: {name}")
     assert found == [MISS, SAME, MISS, SAME, MISS]
@@ -283,7 +283,7 @@ def save_fresh_allocations(root: Path) -> None:
             for name, tensor in read(engine, report.step).items():
                 assert_filled(tensor, float(value), f"save {value}: {name}")
         target = {name: torch.zeros_like(tensor) for name, tensor in states[0].items()}
-        engine._submit_load(target, None, strict=True, allow_missing=False, fallback=False).result(TIMEOUT)
+        engine.load(target, strict=True, fallback=False)
     for name, tensor in target.items():
         assert_filled(tensor, 2.0, f"the last as loaded: {name}")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from aio_ckpt.leaves.objects import as_tensor, decode_object, encode_object
 from aio_ckpt.leaves.values import LeafKind, PerRank
-from aio_ckpt.state.build import build
+from aio_ckpt.state.build import build, build_parts
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import skeleton_names
@@ -74,6 +74,10 @@ def round_trip(state, *, rank=0, **kwargs):
     assert skeleton == flat.skeleton
     assert skeleton_names(skeleton, rank=rank) == flat.names
     return build(skeleton, stored(flat), rank=rank, **kwargs)
+
+
+def build_below(skeleton, name, leaves, *, rank):
+    return build_parts(skeleton, [name], leaves, rank=rank)[name]
 
 
 def t(number=1.0):

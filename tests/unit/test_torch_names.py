@@ -128,14 +128,6 @@ def test_neg_view_negates_without_a_copy() -> None:
     assert negated.tolist() == [-1, -1]
 
 
-def test_a_quantized_tensor_is_made_of_its_parts() -> None:
-    integers, ones = torch.tensor([[1, 2], [3, 4]], dtype=torch.int8), torch.ones(2, dtype=torch.float64)
-    one = _torch.quantized_tensor(integers, torch.tensor(0.5), torch.tensor(1), None)
-    assert (one.dtype, one.dequantize().tolist()) == (torch.qint8, [[0, 0.5], [1, 1.5]])
-    each = _torch.quantized_tensor(integers, ones, torch.tensor([0, 1]), 1)
-    assert (each.qscheme(), each.dequantize().tolist()) == (torch.per_channel_affine, [[1, 1], [3, 3]])
-
-
 class Greedy(torch.Tensor):
     """Makes every tensor one of its own."""
 

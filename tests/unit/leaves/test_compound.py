@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,27 +11,21 @@ from tensor_bits import assert_same_tensor, random_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from tree_states import round_trip, stored
+from tree_states import build_below, round_trip, stored
 from wrapper_tensors import Blockwise, Casting, Nested, Tagged, Token, blockwise, nested
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
-from aio_ckpt.leaves.compound import difference, put_together, take_apart
+from aio_ckpt.leaves.compound import difference, take_apart
 from aio_ckpt.leaves.objects import encode_object
 from aio_ckpt.leaves.tensor_memory import unwrapped
 from aio_ckpt.leaves.values import PerRank
-from aio_ckpt.state.build import build, build_below
+from aio_ckpt.state.build import build
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import flatten, read_template
 from aio_ckpt.state.names import compound_notes
 from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
-
-
-def sparse(layout, dense, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch: "in beta state"
-        return dense.to_sparse(layout=layout, **options)
 
 
 @st.composite
@@ -48,39 +40,6 @@ def coo(draw):
     return made.coalesce() if draw(st.booleans()) and values.dtype is not torch.bool else made
 
 
-@st.composite
-def compressed(draw):
-    """CSR, CSC, BSR or BSC, in batches or not."""
-    layout = draw(st.sampled_from([torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]))
-    batch = draw(st.lists(st.integers(1, 2), max_size=1))
-    rows, columns = draw(st.integers(0, 2)), draw(st.integers(1, 2))
-    seed, dtype = draw(st.integers(0, 99)), draw(st.sampled_from(DTYPES))
-    mask = torch.rand(2 * rows, 3 * columns, generator=torch.Generator().manual_seed(seed)) < 0.5
-    dense = random_tensor((*batch, 2 * rows, 3 * columns), dtype, seed).masked_fill(~mask, 0)
-    dense = dense.masked_fill((dense == 0) & mask, 1)  # all of a batch have as many values
-    blocks = {"blocksize": (2, 3)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
-    return sparse(layout, dense, **blocks)
-
-
-@st.composite
-def quantized(draw):
-    """Per tensor or per channel, with zero points that are integers or not."""
-    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    dtype = draw(st.sampled_from([torch.qint8, torch.quint8, torch.qint32]))
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces the end of quantized tensors
-        if draw(st.booleans()):
-            made = torch.quantize_per_tensor(values, draw(st.floats(0.01, 9)), draw(st.integers(0, 9)), dtype)
-            is_last = len(shape) == 4 and draw(st.booleans())
-            return made.contiguous(memory_format=torch.channels_last) if is_last else made
-        axis = draw(st.integers(0, len(shape) - 1))
-        points = torch.arange(shape[axis])
-        is_float = dtype is not torch.qint32 and draw(st.booleans())
-        scales = torch.rand(shape[axis], dtype=torch.float64) + 0.1
-        return torch.quantize_per_channel(values, scales, points.float() if is_float else points, axis, dtype)
-
-
 def assert_same_compound(got, wanted):
     """Equal by notes (shape, layout, mark of coalesced) and, bit for bit, by parts."""
     assert type(got) is torch.Tensor
@@ -90,34 +49,13 @@ def assert_same_compound(got, wanted):
         assert_same_tensor(part, other.parts[name])
 
 
-@given(coo() | compressed(), st.booleans())
+@given(coo(), st.booleans())
 def test_a_sparse_tensor_comes_back_bit_for_bit_from_its_parts(tensor, needs_grad):
     if needs_grad and (tensor.is_floating_point() or tensor.is_complex()):
         tensor.requires_grad_()
     made = round_trip({"a": [tensor, 1], "b": torch.ones(1)})
     assert_same_compound(made["a"][0], tensor)
     assert made["a"][0].requires_grad == tensor.requires_grad
-
-
-@given(quantized())
-def test_a_quantized_tensor_comes_back_bit_for_bit_from_its_parts(tensor):
-    made = round_trip({"a": [tensor, 1]})["a"][0]
-    assert (made.dtype, made.qscheme(), made.stride()) == (tensor.dtype, tensor.qscheme(), tensor.stride())
-    assert_same_compound(made, tensor)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "change", "word"),
-    [
-        ("per_channel_affine", {"scales": torch.ones(7)}, "7 scales"),
-        ("per_channel_affine", {"int_repr": torch.ones(2, 2)}, "integers of torch.float32"),
-        ("some_other", {}, "some_other"),
-    ],
-)
-def test_parts_of_no_quantized_tensor_are_told(scheme, change, word):
-    parts = {"int_repr": torch.ones(2, 2, dtype=torch.int8), "scales": torch.ones(2), "zero_points": torch.zeros(2)}
-    with pytest.raises((ValueError, TypeError), match=word):
-        put_together({"qscheme": scheme, "axis": 0}, parts | change, trusted=False)
 
 
 def test_a_wrapper_inside_a_wrapper_has_parts_below_parts_and_a_trusted_reader_makes_them_all():

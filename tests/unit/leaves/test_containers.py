@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from tree_states import Moments, Point, same, stored, t, through_skeleton
+from tree_states import Moments, Point, build_below, same, stored, t, through_skeleton
 
 from aio_ckpt.leaves.objects import decode_object, encode_object
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.state.build import build, build_below
+from aio_ckpt.state.build import build
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import skeleton_names
 from aio_ckpt.state.put_back import put_back

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from tree_states import adamw, round_trip, same, stored, t, through_skeleton
+from tree_states import adamw, build_below, round_trip, same, stored, t, through_skeleton
 
 from aio_ckpt.errors import (
     EmptyStateError,
@@ -24,7 +24,7 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
 )
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
-from aio_ckpt.state.build import build, build_below
+from aio_ckpt.state.build import build
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.classify import CODES
 from aio_ckpt.state.flatten import check_not_empty, flatten, read_template
