@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -38,7 +38,7 @@ from aio_ckpt.ranks.liveness import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
-from aio_ckpt.rescue import Rescue
+from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause, follow
@@ -64,8 +64,8 @@ class SavePipeline:
     """Quarantine of the root. Its lock ``renames`` orders all renames under the root."""
     trash: Trash
     """Deletes the directories of failed saves and what is left of replaced checkpoints."""
-    rescue: Rescue = field(default_factory=Rescue)
-    """Records each snapshot, which can then be committed after a crash."""
+    rescue: Rescue | None = None
+    """Records each snapshot in a named segment, which can then be committed after a crash."""
 
     def slot_timeout_secs(self, nbytes: int) -> float:
         """Return the longest time in which ``nbytes`` of staging memory become free, if the disk does not stall."""
@@ -139,8 +139,9 @@ class SavePipeline:
                 beside.start_soon(owner.write_owner, storage, pending, ctx.owner)
             if metadata is not None:
                 beside.start_soon(storage.write_file, pending / METADATA_FILE, *metadata.parts)
-                if save.step is not None:  # a save by path cannot be rescued
-                    beside.start_soon(self._record_snapshot, save, metadata, save.step)
+                # A save by path cannot be rescued.
+                if self.rescue is not None and save.step is not None and captured.image.lease.arena.segment is not None:
+                    beside.start_soon(self._record_snapshot, self.rescue, save, metadata, save.step)
             result = await self._write_image(save, pending)
             save.begin("writing its .metadata")
             captured.image.lease.close()
@@ -206,21 +207,19 @@ class SavePipeline:
         final, save_id = self.ctx.final_path(save.target), self.ctx.save_id(save.number)
         return render_metadata_file(captured.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id)
 
-    async def _record_snapshot(self, save: PendingSave, metadata: MetadataFile, step: int) -> None:
+    async def _record_snapshot(self, rescue: Rescue, save: PendingSave, metadata: MetadataFile, step: int) -> None:
         captured, call = save.captured, save.call
-        await self.rescue.record(
-            captured.image,
-            captured.plan,
-            captured.objects,
-            save.progress,
-            metadata=metadata,
-            final=self.ctx.final_path(save.target),
+        record = SnapshotRecord(
+            directory=self.ctx.final_path(save.target).name,
             save_id=self.ctx.save_id(save.number),
             step=step,
             overwrite=call.overwrite,
-            metrics=call.metrics,
-            extra=call.extra,
-            settled=save.settled,
+            metrics=dict(call.metrics),
+            extra=dict(call.extra),
+            metadata=b"".join(metadata.parts),
+        )
+        await rescue.record(
+            record, captured.plan, captured.objects, captured.image, save.progress, settled=save.settled
         )
 
     # -- vote -----------------------------------------------------------------------------------------
