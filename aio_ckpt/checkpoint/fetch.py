@@ -14,7 +14,7 @@ from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.requests import ReadRequest, ReassemblyBuffer
 from aio_ckpt.checkpoint.scatter import copy_pieces, finish_buffers
 from aio_ckpt.errors import AioCkptError, MismatchError
-from aio_ckpt.memory.copies import Copies, HostCopies
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import begin_uploads, on_device, prefers_page_locked
 from aio_ckpt.memory.read_buffers import bounce_buffers, page_locked
 from aio_ckpt.runtime.futures import first_cause
@@ -75,7 +75,7 @@ def synchronize(devices: Iterable[torch.device]) -> None:
 
 def _begin(devices: Sequence[torch.device]) -> list[Copies]:
     """Return the copies to the host and to each device, in the order of the numbers in ``Pieces.devices``."""
-    return [HostCopies(), *map(begin_uploads, devices)]
+    return [Copies(), *map(begin_uploads, devices)]
 
 
 class _Run:

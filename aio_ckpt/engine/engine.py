@@ -45,7 +45,7 @@ from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_group
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
-from aio_ckpt.rescue import RootRescue
+from aio_ckpt.rescue import Rescue
 from aio_ckpt.restore.options import LoadOptions
 from aio_ckpt.runtime.futures import cancellable_result, follow
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, start_beside
@@ -134,7 +134,7 @@ class BaseEngine:
         self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
         self._quarantine = Quarantine()
         self._trash = Trash(ctx.storage)
-        self._rescue = RootRescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
+        self._rescue = Rescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
         self._loader = Loader(ctx=ctx, quarantine=self._quarantine)
         self._root_session = RootSession(
             ctx,

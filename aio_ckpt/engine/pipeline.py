@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
@@ -34,7 +34,7 @@ from aio_ckpt.ranks.liveness import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
-from aio_ckpt.rescue import Rescue
+from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.write.result import WriteResult, check_complete
@@ -67,8 +67,8 @@ class SavePipeline:
     runner: JobRunner
     quarantine: Quarantine
     """Quarantine of the root. Its lock ``renames`` orders all renames under the root."""
-    rescue: Rescue = field(default_factory=Rescue)
-    """Records each snapshot, which can then be committed after a crash."""
+    rescue: Rescue | None = None
+    """Records each snapshot in a named segment, which can then be committed after a crash."""
 
     def clear_pending(self, number: int) -> None:
         """Delete the directory of call ``number`` later. The call has ended before its pipeline began."""
@@ -124,8 +124,9 @@ class SavePipeline:
             if plan.metadata is not None:
                 metadata = render_metadata_file(plan.metadata, spans, checkpoint_id=str(job.final), save_id=job.save_id)
                 beside.start_soon(storage.write_file, job.pending / METADATA_FILE, *metadata.parts)
-                if job.step is not None:  # a save by path cannot be rescued
-                    beside.start_soon(self._record_snapshot, job, metadata, job.step)
+                # A save by path cannot be rescued.
+                if self.rescue is not None and job.step is not None and image.lease.arena.segment is not None:
+                    beside.start_soon(self._record_snapshot, self.rescue, job, metadata, job.step)
             result = await self.runner.write(job, job.parts[0], job.pending)
             if image.is_whole:
                 image.lease.arena.keep_constants(plan.layout)
@@ -149,22 +150,18 @@ class SavePipeline:
             manifest_crc32=isal_zlib.crc32(manifest),
         )
 
-    async def _record_snapshot(self, job: SaveJob, metadata: MetadataFile, step: int) -> None:
+    async def _record_snapshot(self, rescue: Rescue, job: SaveJob, metadata: MetadataFile, step: int) -> None:
         call, part = job.call, job.parts[0]
-        await self.rescue.record(
-            part.image,
-            job.plan,
-            job.objects,
-            part.chunks,
-            metadata=metadata,
-            final=job.final,
+        record = SnapshotRecord(
+            directory=job.final.name,
             save_id=job.save_id,
             step=step,
             overwrite=call.overwrite,
-            metrics=call.metrics,
-            extra=call.extra,
-            settled=job.settled,
+            metrics=dict(call.metrics),
+            extra=dict(call.extra),
+            metadata=b"".join(metadata.parts),
         )
+        await rescue.record(record, job.plan, job.objects, part.image, part.chunks, settled=job.settled)
 
     # -- vote -----------------------------------------------------------------------------------------
 

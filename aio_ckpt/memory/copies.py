@@ -1,13 +1,10 @@
-"""Copies into the image and out of it: the protocol that each kind of device implements, and host memory's own class.
-
-The host's class is a real implementation and no stub: states in host memory, and devices without streams, use it.
-"""
+"""Copies into the image and out of it, for host memory and devices without streams."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -45,118 +42,73 @@ class DeviceMemory:
     the allocator still holds what it held."""
 
 
-class CopyEvent(Protocol):
-    """A point in a sequence of copies."""
+class CopyEvent:
+    """A point in a sequence of copies. The event of copies in host memory is reached when it is recorded."""
 
     def query(self) -> bool:
         """Return whether every copy before the event is done."""
-        ...
+        return True
 
     def synchronize(self) -> None:
         """Block the thread, with the GIL released, until every copy before the event is done."""
-        ...
 
     def fence(self, stream: object = None) -> None:
         """Make later work of ``stream`` (None: the current one) wait for the copies before the event.
 
         No thread blocks.
         """
-        ...
 
 
-class Copies(Protocol):
+class Copies:
     """Ordered copies of one save from one device, or of one load to one device.
 
-    The copies run in the order of the calls. Several threads issue the copies of a load. An event then covers only what
-    its own thread issued before it.
+    The copies run in the order of the calls. Those of this class, from host memory and from devices without streams,
+    are done when the call returns; :class:`aio_ckpt.memory.cuda.CudaCopies` issues them. Several threads issue the
+    copies of a load. An event then covers only what its own thread issued before it.
     """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy the present values of ``source`` to ``target``, host memory of the same dtype and shape."""
-        ...
+        """Copy the present values of ``source`` to ``target``, host memory of the same dtype and shape.
 
-    def copy_vectors(self, base: int, vectors: CopyVectors) -> None:
-        """Copy by address. The offsets of the targets count from the address ``base``."""
-        ...
-
-    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` to ``target``, of the same dtype and shape and of any layout.
-
-        If ``source`` is host memory, it may be reused when the call returns. If it is a view of :meth:`allocate`,
-        the caller may reuse it after the next event.
+        Both tensors are contiguous. The GIL is released.
         """
-        ...
-
-    def copy_groups(self, groups: Groups) -> None:
-        """Copy each group of (targets, sources) within the device."""
-        ...
-
-    def contiguous(self, source: torch.Tensor) -> torch.Tensor:
-        """Return ``source`` as a contiguous tensor without conj and neg bits, computed in the order of the copies."""
-        ...
-
-    def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Allocate bytes on the device for :meth:`copy_groups` and :meth:`fill`; None if there is no room."""
-        ...
-
-    def memory_info(self) -> DeviceMemory:
-        """Return how much memory of the device is free."""
-        ...
-
-    def record_event(self) -> CopyEvent:
-        """Return an event after all copies that were issued so far."""
-        ...
-
-
-class _Done:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-    def fence(self, stream: object = None) -> None:
-        return None
-
-
-class HostCopies:
-    """Copies that are done when the call returns: from host memory, and from devices without streams."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Block until the bytes are copied, with the GIL released. Both tensors are contiguous."""
         if source.device.type == "cpu" and torch.get_num_threads() < _OPENMP_PAYS_THREADS:
             memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
             target.copy_(source)
 
     def copy_vectors(self, base: int, vectors: CopyVectors) -> None:
-        """Block until all vectors are copied."""
+        """Copy by address. The offsets of the targets count from the address ``base``."""
         copy_all(base, vectors)
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy with torch, on whatever device ``target`` lies."""
+        """Copy ``source`` to ``target``, of the same dtype and shape, of any layout and on any device.
+
+        If ``source`` is host memory, it may be reused when the call returns. If it is a view of :meth:`allocate`,
+        the caller may reuse it after the next event.
+        """
         with torch.no_grad():
             target.copy_(source)
 
     def copy_groups(self, groups: Groups) -> None:
-        """Block until all groups are copied."""
+        """Copy each group of (targets, sources) within the device."""
         foreach_copy(groups)
 
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
-        """Return ``source`` itself if it is already plain and contiguous; otherwise allocate a copy."""
+        """Return ``source`` as a contiguous tensor without conj and neg bits, computed in the order of the copies."""
         return source.resolve_conj().resolve_neg().contiguous()
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Return new host memory."""
+        """Allocate bytes on the device for :meth:`copy_groups` and :meth:`fill`; None if there is no room."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def memory_info(self) -> DeviceMemory:
-        """Return the numbers of a device without a limit, because no memory is taken beside the host's own."""
+        """Return how much memory of the device is free. Host memory counts as without a limit."""
         return DeviceMemory(free_bytes=_UNLIMITED_BYTES, total_bytes=_UNLIMITED_BYTES, releases=0)
 
     def record_event(self) -> CopyEvent:
-        """Return an event that is already reached."""
-        return _Done()
+        """Return an event after all copies that were issued so far."""
+        return CopyEvent()
 
 
 def foreach_copy(groups: Groups) -> None:

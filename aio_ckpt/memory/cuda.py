@@ -1,7 +1,4 @@
-"""CUDA: copies from and to devices, streams, events and registered host memory. No other file names ``torch.cuda``.
-
-Host memory has a real implementation of the same interface, not a stub: :class:`aio_ckpt.memory.copies.HostCopies`.
-"""
+"""CUDA: copies from and to devices, streams, events and registered host memory. No other file names ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import torch
 
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.memory.copies import Copies, CopyEvent, DeviceMemory, Groups, HostCopies, foreach_copy
+from aio_ckpt.memory.copies import Copies, CopyEvent, DeviceMemory, Groups, foreach_copy
 from aio_ckpt.memory.cuda_driver import batch_copy
 from aio_ckpt.memory.host_copy import CopyVectors
 
@@ -30,7 +27,7 @@ _GATHERED_BESIDE_BATCHES_BYTES = 64 << 10
 tensors are worth a copy on the device."""
 
 
-class _CudaEvent:
+class _CudaEvent(CopyEvent):
     """An event of a side stream."""
 
     def __init__(self, side: torch.cuda.Stream) -> None:
@@ -55,7 +52,7 @@ class _CudaEvent:
         waiting.wait_event(self._event)
 
 
-class CudaCopies:
+class CudaCopies(Copies):
     """Copies on a side stream, after all work that the caller's current stream holds at construction."""
 
     def __init__(self, device: torch.device, side: torch.cuda.Stream, *, is_registered: bool) -> None:
@@ -105,7 +102,7 @@ class CudaCopies:
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         """Compute the tensor on the side stream."""
         with self._on_side():
-            return source.resolve_conj().resolve_neg().contiguous()
+            return super().contiguous(source)
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Allocate memory of the side stream's pool; None if the device lacks it."""
@@ -165,7 +162,7 @@ class CopyStreams:
     def begin(self, device: torch.device, *, is_registered: bool) -> Copies:
         """Begin the copies of one save from ``device``; ``is_registered`` says whether the targets are page-locked."""
         if device.type != "cuda":
-            return HostCopies()
+            return Copies()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return CudaCopies(device, self._streams[device], is_registered=is_registered)
@@ -174,7 +171,7 @@ class CopyStreams:
 def begin_uploads(device: torch.device) -> Copies:
     """Begin the copies of one load to ``device``."""
     if device.type != "cuda":
-        return HostCopies()
+        return Copies()
     with on_device(device):
         return CudaUploads(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 

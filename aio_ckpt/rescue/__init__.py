@@ -1,11 +1,12 @@
 """Keep staged snapshots in named shared memory, and commit those that a killed trainer left there.
 
 In: the image of a save, and orphan segments. Out: committed checkpoints, or the reason why one cannot be committed.
-Optional: an engine reaches this package through :class:`RootRescue` alone, and ``aio-ckpt rescue`` through
+Optional: an engine reaches this package through :class:`Rescue` alone, and ``aio-ckpt rescue`` through
 :func:`rescue_root`. Imports everything up to ``commit``.
 """
 
 from aio_ckpt.rescue.commit import RescueReport, rescue_root
-from aio_ckpt.rescue.hooks import Rescue, RootRescue
+from aio_ckpt.rescue.hooks import Rescue
+from aio_ckpt.rescue.snapshot_record import SnapshotRecord
 
-__all__ = ["Rescue", "RescueReport", "RootRescue", "rescue_root"]
+__all__ = ["Rescue", "RescueReport", "SnapshotRecord", "rescue_root"]

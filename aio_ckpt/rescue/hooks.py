@@ -1,18 +1,17 @@
-"""Rescue as an engine uses it: the methods of :class:`Rescue` at which the stages of a save and a load call it."""
+"""Rescue as an engine uses it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from aio_ckpt.commit.discovery import read_save_id
-from aio_ckpt.commit.manifests import MetadataFile
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError
@@ -23,16 +22,15 @@ from aio_ckpt.plan.planner import Plan
 from aio_ckpt.rescue.orphans import (
     Decision,
     OrphanSegment,
-    OrphanSnapshots,
     decide_against_root,
     find_orphans,
     remove_segments,
     segment_directories,
     segment_prefix,
 )
-from aio_ckpt.rescue.segment import SegmentDirectory
-from aio_ckpt.rescue.snapshot_record import record_of, store_record_when_captured
-from aio_ckpt.runtime.portal import Executor, Portal, run_blocking
+from aio_ckpt.rescue.segment import SegmentDirectory, SharedSegment
+from aio_ckpt.rescue.snapshot_record import SnapshotRecord, store_record
+from aio_ckpt.runtime.portal import Executor, Portal, run_blocking, watch_submissions
 from aio_ckpt.runtime.waiting import call_within
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CapturedChunks
@@ -42,52 +40,6 @@ _log = logging.getLogger("aio_ckpt")
 
 
 class Rescue:
-    """Hooks of rescue in an engine. This class is for an engine without rescue: its hooks do nothing."""
-
-    shared_memory: SharedMemoryFactory | None = None
-    """Factory of staging memory that outlives the process; None if the memory ends with the process."""
-
-    @property
-    def has_orphans(self) -> bool:
-        """Whether the engine keeps snapshots of dead trainers."""
-        return False
-
-    def announce(self, portal: Portal) -> None:
-        """Log which snapshots of dead trainers could be rescued, and keep them. Called when the engine is opened."""
-
-    async def reclaim(self) -> None:
-        """Free the segments of dead writers that cannot be rescued. Called when the engine takes the root's lock."""
-
-    async def record(
-        self,
-        image: Image,
-        plan: Plan,
-        objects: ObjectBytes,
-        chunks: CapturedChunks,
-        *,
-        metadata: MetadataFile,
-        final: Path,
-        save_id: str,
-        step: int,
-        overwrite: bool,
-        metrics: Mapping[str, float | None],
-        extra: Mapping[str, Any],
-        settled: Future[None],
-    ) -> None:
-        """Store the snapshot record that a commit after a crash needs. Called concurrently with the write.
-
-        The record is stored when the snapshot is captured. The lease of the image is held for ``settled``, and the
-        caller releases that hold when the save has ended.
-        """
-
-    def give_up(self, why: str, *, after: int = -1) -> None:
-        """Remove the kept snapshots of all steps after ``after``."""
-
-    def forget(self) -> None:
-        """Remove the list of segment directories, if it is of no more use. Called when the writer ends well."""
-
-
-class RootRescue(Rescue):
     """Rescue for the engine of one root. Without ``shm_path``, it makes no segment and records no snapshot.
 
     An engine without ``shm_path`` needs this, too, because it frees or gives up what dead trainers left for its root.
@@ -110,7 +62,10 @@ class RootRescue(Rescue):
         self._names = names
         self._owner = owner
         self._config = config
-        self._orphans = OrphanSnapshots()
+        self._kept: list[tuple[int, Path]] = []
+        """Step and segment of each complete snapshot of a dead trainer."""
+        self.shared_memory: SharedMemoryFactory | None = None
+        """Factory of staging memory that outlives the process; None if the memory ends with the process."""
         self._directory: Path | None = None
         if config.shm_path is not None:
             self._directory = Path(config.shm_path).absolute()
@@ -120,10 +75,13 @@ class RootRescue(Rescue):
     @property
     def has_orphans(self) -> bool:
         """Whether the engine keeps snapshots of dead trainers."""
-        return bool(self._orphans.paths)
+        return bool(self._kept)
 
     def announce(self, portal: Portal) -> None:
-        """Search the segments of dead trainers, log the snapshots that could be rescued, and keep them."""
+        """Search the segments of dead trainers, log the snapshots that could be rescued, and keep them.
+
+        The engine calls this when it is opened.
+        """
         root, limit_secs = self._root, self._config.stall_timeout_secs
         try:
             found = call_within(limit_secs, self._find, "looking for what dead trainers have staged", root)
@@ -147,7 +105,10 @@ class RootRescue(Rescue):
         self._keep(decision)
 
     async def reclaim(self) -> None:
-        """Free the segments that cannot be rescued, and record the directories of the others and of this engine."""
+        """Free the segments that cannot be rescued, and record the directories of the others and of this engine.
+
+        The engine calls this when it takes the root's lock.
+        """
         if self._directory is None and not await self._storage.exists(self._root / SEGMENTS_FILE):
             return
         found = await run_blocking(self._executor, self._find)
@@ -159,7 +120,7 @@ class RootRescue(Rescue):
                 await run_blocking(self._executor, remove_segments, refusal.segments)
         self._keep(decision)
         own = [] if self._directory is None else [self._directory]
-        directories = list(dict.fromkeys([*own, *(path.parent for path in self._orphans.paths)]))
+        directories = list(dict.fromkeys([*own, *(path.parent for _, path in self._kept)]))
         if directories:
             await self._record_directories(directories)
         else:
@@ -167,37 +128,49 @@ class RootRescue(Rescue):
 
     async def record(
         self,
-        image: Image,
+        record: SnapshotRecord,
         plan: Plan,
         objects: ObjectBytes,
+        image: Image,
         chunks: CapturedChunks,
         *,
-        metadata: MetadataFile,
-        final: Path,
-        save_id: str,
-        step: int,
-        overwrite: bool,
-        metrics: Mapping[str, float | None],
-        extra: Mapping[str, Any],
         settled: Future[None],
     ) -> None:
-        """Store the snapshot record, if the image is in a named segment and holds the whole snapshot."""
-        if image.lease.arena.segment is None:
+        """Complete ``record`` and store it when every chunk is captured, concurrently with the write.
+
+        Do nothing unless the image is in a named segment and holds the whole snapshot. The lease of the image is held
+        for ``settled``, and the caller releases that hold when the save has ended.
+        """
+        segment = image.lease.arena.segment
+        if not isinstance(segment, SharedSegment):
             return
         if not image.is_whole:
-            _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", step)
+            _log.info(
+                "step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", record.step
+            )
             return
         image.lease.hold(settled)  # held before the await: the write, the other holder, may end while the id is read
-        replaces = await read_save_id(self._storage, final) if overwrite else ""
-        record = record_of(final.name, save_id, step, overwrite, replaces, metrics, extra, b"".join(metadata.parts))
-        await store_record_when_captured(record, plan, objects, image, chunks, self._executor)
+        replaces = await read_save_id(self._storage, self._root / record.directory) if record.overwrite else ""
+        record = msgspec.structs.replace(record, replaces=replaces, since_boot_secs=time.monotonic())
+        for chunk in image.chunks:
+            await chunks.wait(chunk.index, self._executor)
+        with watch_submissions(image.lease.hold_until):
+            await run_blocking(self._executor, store_record, segment, record, plan, objects, image)
 
     def give_up(self, why: str, *, after: int = -1) -> None:
         """Remove the kept snapshots of all steps after ``after``, and log ``why``."""
-        self._orphans.drop(why, after=after)
+        dropped = [(step, path) for step, path in self._kept if step > after]
+        self._kept = [(step, path) for step, path in self._kept if step <= after]
+        for step, path in dropped:
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                path.unlink()
+                _log.warning("%s: the snapshot of a dead trainer, of step %d, is given up: %s", path, step, why)
 
     def forget(self) -> None:
-        """Remove the list of segment directories, unless snapshots of dead trainers are kept."""
+        """Remove the list of segment directories, unless snapshots of dead trainers are kept.
+
+        The engine calls this when the writer ends well.
+        """
         if not self.has_orphans:
             with contextlib.suppress(OSError):  # if the file stays, the next writer searches the directories in vain
                 (self._root / SEGMENTS_FILE).unlink(missing_ok=True)
@@ -213,7 +186,7 @@ class RootRescue(Rescue):
         return find_orphans(directories, self._root, self._owner, stale_after_secs=self._config.stale_after_secs)
 
     def _keep(self, decision: Decision) -> None:
-        self._orphans.keep((save.step, save.orphan.path) for save in decision.saves)
+        self._kept = [(save.step, save.orphan.path) for save in decision.saves]
 
     async def _record_directories(self, directories: Sequence[Path]) -> None:
         """Replace the file that names the directories in one rename: a crash must not lose the old names."""

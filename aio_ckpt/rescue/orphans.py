@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -56,31 +55,6 @@ def segment_directories(root: Path) -> list[Path]:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return []
     return [Path(text) for text in found if is_path(text)]  # other texts name no directory
-
-
-class OrphanSnapshots:
-    """Complete snapshots of dead trainers that one engine keeps until it gives them up."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[int, Path]] = []
-
-    def keep(self, found: Iterable[tuple[int, Path]]) -> None:
-        """Keep these (step, segment file), and no others."""
-        self._kept = list(found)
-
-    @property
-    def paths(self) -> list[Path]:
-        """Segment files."""
-        return [path for _, path in self._kept]
-
-    def drop(self, why: str, *, after: int = -1) -> None:
-        """Remove the snapshots of all steps after ``after``."""
-        dropped = [(step, path) for step, path in self._kept if step > after]
-        self._kept = [(step, path) for step, path in self._kept if step <= after]
-        for step, path in dropped:
-            with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                path.unlink()
-                _log.warning("%s: the snapshot of a dead trainer, of step %d, is given up: %s", path, step, why)
 
 
 def remove_segments(segments: Iterable[OrphanSegment]) -> None:

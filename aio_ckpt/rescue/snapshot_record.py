@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -26,9 +25,7 @@ from aio_ckpt.plan.layout import cut_chunks
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.plan.values import ImageLayout, TensorItem
 from aio_ckpt.rescue.segment import SharedSegment, StoredSegment
-from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.progress import CapturedChunks
 from aio_ckpt.write.result import WriteResult
 
 _VERSION = 1
@@ -77,30 +74,6 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
 _RECORDS = msgspec.msgpack.Decoder(SnapshotRecord)
 
 
-def record_of(
-    directory: str,
-    save_id: str,
-    step: int,
-    overwrite: bool,
-    replaces: str,
-    metrics: Mapping[str, float | None],
-    extra: Mapping[str, Any],
-    metadata: bytes,
-) -> SnapshotRecord:
-    """Make the part of a snapshot record that is known before the capture ends."""
-    return SnapshotRecord(
-        directory=directory,
-        save_id=save_id,
-        step=step,
-        overwrite=overwrite,
-        replaces=replaces,
-        metrics=dict(metrics),
-        extra=dict(extra),
-        metadata=metadata,
-        since_boot_secs=time.monotonic(),
-    )
-
-
 def store_record(
     segment: SharedSegment, record: SnapshotRecord, plan: Plan, objects: ObjectBytes, image: Image
 ) -> None:
@@ -140,23 +113,6 @@ def store_record(
         segment.mark_valid(msgspec.msgpack.encode(whole))
     except OSError as error:
         _log.warning("step %d could not be rescued: no room for its seal (%s)", record.step, error)
-
-
-async def store_record_when_captured(
-    record: SnapshotRecord,
-    plan: Plan,
-    objects: ObjectBytes,
-    image: Image,
-    chunks: CapturedChunks,
-    executor: Executor,
-) -> None:
-    """Store the record when every chunk is captured, concurrently with the write. The caller holds the lease."""
-    segment = image.lease.arena.segment
-    assert isinstance(segment, SharedSegment)
-    for chunk in image.chunks:
-        await chunks.wait(chunk.index, executor)
-    with watch_submissions(image.lease.hold_until):
-        await run_blocking(executor, store_record, segment, record, plan, objects, image)
 
 
 def decode_record(stored: StoredSegment) -> SnapshotRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import anyio
 
@@ -61,19 +61,10 @@ class WriteThrottle:
     which end sooner, nor the few small files, nor a hurried save.
     """
 
-    def __init__(
-        self,
-        limit: float | None = None,
-        *,
-        is_urgent: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[object]] = anyio.sleep,
-    ) -> None:
+    def __init__(self, limit: float | None = None, *, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """Set the limit, in bytes a second; None: no limit. While ``is_urgent()`` is True, it does not hold."""
         self._limit = limit
         self._is_urgent = is_urgent
-        self._clock = clock
-        self._sleep = sleep
         self._bucket = TokenBucket()
         self._is_lifted = False
 
@@ -86,7 +77,7 @@ class WriteThrottle:
         try:
             while wait_secs := self._bucket.wait_secs(begin, self._advance()):
                 on_wait()
-                await self._sleep(min(wait_secs, _POLL_SECS))
+                await anyio.sleep(min(wait_secs, _POLL_SECS))
             begun_bytes = nbytes
         finally:
             self._bucket.leave(begin, begun_bytes)
@@ -102,5 +93,5 @@ class WriteThrottle:
     def _advance(self) -> float | None:
         """Pay until now, and return the rate in force; None: no limit."""
         rate = None if self._is_lifted or self._is_urgent() else self._limit
-        self._bucket.advance(self._clock(), rate)
+        self._bucket.advance(time.monotonic(), rate)
         return rate

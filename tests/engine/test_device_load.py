@@ -29,7 +29,7 @@ from aio_ckpt.format.constants import BLOCK_BYTES, align_up
 from aio_ckpt.match import match
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory import read_buffers as bounce
-from aio_ckpt.memory.copies import CopyEvent, HostCopies
+from aio_ckpt.memory.copies import Copies, CopyEvent
 from aio_ckpt.memory.host_copy import CopyVectors
 from aio_ckpt.storage import data_file as datafile
 
@@ -37,7 +37,7 @@ MIB = 1 << 20
 RING_BYTES = 16 * MIB
 
 
-class WatchedCopies(HostCopies):
+class WatchedCopies(Copies):
     """The host's copies, noted; an event may be held."""
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ def test_memory_of_the_device_is_let_go_of_when_its_copies_are_done(tmp_path: Pa
     filled_of: list[int] = []
 
     def fill(target: torch.Tensor, source: torch.Tensor) -> None:
-        HostCopies.fill(copies, target, source)
+        Copies.fill(copies, target, source)
         copies.on_synchronize = lambda: filled_of.append(sum(memory() is not None for memory in made))
 
     copies.fill = fill  # type: ignore[method-assign]

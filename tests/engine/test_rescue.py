@@ -38,7 +38,7 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from aio_ckpt.format.names import LOCK_FILE, PENDING_DIR, SEGMENTS_FILE, StepNames
 from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
-from aio_ckpt.memory.cuda import HostCopies
+from aio_ckpt.memory.cuda import Copies
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.rescue import commit as rescue
 from aio_ckpt.rescue import hooks
@@ -710,16 +710,16 @@ def test_it_is_not_sealed_while_anything_is_still_to_be_captured(
 ) -> None:
     """The trainer's thread is held before the last tensor; the first chunk is on the disk by then."""
     pin_chunk_bytes(monkeypatch)
-    held, real = threading.Event(), HostCopies.copy
+    held, real = threading.Event(), Copies.copy
     may_go = threading.Event()
 
-    def copy(copies: HostCopies, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(copies: Copies, target: torch.Tensor, source: torch.Tensor) -> None:
         if bool((source[:4].view(torch.float32) == 3.0).all()):
             held.set()
             assert may_go.wait(TIMEOUT)
         real(copies, target, source)
 
-    monkeypatch.setattr(HostCopies, "copy", copy)
+    monkeypatch.setattr(Copies, "copy", copy)
     with gated_engine(root, shm_path=shm) as (engine, storage), ThreadPoolExecutor(1) as trainer:
         gate = storage.hold("rename", "pending/*")
         saving = trainer.submit(engine.save, {str(n): torch.full((MIB,), float(n)) for n in (1, 2, 3)})

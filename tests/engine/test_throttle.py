@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.engine import engine as engine_module
 from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError
+from aio_ckpt.write import throttle as throttle_module
 from aio_ckpt.write.throttle import TokenBucket, WriteThrottle
 
 MIB = 1 << 20
@@ -96,8 +96,13 @@ class VirtualTime:
         await anyio.sleep(0)
 
 
-def throttle_on(time: VirtualTime, limit: Any, **options: Any) -> WriteThrottle:
-    return WriteThrottle(limit, clock=time.clock, sleep=time.sleep, **options)
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    """Throttles keep to this clock."""
+    virtual = VirtualTime()
+    monkeypatch.setattr(throttle_module, "time", SimpleNamespace(monotonic=virtual.clock))
+    monkeypatch.setattr(throttle_module, "anyio", SimpleNamespace(sleep=virtual.sleep))
+    return virtual
 
 
 async def admitted(throttle: WriteThrottle, time: VirtualTime, nbytes: int, *, is_hurried: bool = False) -> float:
@@ -106,24 +111,25 @@ async def admitted(throttle: WriteThrottle, time: VirtualTime, nbytes: int, *, i
     return time.now
 
 
-async def test_a_fixed_cap_is_kept_and_waiting_is_told_now_and_then() -> None:
-    time, told = VirtualTime(), list[float]()
-    throttle = throttle_on(time, 100.0)
+async def test_a_fixed_cap_is_kept_and_waiting_is_told_now_and_then(time: VirtualTime) -> None:
+    told = list[float]()
+    throttle = WriteThrottle(100.0)
     for _ in range(4):
         await throttle.admit(50, is_hurried=False, on_wait=lambda: told.append(time.now))
     assert time.now == pytest.approx(1.5)
     assert max(b - a for a, b in zip([0.0, *told], [*told, time.now], strict=False)) <= 0.051
 
 
-async def test_without_a_cap_nothing_waits_and_no_clock_is_read() -> None:
-    throttle = WriteThrottle(None, clock=lambda: pytest.fail("a clock was read"), sleep=anyio.sleep)
+async def test_without_a_cap_nothing_waits_and_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throttle_module, "time", None)
+    throttle = WriteThrottle(None)
     await throttle.admit(1 << 40, is_hurried=False, on_wait=lambda: pytest.fail("it waits"))
     assert throttle.longest_wait_secs(1 << 40) == 0.0
 
 
-async def test_a_hurried_save_a_preemption_and_the_end_of_the_process_lift_the_cap() -> None:
-    time, urgent = VirtualTime(), False
-    throttle = throttle_on(time, 1.0, is_urgent=lambda: urgent)
+async def test_a_hurried_save_a_preemption_and_the_end_of_the_process_lift_the_cap(time: VirtualTime) -> None:
+    urgent = False
+    throttle = WriteThrottle(1.0, is_urgent=lambda: urgent)
     await admitted(throttle, time, 1000)
     assert await admitted(throttle, time, 1000, is_hurried=True) == 0.0
 
@@ -139,9 +145,8 @@ async def test_a_hurried_save_a_preemption_and_the_end_of_the_process_lift_the_c
     assert await admitted(throttle, time, 1000) == before
 
 
-async def test_a_write_that_is_given_up_leaves_its_place() -> None:
-    time = VirtualTime()
-    throttle = throttle_on(time, 100.0)
+async def test_a_write_that_is_given_up_leaves_its_place(time: VirtualTime) -> None:
+    throttle = WriteThrottle(100.0)
     await admitted(throttle, time, 100)
     with anyio.move_on_after(0):
         await admitted(throttle, time, 10_000)
@@ -151,15 +156,6 @@ async def test_a_write_that_is_given_up_leaves_its_place() -> None:
 
 
 # -- the engine -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
-    """Engines throttle by this clock."""
-    virtual = VirtualTime()
-    paced = functools.partial(WriteThrottle, clock=virtual.clock, sleep=virtual.sleep)
-    monkeypatch.setattr(engine_module, "WriteThrottle", paced)
-    return virtual
 
 
 def test_an_engine_keeps_to_its_cap_with_one_writer_and_with_many(tmp_path: Path, time: VirtualTime) -> None:
@@ -204,7 +200,7 @@ def held_throttle(monkeypatch: pytest.MonkeyPatch) -> Gate:
     async def sleep(secs: float) -> None:
         await gate.wait()
 
-    monkeypatch.setattr(engine_module, "WriteThrottle", functools.partial(WriteThrottle, sleep=sleep))
+    monkeypatch.setattr(throttle_module, "anyio", SimpleNamespace(sleep=sleep))
     return gate
 
 

@@ -22,7 +22,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.engine.job import Job
 from aio_ckpt.errors import SaveCancelledError, WriteError
 from aio_ckpt.memory import lifetime
-from aio_ckpt.memory.copies import HostCopies
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.ticket import SaveTicket
 
 BUDGET = MIB
@@ -127,7 +127,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_host_tensor_that_is_not_dense_is_never_packed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy would be memory beside the budget."""
-    monkeypatch.delattr(HostCopies, "contiguous")
+    monkeypatch.delattr(Copies, "contiguous")
     holes = torch.randn(1000, 1000)[:, ::2]
     with SyncCheckpointEngine(tmp_path, EngineConfig(budget_bytes=256 << 10)) as engine:
         step = engine.save({"w": holes, "conj": torch.randn(200_000, dtype=torch.complex64).conj()}).result().step

@@ -14,7 +14,7 @@ from image_files import MIB, pin_chunk_bytes
 from property_examples import examples
 from rings import TIMEOUT, image_of, issued
 
-from aio_ckpt.memory.copies import CopyEvent, HostCopies
+from aio_ckpt.memory.copies import Copies, CopyEvent
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import CopyVectors, copy_all
 from aio_ckpt.memory.lifetime import LifetimeManager
@@ -104,7 +104,7 @@ def test_addresses_of_the_upper_half_are_no_sign():
     assert HostTransfers(vectors, np.arange(1)).within(10, 20).tolist() == [[10, (1 << 64) - 90, 10]]
 
 
-class WatchedCopies(HostCopies):
+class WatchedCopies(Copies):
     """The host's copies; what came in which order."""
 
     def __init__(self) -> None:

@@ -18,12 +18,15 @@ from property_examples import examples
 from rings import plan_of
 
 from aio_ckpt.commit.owner import Owner
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import BudgetExceededError, CorruptCheckpointError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
+from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import file_chunks
-from aio_ckpt.rescue.orphans import OrphanSegment, OrphanSnapshots, decide, find_orphans, segment_prefix
+from aio_ckpt.rescue import Rescue
+from aio_ckpt.rescue.orphans import OrphanSegment, decide, find_orphans, segment_prefix
 from aio_ckpt.rescue.segment import SegmentDirectory, SharedSegment, StoredSegment, read_segment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record, layout_of, raw_sums, store_record
 from aio_ckpt.snapshot.image import Image
@@ -388,13 +391,13 @@ def test_what_is_kept_is_given_up_by_steps_and_once(shm: Path, caplog: pytest.Lo
     paths = [shm / name for name in ("a", "b", "gone")]
     for path in paths[:2]:
         path.touch()
-    kept = OrphanSnapshots()
-    kept.keep(zip((1, 2, 3), paths, strict=True))
-    kept.drop("why", after=1)
-    assert (kept.paths, list(shm.iterdir())) == ([shm / "a"], [shm / "a"])
-    kept.drop("why")
-    kept.drop("why")
-    assert (kept.paths, list(shm.iterdir())) == ([], [])
+    rescue = Rescue(None, None, shm, StepNames("step_{step:09d}"), HERE, EngineConfig())  # type: ignore[arg-type]
+    rescue._kept = list(zip((1, 2, 3), paths, strict=True))
+    rescue.give_up("why", after=1)
+    assert (rescue.has_orphans, list(shm.iterdir())) == (True, [shm / "a"])
+    rescue.give_up("why")
+    rescue.give_up("why")
+    assert (rescue.has_orphans, list(shm.iterdir())) == (False, [])
     assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [2, 1]
 
 

@@ -47,7 +47,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.leaves.values import PerRank
-from aio_ckpt.memory.copies import HostCopies
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.restore.load import load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.read import read_state
@@ -562,8 +562,8 @@ async def test_a_part_that_one_read_brings_is_copied_out_of_what_was_read(
     monkeypatch.setattr(readplan, "_REQUEST_BYTES_MIN", (8 << 20) + (1 << 16))
     stored = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
     path = save_state(tmp_path / "c", {"t": stored})
-    buffers, buffer = [], HostCopies.allocate
-    monkeypatch.setattr(HostCopies, "allocate", lambda self, nbytes: buffers.append(nbytes) or buffer(self, nbytes))
+    buffers, buffer = [], Copies.allocate
+    monkeypatch.setattr(Copies, "allocate", lambda self, nbytes: buffers.append(nbytes) or buffer(self, nbytes))
     found, bytes_read = await read_box(storage, path, "t", (0, 0, 0), (shape[0], 1, shape[2]))
     assert torch.equal(found, stored[:, :1])
     assert sum(buffers) <= copied
@@ -604,7 +604,7 @@ async def test_shards_of_several_ranks_make_up_any_box(direct, tmp_path_factory,
 async def test_shards_that_lie_whole_in_a_box_go_straight_there(storage, tmp_path, monkeypatch, rows):
     stored = torch.arange(12 * 3000).reshape(12, 3000)
     write_checkpoint(tmp_path / "c", sharded(stored, [4, 8], range(3)))
-    monkeypatch.setattr(HostCopies, "fill", None)
+    monkeypatch.setattr(Copies, "fill", None)
     low, high = rows
     found, _ = await read_box(storage, tmp_path / "c", "t", (low, 0), (high - low, 3000))
     assert torch.equal(found, stored[low:high])

@@ -28,7 +28,7 @@ from aio_ckpt.errors import SourceChangedError, StallError, UnsafeObjectError, W
 from aio_ckpt.leaves import objects
 from aio_ckpt.leaves.objects import ObjectEncoder, decode_object
 from aio_ckpt.memory import host_copy as moves
-from aio_ckpt.memory.copies import HostCopies
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.planner import PlannedSave
@@ -350,7 +350,7 @@ def test_memory_that_was_mapped_in_inference_mode_serves_outside_of_it(tmp_path:
             assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
-class OddCopies(HostCopies):
+class OddCopies(Copies):
     """Copies of a device whose stream cannot be waited for once they are issued."""
 
     waiters: list[threading.Thread]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rings import issued
 
-from aio_ckpt.memory.copies import DeviceMemory, HostCopies
+from aio_ckpt.memory.copies import Copies, DeviceMemory
 from aio_ckpt.snapshot.device_copy import DeviceCopier, copy_budget_bytes
 
 ROOM = 1 << 30
@@ -29,10 +29,10 @@ def states() -> dict[str, torch.Tensor]:
 
 def test_each_tensor_has_a_copy_of_its_own_at_the_addresses_that_are_issued() -> None:
     plan, tensors = issued(states())
-    device_copy = DeviceCopier(ROOM).allocate(plan, lambda _: HostCopies())
+    device_copy = DeviceCopier(ROOM).allocate(plan, lambda _: Copies())
     assert device_copy is not None
     for groups in device_copy.groups.values():
-        HostCopies().copy_groups([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
+        Copies().copy_groups([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
     copies = {
         leaf: copy
         for groups in device_copy.groups.values()
@@ -66,7 +66,7 @@ def test_memory_is_free_once_the_copy_is_dropped_and_the_layout_is_kept() -> Non
     assert changed.leaves == {0}
 
 
-class KeptMemory(HostCopies):
+class KeptMemory(Copies):
     """Gives the same memory again, as the caching allocator does for a stream."""
 
     def __init__(self, free_bytes: int = 1 << 40) -> None:
@@ -85,7 +85,7 @@ class KeptMemory(HostCopies):
 def test_where_not_all_fits_a_part_is_copied_and_the_rest_is_read_where_it_is() -> None:
     state = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(4)}  # 1 MiB each
     plan, tensors = issued(state)
-    device_copy = DeviceCopier(5 << 19).allocate(plan, lambda _: HostCopies())
+    device_copy = DeviceCopier(5 << 19).allocate(plan, lambda _: Copies())
     assert device_copy is not None
     assert len(device_copy.leaves) == 2
     ((_, moved),) = device_copy.host_transfers.items()
@@ -95,7 +95,7 @@ def test_where_not_all_fits_a_part_is_copied_and_the_rest_is_read_where_it_is() 
 
 def test_small_tensors_get_no_copy() -> None:
     plan, _ = issued({"large": torch.ones(1 << 16), "small": torch.ones((1 << 16) - 1)})
-    device_copy = DeviceCopier(None).allocate(plan, lambda _: HostCopies())
+    device_copy = DeviceCopier(None).allocate(plan, lambda _: Copies())
     assert device_copy is not None
     assert [plan.structure.names[leaf] for leaf in device_copy.leaves] == ["large"]
 
@@ -140,10 +140,10 @@ def test_what_the_allocator_gave_back_to_the_device_is_not_counted_on() -> None:
 @pytest.mark.parametrize("max_bytes", [0, 1000])
 def test_without_room_there_is_none(max_bytes: int) -> None:
     plan, _ = issued(states())
-    assert DeviceCopier(max_bytes).allocate(plan, lambda _: HostCopies()) is None
+    assert DeviceCopier(max_bytes).allocate(plan, lambda _: Copies()) is None
 
 
 def test_without_memory_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostCopies, "allocate", lambda *_: None)
+    monkeypatch.setattr(Copies, "allocate", lambda *_: None)
     plan, _ = issued(states())
-    assert DeviceCopier(ROOM).allocate(plan, lambda _: HostCopies()) is None
+    assert DeviceCopier(ROOM).allocate(plan, lambda _: Copies()) is None

@@ -12,7 +12,7 @@ import torch
 from rings import TIMEOUT, image_of, plan_of
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.memory.copies import HostCopies
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan import copy_plan as copy_methods
 from aio_ckpt.plan import planner as plan
@@ -71,7 +71,7 @@ def test_without_device_memory_each_tensor_is_copied_alone(
 ) -> None:
     monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
-    monkeypatch.setattr(HostCopies, "allocate", lambda *_: None)
+    monkeypatch.setattr(Copies, "allocate", lambda *_: None)
     state = mixed(50)
     planned = plan_of(state)
     image = image_of(planned, manager)
@@ -103,15 +103,15 @@ def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_w
     monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
     buffers: list[weakref.ref[torch.Tensor]] = []
-    make = HostCopies.allocate
+    make = Copies.allocate
 
-    def remembered(self: HostCopies, nbytes: int) -> torch.Tensor | None:
+    def remembered(self: Copies, nbytes: int) -> torch.Tensor | None:
         memory = make(self, nbytes)
         assert memory is not None
         buffers.append(weakref.ref(memory.untyped_storage()))
         return memory
 
-    monkeypatch.setattr(HostCopies, "allocate", remembered)
+    monkeypatch.setattr(Copies, "allocate", remembered)
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(mixed(50)).result(TIMEOUT)
         engine.clear_cache()
@@ -129,8 +129,8 @@ def test_gather_bytes_bounds_the_memory_of_the_device(
     monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 2)
     asked: list[int] = []
-    make = HostCopies.allocate
-    monkeypatch.setattr(HostCopies, "allocate", lambda self, nbytes: asked.append(nbytes) or make(self, nbytes))
+    make = Copies.allocate
+    monkeypatch.setattr(Copies, "allocate", lambda self, nbytes: asked.append(nbytes) or make(self, nbytes))
     state = mixed(200)
     with SyncCheckpointEngine(tmp_path, EngineConfig(gather_bytes=gather_bytes)) as engine:
         engine.save(state).result(TIMEOUT)
