@@ -29,6 +29,7 @@ from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 from aio_ckpt.plan.file_plan import FileContent, FilePart, torch_content
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions, safetensors_content
 from aio_ckpt.ranks.group_call import CALL_STAGE
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport, amount
 from aio_ckpt.runtime.error_notes import note_stage
@@ -180,7 +181,7 @@ class FileSaves:
             path=path,
             temporary=temporary,
             content=content,
-            round=SaveRound(self._ctx.members, self._ctx.executor, topic=f"file {self._calls}"),
+            round=SaveRound(self._ctx.members, self._ctx.executor, topic=Topic("file", self._calls)),
             ticket=SaveTicket(
                 step=0,
                 path=path,

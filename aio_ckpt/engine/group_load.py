@@ -28,6 +28,7 @@ from aio_ckpt.match.match import OnMatched
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, while_beating
 from aio_ckpt.ranks.membership import different_roots
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import SkippedCheckpoint
 
 _log = logging.getLogger("aio_ckpt")
@@ -141,7 +142,7 @@ _ROUND: Exchange[_Message, _Instruction] = Exchange(_Message, _Instruction, stag
 
 
 async def newest_good_for_all(
-    ctx: EngineContext, quarantine: Quarantine, name: str, wanted: Wanted, use: GroupUse[L], *, fallback: bool
+    ctx: EngineContext, quarantine: Quarantine, name: Topic, wanted: Wanted, use: GroupUse[L], *, fallback: bool
 ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
     """Do :func:`aio_ckpt.engine.fallback.newest_good` on all ranks; ``name`` is the same on every rank for this call.
 
@@ -177,13 +178,13 @@ async def newest_good_for_all(
         coordinator.end_call(name)  # a rank that still waits for this one learns that it has left
 
 
-async def refuse_for_all(ctx: EngineContext, name: str, error: BaseException) -> None:
+async def refuse_for_all(ctx: EngineContext, name: Topic, error: BaseException) -> None:
     """Tell the other ranks that this rank takes no part in the load ``name``: it fails on all ranks."""
     await _abort(ctx.members.coordinator, (_topic(name, 1),), error, ctx.config.stall_timeout_secs)
 
 
-def _topic(name: str, number: int) -> str:
-    return f"{name}, round {number}"
+def _topic(name: Topic, number: int) -> Topic:
+    return name._replace(part=f"round {number}")
 
 
 class _ReadingStoppedError(Exception):
@@ -197,7 +198,7 @@ class _ReadingStoppedError(Exception):
 class LoadRounds:
     """Rounds of one load. In each, every rank sends a message and the leader replies with the next instruction."""
 
-    def __init__(self, coordinator: Coordinator, name: str, leader: LoadLeader) -> None:
+    def __init__(self, coordinator: Coordinator, name: Topic, leader: LoadLeader) -> None:
         self._coordinator = coordinator
         self._name = name
         self._leader = leader
@@ -433,7 +434,7 @@ def _described(arguments: tuple[int | None, str, bool] | None) -> str:
     return which if falls_back else f"{which} with fallback=False"
 
 
-async def _abort(coordinator: Coordinator, topics: Sequence[str], error: BaseException, stall_secs: float) -> None:
+async def _abort(coordinator: Coordinator, topics: Sequence[Topic], error: BaseException, stall_secs: float) -> None:
     """Abort the topics in which the other ranks wait: the second of ``topics`` if the first has a reply already."""
     cause = error if isinstance(error, Exception) else SaveCancelledError("the load was given up")
     is_leader = coordinator.rank == coordinator.leader

@@ -37,6 +37,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.planner import Plan, PlannedSave
 from aio_ckpt.ranks.group_call import CALL_STAGE
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport, Target, title
@@ -286,7 +287,7 @@ class InFlight:
         self._calls += 1
         if kind == "save":
             self._saves.append(self._calls)
-        self._ctx.members.coordinator.begin_call(f"{kind} {self._calls}", step=step if type(step) is int else None)
+        self._ctx.members.coordinator.begin_call(Topic(kind, self._calls), step=step if type(step) is int else None)
         return self._calls
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
@@ -538,7 +539,7 @@ class InFlight:
         """Take the step of call ``number``; see :meth:`KnownSteps.claim`."""
         claimed = self.steps.claim(number, step, self.pending_steps, agreed=self._ctx.members.newest)
         if claimed != step:
-            self._ctx.members.coordinator.begin_call(f"save {number}", step=claimed)
+            self._ctx.members.coordinator.begin_call(Topic("save", number), step=claimed)
         return claimed
 
     def check_step(self, step: int, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:

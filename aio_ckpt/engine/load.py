@@ -33,6 +33,7 @@ from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.match.match import OnMatched, at_once
 from aio_ckpt.ranks.liveness import while_beating
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
@@ -49,7 +50,7 @@ BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]
 class LoadCall:
     """One accepted call of ``load()``."""
 
-    name: str
+    name: Topic
     """Name of the call, the same on every rank."""
     state: object
     """The template."""
@@ -174,7 +175,7 @@ class Loader:
             raise
         return call
 
-    async def _refuse(self, name: str, error: BaseException) -> None:
+    async def _refuse(self, name: Topic, error: BaseException) -> None:
         """Tell the other ranks, once they have met this one. If they never meet, no rank waits."""
         with anyio.CancelScope(shield=True):
             with contextlib.suppress(AioCkptError):

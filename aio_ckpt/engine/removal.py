@@ -22,6 +22,7 @@ from aio_ckpt.engine.outcomes import logged_errors, named
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.group_call import told_of
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import title
 from aio_ckpt.runtime.futures import follow
@@ -83,7 +84,7 @@ class Remover:
 
     async def _agree(self, removal: Removal, failure: str) -> tuple[list[Path], str]:
         """Remove the checkpoint on the leader, if no rank has a failure. Returns the trash, and the first failure."""
-        members, topic, moved = self.ctx.members, f"remove {removal.number}", list[Path]()
+        members, topic, moved = self.ctx.members, Topic("remove", removal.number), list[Path]()
 
         async def decide(messages: Sequence[_Message]) -> _Message:
             why = _first_failure_of(messages)

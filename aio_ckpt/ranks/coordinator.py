@@ -10,7 +10,7 @@ import msgspec
 
 from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.plan.shard_table import malformed
-from aio_ckpt.ranks.messages import Decision
+from aio_ckpt.ranks.messages import Decision, Topic
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -49,7 +49,7 @@ class Coordinator(Protocol):
         """
         ...
 
-    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
+    async def gather(self, topic: Topic, message: bytes, *, stage: str) -> tuple[bytes, ...]:
         """Send this rank's message. The leader waits for all messages, by rank; another rank returns () at once.
 
         If this call fails or is cancelled, the other ranks are not told: the caller calls :meth:`abort`.
@@ -59,7 +59,7 @@ class Coordinator(Protocol):
         """
         ...
 
-    async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
+    async def broadcast(self, topic: Topic, decision: Decision | None, *, stage: str) -> bytes:
         """Return the leader's reply on ``topic`` to this rank. The leader passes its ``decision``, the others None.
 
         Raises:
@@ -67,7 +67,7 @@ class Coordinator(Protocol):
         """
         ...
 
-    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+    async def exchange(self, topic: Topic, message: bytes, decide: Decide, *, stage: str) -> bytes:
         """Do :meth:`gather`, ``decide`` on the leader, and :meth:`broadcast`.
 
         Raises:
@@ -76,7 +76,7 @@ class Coordinator(Protocol):
         """
         ...
 
-    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
+    async def abort(self, topic: Topic, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """Tell the other ranks that this rank takes no part in ``topic``: their exchange fails now or later.
 
         If the leader has already decided this topic, abort the follow-up topic that the decision names. Returns the
@@ -85,18 +85,18 @@ class Coordinator(Protocol):
         """
         ...
 
-    def begin_call(self, topic: str, *, step: int | None = None) -> None:
+    def begin_call(self, topic: Topic, *, step: int | None = None) -> None:
         """Note that the numbered call of ``topic`` begins on this rank, and again once its ``step`` is known.
 
         Any thread may call this. The step is for messages only.
         """
         ...
 
-    def end_call(self, topic: str) -> None:
+    def end_call(self, topic: Topic) -> None:
         """Note that the numbered call of ``topic`` has ended on this rank. Heartbeats tell the ranks that wait."""
         ...
 
-    async def failure(self, topic: str) -> PeerFailedError | None:
+    async def failure(self, topic: Topic) -> PeerFailedError | None:
         """Return the failure that the leader has told in ``topic``; None if it has told none yet."""
         ...
 
@@ -142,31 +142,31 @@ class SoloCoordinator:
     async def open(self, name: str, *, stall_secs: float) -> None:
         """See :class:`Coordinator`."""
 
-    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
+    async def gather(self, topic: Topic, message: bytes, *, stage: str) -> tuple[bytes, ...]:
         """See :class:`Coordinator`."""
         return (message,)
 
-    async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
+    async def broadcast(self, topic: Topic, decision: Decision | None, *, stage: str) -> bytes:
         """See :class:`Coordinator`."""
         assert decision is not None, "the one rank leads"
         return decision.of(0)
 
-    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+    async def exchange(self, topic: Topic, message: bytes, decide: Decide, *, stage: str) -> bytes:
         """See :class:`Coordinator`."""
         messages = await self.gather(topic, message, stage=stage)
         return await self.broadcast(topic, await decide(messages), stage=stage)
 
-    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
+    async def abort(self, topic: Topic, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
         return None
 
-    def begin_call(self, topic: str, *, step: int | None = None) -> None:
+    def begin_call(self, topic: Topic, *, step: int | None = None) -> None:
         """See :class:`Coordinator`."""
 
-    def end_call(self, topic: str) -> None:
+    def end_call(self, topic: Topic) -> None:
         """See :class:`Coordinator`."""
 
-    async def failure(self, topic: str) -> PeerFailedError | None:
+    async def failure(self, topic: Topic) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
         return None
 
@@ -203,7 +203,7 @@ class Exchange(Generic[M, R]):
         self._stage = stage
 
     async def run(
-        self, coordinator: Coordinator, topic: str, mine: M, decide: Callable[[Sequence[M]], Awaitable[R]]
+        self, coordinator: Coordinator, topic: Topic, mine: M, decide: Callable[[Sequence[M]], Awaitable[R]]
     ) -> R:
         """Send ``mine``; return the result of ``decide``, which the leader calls with all messages, by rank.
 
@@ -218,22 +218,22 @@ class Exchange(Generic[M, R]):
         reply = await coordinator.exchange(topic, msgspec.msgpack.encode(mine), decided, stage=self._stage)
         return self.reply(reply, leader=coordinator.leader)
 
-    async def gather(self, coordinator: Coordinator, topic: str, mine: M) -> tuple[M, ...]:
+    async def gather(self, coordinator: Coordinator, topic: Topic, mine: M) -> tuple[M, ...]:
         """Do the first half of :meth:`run`. The leader gets the messages of all ranks, by rank; another rank gets ().
 
         If this call fails, the other ranks are not told: the caller calls :meth:`Coordinator.abort`.
         """
         return self._of_all(await coordinator.gather(topic, msgspec.msgpack.encode(mine), stage=self._stage))
 
-    async def broadcast(self, coordinator: Coordinator, topic: str, reply: R) -> R:
+    async def broadcast(self, coordinator: Coordinator, topic: Topic, reply: R) -> R:
         """Do the second half of :meth:`run`: return the leader's ``reply``. The ``reply`` of other ranks is ignored."""
         return await self._broadcast(coordinator, topic, Decision(common=msgspec.msgpack.encode(reply)))
 
-    async def broadcast_each(self, coordinator: Coordinator, topic: str, replies: Sequence[R], *, then: str) -> R:
+    async def broadcast_each(self, coordinator: Coordinator, topic: Topic, replies: Sequence[R], *, then: Topic) -> R:
         """Do :meth:`broadcast` with one reply for each rank. Every rank goes on in the topic ``then``."""
         return await self._broadcast(coordinator, topic, Decision(each=_each(replies), then=then))
 
-    async def _broadcast(self, coordinator: Coordinator, topic: str, decision: Decision) -> R:
+    async def _broadcast(self, coordinator: Coordinator, topic: Topic, decision: Decision) -> R:
         is_leader = coordinator.rank == coordinator.leader
         reply = await coordinator.broadcast(topic, decision if is_leader else None, stage=self._stage)
         return self.reply(reply, leader=coordinator.leader)

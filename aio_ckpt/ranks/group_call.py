@@ -11,6 +11,7 @@ from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError, StepOrderError
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import Executor, Portal
@@ -42,12 +43,11 @@ class GroupCall:
         clear: Callable[[], object],
     ) -> None:
         """``claim`` takes the step of a call that is not skipped; ``clear`` deletes the directory of its save."""
-        self._number = number
-        self.agreement = SaveRound(members, executor, topic=f"save {number}")
+        self.agreement = SaveRound(members, executor, topic=Topic("save", number))
         """Agreement on the save once it is pending."""
         self._members = members
         self._portal = portal
-        self._topic = f"room {number}"
+        self._topic = Topic("save", number, "room")
         self._claim = claim
         self._clear = clear
         self._own: Room = _NOT_SKIPPED
@@ -74,12 +74,9 @@ class GroupCall:
 
     async def _announce(self) -> Room:
         coordinator = self._members.coordinator
-        try:
-            self._room = await _ROOM.broadcast(coordinator, self._topic, self._own)
-        finally:
-            coordinator.end_call(self._topic)
+        self._room = await _ROOM.broadcast(coordinator, self._topic, self._own)
         if not self._room[0]:  # the call is skipped on every rank
-            coordinator.end_call(f"save {self._number}")
+            coordinator.end_call(self._topic)
         return self._room
 
     # -- the call ends here ---------------------------------------------------------------------------

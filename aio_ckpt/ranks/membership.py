@@ -21,6 +21,7 @@ from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import AioCkptError, ConfigError, RootError
 from aio_ckpt.memory.lifetime import ranks_on_host
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.storage.local import Storage
@@ -28,7 +29,7 @@ from aio_ckpt.storage.local import Storage
 T = TypeVar("T")
 
 _log = logging.getLogger("aio_ckpt")
-_OPEN = "the opening"
+_OPEN = Topic("the opening")
 _MAX_TRIES, _RETRY_SECS = 3, 0.2
 """Tries to read the root, and the pause between them, before the ranks fail to meet."""
 
@@ -119,12 +120,12 @@ class Membership:
                 "its own, give coordinator=SoloCoordinator()"
             )
 
-    def next_load(self) -> str:
-        """Count a call of ``load()`` and return its name, the same on every rank for the same call."""
+    def next_load(self) -> Topic:
+        """Count a call of ``load()`` and return its topic, the same on every rank for the same call."""
         self._loads += 1
-        name = f"load {self._loads}"
-        self.coordinator.begin_call(name)
-        return name
+        topic = Topic("load", self._loads)
+        self.coordinator.begin_call(topic)
+        return topic
 
     async def met(self) -> None:
         """Wait until all ranks have met; raise the error if they have not."""

@@ -18,6 +18,7 @@ from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.shard_table import malformed
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import (
     AssignReply,
     CommitReply,
@@ -102,10 +103,12 @@ class SaveRound:
     then the loop's thread.
     """
 
-    def __init__(self, members: Membership, executor: Executor, *, topic: str) -> None:
+    def __init__(self, members: Membership, executor: Executor, *, topic: Topic) -> None:
         self._members = members
         self._executor = executor
         self._topic = topic
+        self._second = topic._replace(part="planned")
+        """Topic in which the ranks vote if one of them has planned anew."""
         self._firsts: Sequence[PlanMsg | Vote] = ()
         self.state = SaveState.CALLED
 
@@ -143,8 +146,8 @@ class SaveRound:
         coordinator = self._members.coordinator
         messages = await SAVE.gather(coordinator, self._topic, plan)
         replies = await self._replan(_newest(messages, ())) if self.is_leader else []
-        reply = await SAVE.broadcast_each(coordinator, self._topic, replies, then=_second(self._topic))
-        self._topic = _second(self._topic)
+        reply = await SAVE.broadcast_each(coordinator, self._topic, replies, then=self._second)
+        self._topic = self._second
         if not isinstance(reply, AssignReply):
             raise PlanChangedError("the leader committed a save that this rank has not written")
         return reply
@@ -161,10 +164,10 @@ class SaveRound:
         if not self.is_leader:
             return ()
         reports = _newest(messages, self._firsts)
-        if not self._topic.endswith(_SECOND) and any(isinstance(report, PlanMsg) for report in reports):
+        if self._topic != self._second and any(isinstance(report, PlanMsg) for report in reports):
             replies = await self._replan(reports)
-            await SAVE.broadcast_each(coordinator, self._topic, replies, then=_second(self._topic))
-            self._topic = _second(self._topic)
+            await SAVE.broadcast_each(coordinator, self._topic, replies, then=self._second)
+            self._topic = self._second
             reports = _newest(await SAVE.gather(coordinator, self._topic, None), reports)
         votes: list[Vote] = []
         for rank, report in enumerate(reports):
@@ -185,8 +188,8 @@ class SaveRound:
         due = self._members.ledger.is_comparison_due
         committed = CommitReply(dict(slowest_ranks(votes)), dict(extra), due)
         reply = await SAVE.broadcast(coordinator, self._topic, committed)
-        if isinstance(reply, AssignReply) and not self._topic.endswith(_SECOND):
-            self._topic = _second(self._topic)  # another rank planned anew; the vote of this rank still stands
+        if isinstance(reply, AssignReply) and self._topic != self._second:
+            self._topic = self._second  # another rank planned anew; the vote of this rank still stands
             await SAVE.gather(coordinator, self._topic, None)
             reply = await SAVE.broadcast(coordinator, self._topic, committed)
         if not isinstance(reply, CommitReply):
@@ -277,10 +280,3 @@ def _newest(messages: Sequence[PlanMsg | Vote | None], before: Sequence[PlanMsg 
             raise malformed(rank, message)
         newest.append(before[rank] if message is None else message)
     return newest
-
-
-_SECOND = ", anew planned"
-
-
-def _second(topic: str) -> str:
-    return topic + _SECOND

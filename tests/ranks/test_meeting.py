@@ -20,7 +20,7 @@ from rank_processes import Ranks, engine_on, ranks
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, ReadError
-from aio_ckpt.ranks.messages import Decision
+from aio_ckpt.ranks.messages import Decision, Topic
 from aio_ckpt.ranks.store import companions, without
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
@@ -233,7 +233,7 @@ async def meet_under_one_name(group: dist.ProcessGroup, rank: int) -> str:
         dist.barrier()
     await coordinator.open("/local/checkpoints", stall_secs=SECS)
     try:
-        return (await coordinator.exchange("t", b"%d" % rank, in_order, stage="agree")).decode()
+        return (await coordinator.exchange(Topic("t"), b"%d" % rank, in_order, stage="agree")).decode()
     finally:
         await coordinator.leave()
         coordinator.close()
@@ -281,7 +281,7 @@ async def agree_once(coordinator: StoreCoordinator) -> None:
 
     try:
         await coordinator.open("x", stall_secs=SHORT_SECS)
-        await coordinator.exchange("t", b"", nothing, stage="agree")
+        await coordinator.exchange(Topic("t"), b"", nothing, stage="agree")
     finally:
         with anyio.CancelScope(shield=True):
             await coordinator.leave()

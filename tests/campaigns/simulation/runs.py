@@ -44,6 +44,7 @@ from aio_ckpt.plan import layout
 from aio_ckpt.plan.planner import PlanCache
 from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.runtime.deadline import Deadline
@@ -267,7 +268,7 @@ class World:
             content=ContentSums(b""),
             target=step,
             number=call,
-            agreement=SaveRound(self.ctx.members, self.ctx.executor, topic="save"),
+            agreement=SaveRound(self.ctx.members, self.ctx.executor, topic=Topic("save", 1)),
             requested=flat.names,
             waited_secs=0.0,
             plan_secs=0.0,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange, SoloCoordinator
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 
 SECS = 10.0
@@ -35,10 +36,10 @@ def close(*coordinators: Coordinator) -> None:
 
 
 async def test_one_rank_decides_on_its_own_message_as_one_of_many_does() -> None:
-    assert await SUM.run(SoloCoordinator(), "t", 5, add) == "(5,) make 5"
+    assert await SUM.run(SoloCoordinator(), Topic("t"), 5, add) == "(5,) make 5"
     ranks = await two_ranks()
     try:
-        found = await asyncio.gather(*(SUM.run(each, "t", 5 + rank, add) for rank, each in enumerate(ranks)))
+        found = await asyncio.gather(*(SUM.run(each, Topic("t"), 5 + rank, add) for rank, each in enumerate(ranks)))
     finally:
         close(*ranks)
     assert found == ["(5, 6) make 11"] * 2
@@ -46,8 +47,10 @@ async def test_one_rank_decides_on_its_own_message_as_one_of_many_does() -> None
 
 async def test_the_leader_may_act_between_the_two_halves() -> None:
     async def act(coordinator: Coordinator, number: int) -> tuple[tuple[int, ...], str]:
-        numbers = await SUM.gather(coordinator, "t", number)
-        return numbers, await SUM.broadcast(coordinator, "t", f"rank {coordinator.rank} has acted on {len(numbers)}")
+        numbers = await SUM.gather(coordinator, Topic("t"), number)
+        return numbers, await SUM.broadcast(
+            coordinator, Topic("t"), f"rank {coordinator.rank} has acted on {len(numbers)}"
+        )
 
     assert await act(SoloCoordinator(), 3) == ((3,), "rank 0 has acted on 1")
     ranks = await two_ranks()
@@ -63,8 +66,8 @@ async def test_each_rank_may_get_a_reply_of_its_own() -> None:
     ranks = await two_ranks()
     try:
         for each in reversed(ranks):
-            await SUM.gather(each, "t", 0) if each.rank else None
-        replies = (SUM.broadcast_each(each, "t", ["for 0", "for 1"], then="u") for each in ranks)
+            await SUM.gather(each, Topic("t"), 0) if each.rank else None
+        replies = (SUM.broadcast_each(each, Topic("t"), ["for 0", "for 1"], then=Topic("u")) for each in ranks)
         assert await asyncio.gather(*replies) == ["for 0", "for 1"]
     finally:
         close(*ranks)
@@ -76,7 +79,7 @@ async def test_a_message_that_is_none_of_this_kind_fails_the_exchange_on_all_and
 
     one, other = await two_ranks()
     try:
-        calls = SUM.run(one, "t", 5, add), OTHER.run(other, "t", "five", never)
+        calls = SUM.run(one, Topic("t"), 5, add), OTHER.run(other, Topic("t"), "five", never)
         errors = await asyncio.gather(*calls, return_exceptions=True)
     finally:
         close(one, other)
@@ -89,7 +92,7 @@ async def test_a_message_that_is_none_of_this_kind_fails_the_exchange_on_all_and
 async def test_a_reply_that_is_none_of_this_kind_names_the_leader() -> None:
     one, other = await two_ranks()
     try:
-        calls = SUM.broadcast(one, "t", "text"), OTHER.broadcast(other, "t", 0)
+        calls = SUM.broadcast(one, Topic("t"), "text"), OTHER.broadcast(other, Topic("t"), 0)
         found, error = await asyncio.gather(*calls, return_exceptions=True)
     finally:
         close(one, other)
