@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -385,9 +386,9 @@ async def keep_trace(ctx: EngineContext, save: PendingSave, error: BaseException
     await save.call.trace.keep(ctx.executor, origin=save.call.started, rank=ctx.rank, about=about, error=error)
 
 
-def _tell_secs(deadline: Deadline) -> float | None:
-    """Return how long a failed save may wait for the leader's reply; None: as long as the leader lives."""
-    return None if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
+def _tell_secs(deadline: Deadline) -> float:
+    """Return how long a failed save may wait for the leader's reply, while the leader lives."""
+    return math.inf if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
 
 
 async def _await_earlier(save: PendingSave) -> None:

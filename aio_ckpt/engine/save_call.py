@@ -473,9 +473,9 @@ class SaveFrontend:
 
     def _tell_refused(self, topic: Topic, error: BaseException) -> None:
         """Tell the other ranks that this rank takes no part in the call of ``topic``."""
+        members = self._ctx.members
         with contextlib.suppress(EngineClosedError):
-            agreement = SaveRound(self._ctx.members, self._ctx.executor, topic=topic)
-            self._portal.submit(functools.partial(agreement.end, told_of(self._ctx.members, error), stage=CALL_STAGE))
+            self._portal.submit(functools.partial(members.abort, topic, told_of(members, error), stage=CALL_STAGE))
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""

@@ -13,7 +13,6 @@ import msgspec
 from aio_ckpt.errors import AioCkptError, EngineClosedError
 from aio_ckpt.ranks.agreed_poll import AgreedPoll
 from aio_ckpt.ranks.coordinator import Exchange
-from aio_ckpt.ranks.liveness import while_beating
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.runtime.portal import Portal
@@ -133,8 +132,7 @@ class AgreedWork:
 
     async def _follow(self) -> None:
         await self._members.met()
-        coordinator = self._members.coordinator
-        outcome = await while_beating(coordinator, self._members.stall_secs, self._agreed_outcome)
+        outcome = await self._members.coordinator.while_beating(self._agreed_outcome)
         self._outcome.set_result(outcome)
         await self._agreed.agree()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeAlias
@@ -90,19 +91,16 @@ class GroupCall:
         if not self._members.are_several:  # no rank waits, and the step of a refused call is free
             counted.set_result(None)
             return counted
-        told = told_of(self._members, error)
+        ended = functools.partial(self._refuse, told_of(self._members, error), counted)
         with contextlib.suppress(EngineClosedError):
-            if self._room is None:
-                self._portal.submit(self._refuse_later, told, counted, on_done=lambda _: _settle(counted))
-                return counted
-            if self._room[0]:
-                self._take_step()
-                self._portal.submit(self._end, told)
+            self._portal.submit(ended, on_done=lambda _: _settle(counted))
+            return counted
         _settle(counted)
         return counted
 
-    async def _refuse_later(self, told: PeerFailedError, counted: Future[None]) -> None:
-        await self._learn_room(told)
+    async def _refuse(self, told: PeerFailedError, counted: Future[None]) -> None:
+        if self._room is None:
+            await self._learn_room(told)
         if self._room is not None and self._room[0]:
             self._take_step()
             _settle(counted)
@@ -125,9 +123,7 @@ class GroupCall:
             await members.met()
             if not members.is_leader:
                 await self._announce()
-            elif (
-                await members.coordinator.abort(self._topic, told, stage=CALL_STAGE) is None
-            ):  # its reply was sent before
+            elif (await members.abort(self._topic, told, stage=CALL_STAGE)).failure is None:  # it had replied before
                 self._room = self._own
 
     def _take_step(self) -> None:

@@ -49,25 +49,6 @@ def heartbeat_pauses(stall_secs: float) -> Iterator[float]:
     yield from itertools.repeat(pause_secs)
 
 
-async def while_beating(coordinator: Coordinator, stall_secs: float, work: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of ``work``; meanwhile send heartbeats to the other ranks."""
-
-    async def beat() -> None:
-        for pause_secs in heartbeat_pauses(stall_secs):
-            await anyio.sleep(pause_secs)
-            await coordinator.beat()
-
-    result: list[T] = []
-    try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(beat)
-            result.append(await work())
-            group.cancel_scope.cancel()
-    except BaseExceptionGroup as errors:
-        raise first_cause(errors) from None
-    return result[0]
-
-
 class LivenessTimer:
     """Timer of one wait for other ranks: its topic, and when the heartbeat of each rank last changed."""
 
@@ -196,14 +177,12 @@ def _never_meet(here: Topic, own: Heartbeat, there: Topic, beat: Heartbeat) -> b
     return kind != kind_there and beat.begun.get(kind, 0) < number and not is_begun_here
 
 
-class Liveness:
+class Liveness(Coordinator):
     """Heartbeats and waits of one rank. The ranks of an engine share its keys in the store.
 
     Invariant: a rank that waits sends heartbeats. Each names the topics in which the rank waits, the calls that have
     begun and those that have ended. So every rank finds out whom it waits for in vain, even if that rank lives.
     """
-
-    leader = 0
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -235,6 +214,24 @@ class Liveness:
         """See :class:`Coordinator`."""
         self._beats += 1
         await self._ask(functools.partial(self._the_keys().beat, self._own_beat(has_left=has_left)))
+
+    async def while_beating(self, work: Callable[[], Awaitable[T]]) -> T:
+        """See :class:`Coordinator`."""
+
+        async def beat() -> None:
+            for pause_secs in heartbeat_pauses(self.stall_secs):
+                await anyio.sleep(pause_secs)
+                await self.beat()
+
+        result: list[T] = []
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(beat)
+                result.append(await work())
+                group.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from None
+        return result[0]
 
     def _own_beat(self, *, has_left: bool = False) -> Heartbeat:
         over = tuple(chain.from_iterable(self._over.values()))

@@ -14,7 +14,7 @@ import hashlib
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
@@ -25,9 +25,9 @@ import torch.distributed as dist
 from aio_ckpt._torch import PrefixStore, default_store
 from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
-from aio_ckpt.ranks.coordinator import Coordinator, Decide, SoloCoordinator
+from aio_ckpt.ranks.coordinator import Coordinator, SoloCoordinator, Told
 from aio_ckpt.ranks.flag_watch import FlagWatch
-from aio_ckpt.ranks.liveness import Liveness
+from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, Liveness
 from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, Topic, failure_of
 from aio_ckpt.ranks.missing import MEETING, Awaited
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
@@ -259,36 +259,35 @@ class StoreCoordinator(Liveness):
             await self._tell(topic, decision)
         return decision.of(self.rank)
 
-    async def exchange(self, topic: Topic, message: bytes, decide: Decide, *, stage: str) -> bytes:
+    async def abort(self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None) -> Told:
         """See :class:`Coordinator`."""
-        is_leader = self.rank == self.leader
+        failure, ended, told = failure_of(self.rank, stage, error), anyio.Event(), Told()
+        self._aborts.add(ended)
         try:
-            messages = await self.gather(topic, message, stage=stage)
-            return await self.broadcast(topic, await decide(messages) if is_leader else None, stage=stage)
-        except BaseException as error:
-            if is_leader:
-                with anyio.CancelScope(shield=True):
-                    try:
-                        await self.abort(topic, error, stage=stage)
-                    except Exception as untold:  # noqa: BLE001 - the first error is raised; this one is noted on it
-                        error.add_note(f"the other ranks could not be told: {type(untold).__name__}: {untold}")
-            raise
+            limit_secs = self.stall_secs / HEARTBEATS_A_STALL if limit_secs is None else limit_secs
+            with anyio.move_on_after(limit_secs, shield=True):
+                told = await self._leave_topics(topic, failure)
+        except AioCkptError as untold:  # the other ranks fail by their deadlines
+            error.add_note(f"the other ranks could not be told: {type(untold).__name__}: {untold}")
+        finally:
+            self._aborts.discard(ended)
+            ended.set()
+        self.end_call(topic)  # the next heartbeat tells it
+        return told
 
-    async def abort(self, topic: Topic, error: BaseException, *, stage: str) -> PeerFailedError | None:
-        """See :class:`Coordinator`."""
-        failure = failure_of(self.rank, stage, error)
-        with self._before_leaving():
-            reply = await self._leave_topic(topic, failure)
-            while reply is not None and reply.then:
-                topic = reply.then
-                reply = await self._leave_topic(topic, failure)
-        return None if reply is None or reply.failure is None else reply.failure.error(self._where(topic), self.rank)
+    async def _leave_topics(self, topic: Topic, failure: Failure) -> Told:
+        """Abort ``topic``, or the one that follows it by the leader's reply."""
+        while True:
+            before = await self._reply(topic)
+            reply = before or await self._leave_topic(topic, failure)
+            if reply is None or reply.then is None:
+                break
+            topic = reply.then
+        error = None if reply is None or reply.failure is None else reply.failure.error(self._where(topic), self.rank)
+        return Told(error, is_earlier=before is not None and error is not None)
 
     async def _leave_topic(self, topic: Topic, failure: Failure) -> Reply | None:
-        """Abort ``topic`` unless there is a reply of the leader. Returns the reply; None if it did not come in time."""
-        reply = await self._reply(topic)
-        if reply is not None:
-            return reply
+        """Abort ``topic``. Returns the leader's reply; None if it did not come in time."""
         if self.rank == self.leader:
             with anyio.CancelScope(shield=True):
                 await self._ask(functools.partial(self._the_keys().tell, topic.key, Reply(b"", failure=failure), ()))
@@ -300,22 +299,6 @@ class StoreCoordinator(Liveness):
         with contextlib.suppress(AioCkptError):
             return await self._await_reply(topic, failure.stage)
         return None
-
-    async def failure(self, topic: Topic) -> PeerFailedError | None:
-        """See :class:`Coordinator`."""
-        with self._before_leaving():  # the caller may abort next
-            reply = await self._reply(topic)
-        return None if reply is None or reply.failure is None else reply.failure.error(self._where(topic), self.rank)
-
-    @contextlib.contextmanager
-    def _before_leaving(self) -> Iterator[None]:
-        ended = anyio.Event()
-        self._aborts.add(ended)
-        try:
-            yield
-        finally:
-            self._aborts.discard(ended)
-            ended.set()
 
     async def _reply(self, topic: Topic) -> Reply | None:
         """Return the leader's reply; None if there is none yet."""

@@ -15,7 +15,8 @@ from gated_storage import Call, Gate, GatedStorage
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import PeerFailedError
-from aio_ckpt.ranks.messages import Decision, Reply, Topic
+from aio_ckpt.ranks.coordinator import Told
+from aio_ckpt.ranks.messages import Decision, Failure, Reply, Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
 
@@ -97,10 +98,10 @@ class HeldCoordinator(StoreCoordinator):
         if not self.is_silent:
             await super().beat(has_left=has_left)
 
-    async def abort(self, topic: Topic, error: BaseException, *, stage: str) -> PeerFailedError | None:
+    async def _leave_topics(self, topic: Topic, failure: Failure) -> Told:
         if self.is_mute:
             raise PeerFailedError("the store of the ranks cannot be reached", rank=0, stage="agree")
-        return await super().abort(topic, error, stage=stage)
+        return await super()._leave_topics(topic, failure)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import anyio
 import pytest
 import torch.distributed as dist
 
@@ -23,10 +24,10 @@ async def add(numbers: Sequence[int]) -> str:
     return f"{numbers} make {sum(numbers)}"
 
 
-async def two_ranks() -> tuple[StoreCoordinator, StoreCoordinator]:
+async def two_ranks(stall_secs: float = SECS) -> tuple[StoreCoordinator, StoreCoordinator]:
     store = dist.HashStore()
     one, other = (StoreCoordinator(store, rank=rank, world_size=2) for rank in range(2))
-    await asyncio.gather(*(each.open("x", stall_secs=SECS) for each in (one, other)))
+    await asyncio.gather(*(each.open("x", stall_secs=stall_secs) for each in (one, other)))
     return one, other
 
 
@@ -99,3 +100,57 @@ async def test_a_reply_that_is_none_of_this_kind_names_the_leader() -> None:
     assert found == "text"
     with pytest.raises(PeerFailedError, match="rank 0 sent"):
         raise error if isinstance(error, BaseException) else AssertionError(error)
+
+
+async def test_a_rank_that_cannot_send_its_message_keeps_no_rank_waiting() -> None:
+    one, other = await two_ranks()
+    try:
+        with anyio.fail_after(SECS / 2):
+            calls = SUM.run(one, Topic("t"), 5, add), SUM.run(other, Topic("t"), object(), add)  # type: ignore[arg-type]
+            error, cause = await asyncio.gather(*calls, return_exceptions=True)
+    finally:
+        close(one, other)
+    assert isinstance(cause, TypeError)
+    assert isinstance(error, PeerFailedError)
+    assert str(error) == f"rank 1 failed in t: TypeError: {cause}"
+
+
+async def test_a_rank_that_is_cancelled_keeps_no_rank_waiting_in_what_follows() -> None:
+    one, other = await two_ranks()
+    acts, gate, scope = asyncio.Event(), asyncio.Event(), anyio.CancelScope()
+
+    async def act(numbers: Sequence[int]) -> str:
+        acts.set()
+        await gate.wait()
+        return "done"
+
+    async def be_cancelled() -> None:
+        with scope:
+            await SUM.run(other, Topic("t"), 6, act, then=Topic("u"))
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(be_cancelled)
+            leader = asyncio.create_task(SUM.run(one, Topic("t"), 5, act, then=Topic("u")))
+            await acts.wait()
+            scope.cancel()
+            gate.set()
+            assert await leader == "done", "the leader had all messages"
+            with anyio.fail_after(SECS / 2), pytest.raises(PeerFailedError, match=r"rank 1 failed in u.*cancelled"):
+                await SUM.run(one, Topic("u"), 5, act)
+    finally:
+        close(one, other)
+
+
+async def test_a_leader_that_acts_for_longer_than_a_stall_is_waited_for() -> None:
+    one, other = await two_ranks(1.0)
+
+    async def act(numbers: Sequence[int]) -> str:
+        await asyncio.sleep(1.5)  # the time that passes is what is tested
+        return "done"
+
+    try:
+        found = await asyncio.gather(*(SUM.run(each, Topic("t"), 5, act) for each in (one, other)))
+    finally:
+        close(one, other)
+    assert found == ["done"] * 2
