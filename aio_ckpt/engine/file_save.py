@@ -26,6 +26,7 @@ from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.file_plan import FileContent, FilePlans, torch_content
 from aio_ckpt.plan.planner import PlannedImage, collector_paused
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions, safetensors_content
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import SaveReport, amount
 from aio_ckpt.runtime.deadline import NO_DEADLINE
@@ -69,7 +70,7 @@ class FileSaves:
         job = self._queue.enter(
             FileJob,
             path,
-            SaveRound(self._ctx.members, self._ctx.executor, topic=f"file {self._calls}"),
+            SaveRound(self._ctx.members, self._ctx.executor, topic=Topic("file", self._calls)),
             SaveTimer(started, waited_secs=waited_secs),
             place=path.parent,
             temporary=path.parent / f"{TEMPORARY}{self._ctx.owner.label}-{self._calls}",

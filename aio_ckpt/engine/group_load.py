@@ -9,7 +9,6 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-import anyio
 import msgspec
 
 from aio_ckpt.commit import discovery
@@ -22,12 +21,11 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     FormatVersionError,
     PeerFailedError,
-    SaveCancelledError,
 )
 from aio_ckpt.match.match import OnMatched
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange
-from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, while_beating
 from aio_ckpt.ranks.membership import different_roots
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import SkippedCheckpoint
 
 _log = logging.getLogger("aio_ckpt")
@@ -141,7 +139,7 @@ _ROUND: Exchange[_Message, _Instruction] = Exchange(_Message, _Instruction, stag
 
 
 async def newest_good_for_all(
-    ctx: EngineContext, quarantine: Quarantine, name: str, wanted: Wanted, use: GroupUse[L], *, fallback: bool
+    ctx: EngineContext, quarantine: Quarantine, name: Topic, wanted: Wanted, use: GroupUse[L], *, fallback: bool
 ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
     """Do :func:`aio_ckpt.engine.fallback.newest_good` on all ranks; ``name`` is the same on every rank for this call.
 
@@ -152,7 +150,7 @@ async def newest_good_for_all(
         PeerFailedError: another rank could not load for a reason that is no damage, was called with another step, path
             or ``fallback``, or is gone.
     """
-    coordinator, stall_secs = ctx.members.coordinator, ctx.config.stall_timeout_secs
+    coordinator = ctx.members.coordinator
     rounds = LoadRounds(coordinator, name, LoadLeader(ctx, quarantine, wanted, fallback=fallback))
     member = LoadMember(FallbackSearch(ctx=ctx, quarantine=quarantine), use, rounds, wanted)
     try:
@@ -161,7 +159,7 @@ async def newest_good_for_all(
         while not instruction.is_last:
             member.note_damage(instruction)
             try:
-                message = await while_beating(coordinator, stall_secs, functools.partial(member.follow, instruction))
+                message = await coordinator.while_beating(functools.partial(member.follow, instruction))
             except _ReadingStoppedError as stopped:
                 instruction = stopped.instruction
             else:
@@ -169,7 +167,8 @@ async def newest_good_for_all(
         member.note_damage(instruction)
         return await member.end(instruction)
     except BaseException as error:
-        await _abort(coordinator, rounds.awaited_topics, error, stall_secs)
+        if rounds.next is not None:
+            await coordinator.abort(rounds.next, error, stage="load")
         if isinstance(error, Exception):
             member.search.complete(error)
         raise
@@ -177,13 +176,13 @@ async def newest_good_for_all(
         coordinator.end_call(name)  # a rank that still waits for this one learns that it has left
 
 
-async def refuse_for_all(ctx: EngineContext, name: str, error: BaseException) -> None:
-    """Tell the other ranks that this rank takes no part in the load ``name``: it fails on all ranks."""
-    await _abort(ctx.members.coordinator, (_topic(name, 1),), error, ctx.config.stall_timeout_secs)
+def first_round(load: Topic) -> Topic:
+    """Return the topic of the first round of ``load``."""
+    return _round(load, 1)
 
 
-def _topic(name: str, number: int) -> str:
-    return f"{name}, round {number}"
+def _round(load: Topic, number: int) -> Topic:
+    return load._replace(part=f"round {number}")
 
 
 class _ReadingStoppedError(Exception):
@@ -197,21 +196,20 @@ class _ReadingStoppedError(Exception):
 class LoadRounds:
     """Rounds of one load. In each, every rank sends a message and the leader replies with the next instruction."""
 
-    def __init__(self, coordinator: Coordinator, name: str, leader: LoadLeader) -> None:
+    def __init__(self, coordinator: Coordinator, name: Topic, leader: LoadLeader) -> None:
         self._coordinator = coordinator
         self._name = name
         self._leader = leader
-        self._number = 1
-        self.awaited_topics = [_topic(name, 1), _topic(name, 2)]
-        """Topics in which the other ranks may wait for this one. If this rank fails, it aborts them."""
+        self._number = 0
+        self.next: Topic | None = first_round(name)
+        """Topic in which the other ranks may wait for this one; None in a round, which ends itself, and at the end."""
 
     async def run(self, message: _Message) -> _Instruction:
         """Send this rank's message and return the next instruction."""
-        topic, following = _topic(self._name, self._number), _topic(self._name, self._number + 1)
-        self.awaited_topics = [topic, following]
-        instruction = await _ROUND.run(self._coordinator, topic, message, self._leader.decide)
         self._number += 1
-        self.awaited_topics = [] if instruction.is_last else [following]
+        topic, following, self.next = _round(self._name, self._number), _round(self._name, self._number + 1), None
+        instruction = await _ROUND.run(self._coordinator, topic, message, self._leader.decide, then=following)
+        self.next = None if instruction.is_last else following
         return instruction
 
 
@@ -431,21 +429,3 @@ def _described(arguments: tuple[int | None, str, bool] | None) -> str:
     step, path, falls_back = arguments or (None, "", True)
     which = path or ("the newest checkpoint" if step is None else f"step {step}")
     return which if falls_back else f"{which} with fallback=False"
-
-
-async def _abort(coordinator: Coordinator, topics: Sequence[str], error: BaseException, stall_secs: float) -> None:
-    """Abort the topics in which the other ranks wait: the second of ``topics`` if the first has a reply already."""
-    cause = error if isinstance(error, Exception) else SaveCancelledError("the load was given up")
-    is_leader = coordinator.rank == coordinator.leader
-    with anyio.CancelScope(shield=True):
-        try:
-            for topic in topics:
-                if await coordinator.failure(topic) is not None:
-                    return  # all ranks learn of it by this topic
-                # The failure is sent at once. The second topic is needed only if no answer comes in time.
-                with anyio.move_on_after(stall_secs / HEARTBEATS_A_STALL):
-                    failure = await coordinator.abort(topic, cause, stage="load")
-                    if failure is not None and not is_leader:  # some ranks may have the leader's earlier reply
-                        return
-        except AioCkptError as untold:  # the other ranks fail by their deadlines
-            error.add_note(f"the other ranks could not be told: {untold}")

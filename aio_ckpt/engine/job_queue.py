@@ -39,6 +39,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.planner import PlannedImage
 from aio_ckpt.ranks.group_call import CALL_STAGE
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport, Target, title
 from aio_ckpt.runtime.deadline import Deadline
@@ -261,7 +262,7 @@ class JobQueue:
         self._calls += 1
         if kind == "save":
             self._saves.append(self._calls)
-        self._ctx.members.coordinator.begin_call(f"{kind} {self._calls}", step=step if type(step) is int else None)
+        self._ctx.members.coordinator.begin_call(Topic(kind, self._calls), step=step if type(step) is int else None)
         return self._calls
 
     def start(self, job: J, pipeline: Pipeline[J], parts: Iterable[tuple[PlannedImage, Part]]) -> None:
@@ -488,7 +489,7 @@ class JobQueue:
         """Take the step of call ``number``; see :meth:`KnownSteps.claim`."""
         claimed = self.steps.claim(number, step, self.pending_steps, agreed=self._ctx.members.newest)
         if claimed != step:
-            self._ctx.members.coordinator.begin_call(f"save {number}", step=claimed)
+            self._ctx.members.coordinator.begin_call(Topic("save", number), step=claimed)
         return claimed
 
     # -- failures -------------------------------------------------------------------------------------

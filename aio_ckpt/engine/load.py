@@ -12,7 +12,6 @@ Several ranks wait for each other after *match* and after *decode*: all load the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -20,19 +19,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import anyio
-
 from aio_ckpt.checks import check_path, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted, newest_good
-from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
+from aio_ckpt.engine.group_load import first_round, newest_good_for_all
 from aio_ckpt.engine.outcomes import log_load
-from aio_ckpt.errors import AioCkptError, ConfigError
+from aio_ckpt.errors import ConfigError
 from aio_ckpt.match.match import OnMatched, at_once
-from aio_ckpt.ranks.liveness import while_beating
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
@@ -122,29 +119,19 @@ class Loader:
 
     # -- accept ---------------------------------------------------------------------------------------
 
-    async def _accept(self, options: LoadOptions, before: BeforeLoad) -> tuple[str, Wanted]:
+    async def _accept(self, options: LoadOptions, before: BeforeLoad) -> tuple[Topic, Wanted]:
         """Return the name of the call, which is the same on every rank, and the checkpoint that it asks for."""
-        ctx, members = self.ctx, self.ctx.members
+        members = self.ctx.members
         name = members.next_load()  # first: a call that only this rank refuses counts on all ranks
         try:
             wanted = wanted_checkpoint(options.step, options.path)
             options.check()
             await members.met()
-            if members.are_several:  # the other ranks may be in the load already
-                await while_beating(members.coordinator, ctx.config.stall_timeout_secs, before)
-            else:
-                await before()
+            await members.coordinator.while_beating(before)  # the other ranks may be in the load already
         except BaseException as error:
-            await self._refuse(name, error)
+            await members.abort(first_round(name), error, stage="load")
             raise
         return name, wanted
-
-    async def _refuse(self, name: str, error: BaseException) -> None:
-        """Tell the other ranks, once they have met this one. If they never meet, no rank waits."""
-        with anyio.CancelScope(shield=True):
-            with contextlib.suppress(AioCkptError):
-                await self.ctx.members.met()
-                await refuse_for_all(self.ctx, name, error)
 
     # -- read and apply -------------------------------------------------------------------------------
 

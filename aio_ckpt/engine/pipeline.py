@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -275,9 +276,9 @@ class SavePipeline:
         return end.cause
 
 
-def _tell_secs(deadline: Deadline) -> float | None:
-    """Return how long a failed save may wait for the leader's reply; None: as long as the leader lives."""
-    return None if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
+def _tell_secs(deadline: Deadline) -> float:
+    """Return how long a failed save may wait for the leader's reply, while the leader lives."""
+    return math.inf if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
 
 
 async def _send_heartbeats(ctx: EngineContext, job: SaveJob) -> None:

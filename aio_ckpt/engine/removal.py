@@ -21,8 +21,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.outcomes import logged_errors, named
 from aio_ckpt.errors import EngineClosedError, PeerFailedError, StallError
 from aio_ckpt.ranks.coordinator import Exchange
-from aio_ckpt.ranks.group_call import told_of
-from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import title
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
@@ -82,20 +81,15 @@ class Remover:
 
     async def _agree(self, removal: Removal, failure: str) -> tuple[list[Path], str]:
         """Remove the checkpoint on the leader, if no rank has a failure. Returns the trash, and the first failure."""
-        members, topic, moved = self.ctx.members, f"remove {removal.number}", list[Path]()
+        members, topic, moved = self.ctx.members, Topic("remove", removal.number), list[Path]()
 
-        async def decide(messages: Sequence[_Message]) -> _Message:
+        async def act(messages: Sequence[_Message]) -> _Message:
             why = _first_failure_of(messages)
             if not why:
                 moved.append(await self._move_to_trash(removal))
             return messages[0][0], why
 
-        try:
-            _, why = await _REMOVE.run(members.coordinator, topic, (str(removal.path), failure), decide)
-        except BaseException as error:
-            with anyio.CancelScope(shield=True):
-                await SaveRound(members, self.ctx.executor, topic=topic).end(told_of(members, error), stage=_STAGE)
-            raise
+        _, why = await _REMOVE.run(members.coordinator, topic, (str(removal.path), failure), act)
         members.coordinator.end_call(topic)
         return moved, why
 

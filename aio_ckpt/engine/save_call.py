@@ -46,6 +46,7 @@ from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.group_call import CALL_STAGE, GroupCall, await_counted, await_met, told_of
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import SaveReport, Target, title
@@ -391,7 +392,7 @@ class SaveFrontend:
         self._portal.check_thread("rollback()")
         self._check_not_inside("rollback()")
         with self._lock:
-            topic = f"rollback {self.queue.next_number('rollback')}"
+            topic = Topic("rollback", self.queue.next_number("rollback"))
             gone = self._change_steps("rollback", topic, step, self._root_session.rollback)
             self.earlier_steps.go_on()
             self._rescue.give_up(f"rollback({step}) went back behind it", after=step)
@@ -402,9 +403,9 @@ class SaveFrontend:
         self._portal.check_thread("delete()")
         self._check_not_inside("delete()")
         with self._lock:
-            topic = f"delete {self.queue.next_number('delete')}"
+            topic = Topic("delete", self.queue.next_number("delete"))
             self._change_steps("delete", topic, step, self._root_session.discard, allow_newest=allow_newest)
-        self._delete_files(step, f"files of {topic}")
+        self._delete_files(step, Topic(f"the deletion of the files of step {step}", part=f"call {topic.number}"))
 
     def before_load(self, kind: str, step: object, path: object) -> Callable[[], Awaitable[None]]:
         """Return what a load or read awaits first: the pending calls that change what it finds. ``kind`` names it.
@@ -423,7 +424,7 @@ class SaveFrontend:
         self._check_not_inside(what)
 
     def _change_steps(
-        self, kind: str, topic: str, step: int, change: Callable[..., StepsChange], **flags: bool
+        self, kind: str, topic: Topic, step: int, change: Callable[..., StepsChange], **flags: bool
     ) -> list[int]:
         """Change the committed steps on all ranks: the leader does it if no rank has a pending save; the others wait.
 
@@ -461,7 +462,7 @@ class SaveFrontend:
         members.newest = newest
         return gone
 
-    def _delete_files(self, step: int, topic: str) -> None:
+    def _delete_files(self, step: int, topic: Topic) -> None:
         """Delete the files of a step that was renamed: the leader does it, and the others wait. Saves go on."""
         members = self._ctx.members
         try:
@@ -491,14 +492,14 @@ class SaveFrontend:
                     session.become_writer(self.queue.steps.learn, NO_DEADLINE)
                 return self.queue.remove(place, number)
             except BaseException as error:
-                self._tell_refused(f"remove {number}", error)
+                self._tell_refused(Topic("remove", number), error)
                 raise
 
-    def _tell_refused(self, topic: str, error: BaseException) -> None:
+    def _tell_refused(self, topic: Topic, error: BaseException) -> None:
         """Tell the other ranks that this rank takes no part in the call of ``topic``."""
+        members = self._ctx.members
         with contextlib.suppress(EngineClosedError):
-            agreement = SaveRound(self._ctx.members, self._ctx.executor, topic=topic)
-            self._portal.submit(functools.partial(agreement.end, told_of(self._ctx.members, error), stage=CALL_STAGE))
+            self._portal.submit(functools.partial(members.abort, topic, told_of(members, error), stage=CALL_STAGE))
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""

@@ -15,6 +15,7 @@ import anyio
 from aio_ckpt.errors import AioCkptError, StallError
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.signals import Preemption
@@ -39,7 +40,7 @@ class AgreedPoll:
         members: Membership,
         portal: Portal,
         *,
-        topic: str,
+        topic: Topic,
         on_error: Callable[[AioCkptError], None],
         flag: str = "",
         has_come: Callable[[], bool] = lambda: False,
@@ -80,7 +81,7 @@ class AgreedPoll:
             try:
                 self._decided.result(2 * self._members.stall_secs)
             except TimeoutError:
-                raise StallError(f"{self._topic}: the other ranks do not answer") from None
+                raise StallError(f"{self._topic.text()}: the other ranks do not answer") from None
         return self._is_found_by(number)
 
     def _is_found_by(self, number: int) -> bool:
@@ -193,7 +194,7 @@ class AgreedTimer:
             self._members,
             self._portal,
             flag=name,
-            topic=name,
+            topic=Topic(name),
             has_come=lambda: leads and self._is_over(),
             on_error=self._errors.append,
         )
@@ -212,7 +213,7 @@ class AgreedPreemption:
             members,
             portal,
             flag="preempted",
-            topic="the preemption",
+            topic=Topic("the preemption"),
             has_come=lambda: self.local.is_requested,
             on_error=_tell,
         )

@@ -13,8 +13,8 @@ import msgspec
 from aio_ckpt.errors import AioCkptError, EngineClosedError
 from aio_ckpt.ranks.agreed_poll import AgreedPoll
 from aio_ckpt.ranks.coordinator import Exchange
-from aio_ckpt.ranks.liveness import while_beating
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import WaitLines
 from aio_ckpt.ticket import Milestone
@@ -84,7 +84,7 @@ class AgreedWork:
         self._failure_of = failure_of
         self._on_leader = on_leader
         self._errors: list[AioCkptError] = []
-        self._agreed = AgreedPoll(members, portal, topic=f"{name} (poll)", on_error=self._errors.append)
+        self._agreed = AgreedPoll(members, portal, topic=Topic(name, part="poll"), on_error=self._errors.append)
         self._outcome: Future[Failure | None] = Future()
         self.leaders_error: BaseException | None = None
         """Error of ``on_leader``, on the leader."""
@@ -132,8 +132,7 @@ class AgreedWork:
 
     async def _follow(self) -> None:
         await self._members.met()
-        coordinator = self._members.coordinator
-        outcome = await while_beating(coordinator, self._members.stall_secs, self._agreed_outcome)
+        outcome = await self._members.coordinator.while_beating(self._agreed_outcome)
         self._outcome.set_result(outcome)
         await self._agreed.agree()
 
@@ -142,7 +141,7 @@ class AgreedWork:
         for work in self._works:
             await self._end_of(work)
         mine = next(filter(None, (self._failure_of(work, coordinator.rank) for work in self._works)), None)
-        return await _OUTCOME.run(coordinator, f"{self.name} (outcome)", mine, self._decide)
+        return await _OUTCOME.run(coordinator, Topic(self.name, part="outcome"), mine, self._decide)
 
     async def _decide(self, failures: Sequence[Failure | None]) -> Failure | None:
         """Return the failure of all, on the leader."""

@@ -1,36 +1,43 @@
-"""Coordinator: how the ranks of an engine exchange messages; the coordinator of one process; typed exchanges."""
+"""Coordinator: how the ranks of an engine exchange messages; typed exchanges, which end on all ranks if one fails."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 import msgspec
 
 from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.plan.shard_table import malformed
-from aio_ckpt.ranks.messages import Decision
+from aio_ckpt.ranks.messages import Decision, Topic
 
 M = TypeVar("M")
 R = TypeVar("R")
-
-Decide = Callable[[tuple[bytes, ...]], Awaitable[Decision]]
-"""Function that the leader calls with the messages of all ranks, by rank. Returns the decision."""
+T = TypeVar("T")
 
 
-@runtime_checkable
-class Coordinator(Protocol):
-    """Interface by which the ranks of an engine agree.
+class Told(NamedTuple):
+    """What all ranks are told of a call that this rank has ended by an error."""
+
+    failure: PeerFailedError | None = None
+    """Failure that the leader has told all ranks. None if it does not answer in time, or its last reply was none."""
+    is_earlier: bool = False
+    """Whether the leader had told it before this rank ended the call."""
+
+
+class Coordinator:
+    """How the ranks of an engine agree. This class serves one rank alone: every method returns at once.
 
     If a method does not say otherwise, only the engine's own thread calls it.
     """
 
-    rank: int
+    rank: int = 0
     """This rank, from 0."""
-    world_size: int
+    world_size: int = 1
     """Number of ranks that save together."""
-    leader: int
+    leader: int = 0
     """The rank that commits."""
 
     def register(self, name: str, *, stall_secs: float) -> None:
@@ -39,7 +46,6 @@ class Coordinator(Protocol):
         The n-th engine that opens ``name`` on one rank meets the n-th on every other rank. From :meth:`open` on, a
         rank without a heartbeat for ``stall_secs`` is lost.
         """
-        ...
 
     async def open(self, name: str, *, stall_secs: float) -> None:
         """Meet the other ranks that open ``name``, under keys that no other engine uses or has used.
@@ -47,62 +53,46 @@ class Coordinator(Protocol):
         Raises:
             PeerFailedError: a rank did not come in time.
         """
-        ...
 
-    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
+    async def gather(self, topic: Topic, message: bytes, *, stage: str) -> tuple[bytes, ...]:
         """Send this rank's message. The leader waits for all messages, by rank; another rank returns () at once.
 
-        If this call fails or is cancelled, the other ranks are not told: the caller calls :meth:`abort`.
+        If this call or :meth:`broadcast` fails or is cancelled, the caller calls :meth:`abort`.
 
         Raises:
             PeerFailedError: on the leader, a rank failed or gives no heartbeat; names rank, stage and cause.
         """
-        ...
+        return (message,)
 
-    async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
+    async def broadcast(self, topic: Topic, decision: Decision | None, *, stage: str) -> bytes:
         """Return the leader's reply on ``topic`` to this rank. The leader passes its ``decision``, the others None.
 
         Raises:
             PeerFailedError: a rank failed, or the leader gives no heartbeat.
         """
-        ...
+        assert decision is not None, "the one rank leads"
+        return decision.of(0)
 
-    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
-        """Do :meth:`gather`, ``decide`` on the leader, and :meth:`broadcast`.
+    async def abort(self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None) -> Told:
+        """End the call of ``topic`` on this rank by ``error``: the exchange of the other ranks fails now or later.
 
-        Raises:
-            PeerFailedError: a rank failed or gives no heartbeat; names the rank, its stage and the cause.
-            Exception: on the leader, any error of ``decide``; the other ranks get a PeerFailedError.
+        If the leader has already decided this topic, abort the follow-up topic that the decision names. The other ranks
+        are told at once. Then this rank waits for the leader's answer, shielded, while the leader lives, but for
+        ``limit_secs`` at most; None: the time between two heartbeats. If the store fails, a note on ``error`` says so.
         """
-        ...
+        return Told()
 
-    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
-        """Tell the other ranks that this rank takes no part in ``topic``: their exchange fails now or later.
-
-        If the leader has already decided this topic, abort the follow-up topic that the decision names. Returns the
-        failure that the leader has told all ranks. Returns None if the leader does not answer in time, or if its reply
-        on the last topic was no failure.
-        """
-        ...
-
-    def begin_call(self, topic: str, *, step: int | None = None) -> None:
+    def begin_call(self, topic: Topic, *, step: int | None = None) -> None:
         """Note that the numbered call of ``topic`` begins on this rank, and again once its ``step`` is known.
 
         Any thread may call this. The step is for messages only.
         """
-        ...
 
-    def end_call(self, topic: str) -> None:
+    def end_call(self, topic: Topic) -> None:
         """Note that the numbered call of ``topic`` has ended on this rank. Heartbeats tell the ranks that wait."""
-        ...
-
-    async def failure(self, topic: str) -> PeerFailedError | None:
-        """Return the failure that the leader has told in ``topic``; None if it has told none yet."""
-        ...
 
     async def raise_flag(self, name: str) -> None:
         """Set the flag ``name`` for all ranks. A rank that does not lead wakes the leader, which raises it, too."""
-        ...
 
     async def flag(self, name: str) -> None:
         """Return once any rank has raised the flag ``name``. Nothing is asked again and again meanwhile.
@@ -110,84 +100,27 @@ class Coordinator(Protocol):
         Raises:
             PeerFailedError: the store is gone.
         """
-        ...
-
-    async def lower_flag(self, name: str) -> None:
-        """Delete the flag ``name``. The leader calls this once no rank waits for it or raises it any more."""
-        ...
-
-    async def beat(self) -> None:
-        """Write a heartbeat."""
-        ...
-
-    async def leave(self) -> None:
-        """Leave the group, before ``close``. Keys that other ranks still need stay. Takes seconds at most."""
-        ...
-
-    def close(self) -> None:
-        """Release the thread and the connection. Idempotent; any thread may call this."""
-        ...
-
-
-class SoloCoordinator:
-    """Coordinator of one process without other ranks. Every method returns at once."""
-
-    rank = 0
-    world_size = 1
-    leader = 0
-
-    def register(self, name: str, *, stall_secs: float) -> None:
-        """See :class:`Coordinator`."""
-
-    async def open(self, name: str, *, stall_secs: float) -> None:
-        """See :class:`Coordinator`."""
-
-    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
-        """See :class:`Coordinator`."""
-        return (message,)
-
-    async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
-        """See :class:`Coordinator`."""
-        assert decision is not None, "the one rank leads"
-        return decision.of(0)
-
-    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
-        """See :class:`Coordinator`."""
-        messages = await self.gather(topic, message, stage=stage)
-        return await self.broadcast(topic, await decide(messages), stage=stage)
-
-    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
-        """See :class:`Coordinator`."""
-        return None
-
-    def begin_call(self, topic: str, *, step: int | None = None) -> None:
-        """See :class:`Coordinator`."""
-
-    def end_call(self, topic: str) -> None:
-        """See :class:`Coordinator`."""
-
-    async def failure(self, topic: str) -> PeerFailedError | None:
-        """See :class:`Coordinator`."""
-        return None
-
-    async def raise_flag(self, name: str) -> None:
-        """See :class:`Coordinator`."""
-
-    async def flag(self, name: str) -> None:
-        """See :class:`Coordinator`."""
         await anyio.sleep_forever()
 
     async def lower_flag(self, name: str) -> None:
-        """See :class:`Coordinator`."""
+        """Delete the flag ``name``. The leader calls this once no rank waits for it or raises it any more."""
 
     async def beat(self) -> None:
-        """See :class:`Coordinator`."""
+        """Write a heartbeat."""
+
+    async def while_beating(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``work``; meanwhile send heartbeats to the other ranks."""
+        return await work()
 
     async def leave(self) -> None:
-        """See :class:`Coordinator`."""
+        """Leave the group, before ``close``. Keys that other ranks still need stay. Takes seconds at most."""
 
     def close(self) -> None:
-        """See :class:`Coordinator`."""
+        """Release the thread and the connection. Idempotent; any thread may call this."""
+
+
+class SoloCoordinator(Coordinator):
+    """Coordinator of one process without other ranks."""
 
 
 class Exchange(Generic[M, R]):
@@ -203,37 +136,55 @@ class Exchange(Generic[M, R]):
         self._stage = stage
 
     async def run(
-        self, coordinator: Coordinator, topic: str, mine: M, decide: Callable[[Sequence[M]], Awaitable[R]]
+        self,
+        coordinator: Coordinator,
+        topic: Topic,
+        mine: M,
+        act: Callable[[Sequence[M]], Awaitable[R]],
+        *,
+        then: Topic | None = None,
     ) -> R:
-        """Send ``mine``; return the result of ``decide``, which the leader calls with all messages, by rank.
+        """Send ``mine``; return the result of ``act``, which the leader calls with all messages, by rank.
+
+        The leader sends heartbeats while it acts. However this call ends on a rank, no other rank waits for it: neither
+        in ``topic`` nor in ``then``, in which every rank goes on.
 
         Raises:
             PeerFailedError: a rank failed, gives no heartbeat, or sent a message that is no ``M``.
-            Exception: on the leader, any error of ``decide``; the other ranks get a PeerFailedError.
+            Exception: on the leader, any error of ``act``; the other ranks get a PeerFailedError.
         """
+        try:
+            messages = await self.gather(coordinator, topic, mine)
+            decision = None
+            if coordinator.rank == coordinator.leader:
+                reply = await coordinator.while_beating(functools.partial(act, messages))
+                decision = Decision(common=msgspec.msgpack.encode(reply), then=then)
+            return self.reply(
+                await coordinator.broadcast(topic, decision, stage=self._stage), leader=coordinator.leader
+            )
+        except BaseException as error:
+            told = await coordinator.abort(topic, error, stage=self._stage)
+            if told.failure is None and then is not None:  # some ranks may have the leader's reply
+                await coordinator.abort(then, error, stage=self._stage)
+            raise
 
-        async def decided(messages: tuple[bytes, ...]) -> Decision:
-            return Decision(common=msgspec.msgpack.encode(await decide(self._of_all(messages))))
-
-        reply = await coordinator.exchange(topic, msgspec.msgpack.encode(mine), decided, stage=self._stage)
-        return self.reply(reply, leader=coordinator.leader)
-
-    async def gather(self, coordinator: Coordinator, topic: str, mine: M) -> tuple[M, ...]:
+    async def gather(self, coordinator: Coordinator, topic: Topic, mine: M) -> tuple[M, ...]:
         """Do the first half of :meth:`run`. The leader gets the messages of all ranks, by rank; another rank gets ().
 
-        If this call fails, the other ranks are not told: the caller calls :meth:`Coordinator.abort`.
+        If this call or :meth:`broadcast` fails, the caller calls :meth:`Coordinator.abort`.
         """
         return self._of_all(await coordinator.gather(topic, msgspec.msgpack.encode(mine), stage=self._stage))
 
-    async def broadcast(self, coordinator: Coordinator, topic: str, reply: R) -> R:
+    async def broadcast(self, coordinator: Coordinator, topic: Topic, reply: R) -> R:
         """Do the second half of :meth:`run`: return the leader's ``reply``. The ``reply`` of other ranks is ignored."""
         return await self._broadcast(coordinator, topic, Decision(common=msgspec.msgpack.encode(reply)))
 
-    async def broadcast_each(self, coordinator: Coordinator, topic: str, replies: Sequence[R], *, then: str) -> R:
+    async def broadcast_each(self, coordinator: Coordinator, topic: Topic, replies: Sequence[R], *, then: Topic) -> R:
         """Do :meth:`broadcast` with one reply for each rank. Every rank goes on in the topic ``then``."""
-        return await self._broadcast(coordinator, topic, Decision(each=_each(replies), then=then))
+        each = tuple(map(msgspec.msgpack.encode, replies))
+        return await self._broadcast(coordinator, topic, Decision(each=each, then=then))
 
-    async def _broadcast(self, coordinator: Coordinator, topic: str, decision: Decision) -> R:
+    async def _broadcast(self, coordinator: Coordinator, topic: Topic, decision: Decision) -> R:
         is_leader = coordinator.rank == coordinator.leader
         reply = await coordinator.broadcast(topic, decision if is_leader else None, stage=self._stage)
         return self.reply(reply, leader=coordinator.leader)
@@ -248,10 +199,6 @@ class Exchange(Generic[M, R]):
 
     def _of_all(self, messages: Sequence[bytes]) -> tuple[M, ...]:
         return tuple(self.message(data, rank=rank) for rank, data in enumerate(messages))
-
-
-def _each(values: Sequence[object]) -> tuple[bytes, ...]:
-    return tuple(msgspec.msgpack.encode(value) for value in values)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[M], rank: int, data: bytes) -> M:

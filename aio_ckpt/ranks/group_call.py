@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeAlias
@@ -11,6 +12,7 @@ from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError, StepOrderError
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import Executor, Portal
@@ -42,12 +44,11 @@ class GroupCall:
         clear: Callable[[], object],
     ) -> None:
         """``claim`` takes the step of a call that is not skipped; ``clear`` deletes the directory of its save."""
-        self._number = number
-        self.agreement = SaveRound(members, executor, topic=f"save {number}")
+        self.agreement = SaveRound(members, executor, topic=Topic("save", number))
         """Agreement on the save once it is pending."""
         self._members = members
         self._portal = portal
-        self._topic = f"room {number}"
+        self._topic = Topic("save", number, "room")
         self._claim = claim
         self._clear = clear
         self._own: Room = _NOT_SKIPPED
@@ -74,12 +75,9 @@ class GroupCall:
 
     async def _announce(self) -> Room:
         coordinator = self._members.coordinator
-        try:
-            self._room = await _ROOM.broadcast(coordinator, self._topic, self._own)
-        finally:
-            coordinator.end_call(self._topic)
+        self._room = await _ROOM.broadcast(coordinator, self._topic, self._own)
         if not self._room[0]:  # the call is skipped on every rank
-            coordinator.end_call(f"save {self._number}")
+            coordinator.end_call(self._topic)
         return self._room
 
     # -- the call ends here ---------------------------------------------------------------------------
@@ -93,19 +91,16 @@ class GroupCall:
         if not self._members.are_several:  # no rank waits, and the step of a refused call is free
             counted.set_result(None)
             return counted
-        told = told_of(self._members, error)
+        ended = functools.partial(self._refuse, told_of(self._members, error), counted)
         with contextlib.suppress(EngineClosedError):
-            if self._room is None:
-                self._portal.submit(self._refuse_later, told, counted, on_done=lambda _: _settle(counted))
-                return counted
-            if self._room[0]:
-                self._take_step()
-                self._portal.submit(self._end, told)
+            self._portal.submit(ended, on_done=lambda _: _settle(counted))
+            return counted
         _settle(counted)
         return counted
 
-    async def _refuse_later(self, told: PeerFailedError, counted: Future[None]) -> None:
-        await self._learn_room(told)
+    async def _refuse(self, told: PeerFailedError, counted: Future[None]) -> None:
+        if self._room is None:
+            await self._learn_room(told)
         if self._room is not None and self._room[0]:
             self._take_step()
             _settle(counted)
@@ -128,9 +123,7 @@ class GroupCall:
             await members.met()
             if not members.is_leader:
                 await self._announce()
-            elif (
-                await members.coordinator.abort(self._topic, told, stage=CALL_STAGE) is None
-            ):  # its reply was sent before
+            elif (await members.abort(self._topic, told, stage=CALL_STAGE)).failure is None:  # it had replied before
                 self._room = self._own
 
     def _take_step(self) -> None:

@@ -15,7 +15,7 @@ import anyio
 
 from aio_ckpt.errors import EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.coordinator import Coordinator
-from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, call_of, numbering
+from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, Topic
 from aio_ckpt.ranks.missing import SHOWN, Awaited, Heard, line_about, names_of
 from aio_ckpt.ranks.store import StoreClient, StoreKeys
 from aio_ckpt.runtime import waiting
@@ -49,32 +49,16 @@ def heartbeat_pauses(stall_secs: float) -> Iterator[float]:
     yield from itertools.repeat(pause_secs)
 
 
-async def while_beating(coordinator: Coordinator, stall_secs: float, work: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of ``work``; meanwhile send heartbeats to the other ranks."""
-
-    async def beat() -> None:
-        for pause_secs in heartbeat_pauses(stall_secs):
-            await anyio.sleep(pause_secs)
-            await coordinator.beat()
-
-    result: list[T] = []
-    try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(beat)
-            result.append(await work())
-            group.cancel_scope.cancel()
-    except BaseExceptionGroup as errors:
-        raise first_cause(errors) from None
-    return result[0]
-
-
 class LivenessTimer:
     """Timer of one wait for other ranks: its topic, and when the heartbeat of each rank last changed."""
 
-    def __init__(self, stall_secs: float, topic: str, stage: str) -> None:
+    def __init__(self, stall_secs: float, topic: Topic, stage: str, *, step: int | None = None) -> None:
+        """``step``: that of the call which the topic is part of, for errors; None if it is not known."""
         self.stall_secs = stall_secs
         self.topic = topic
         self.stage = stage
+        self.where = topic.text(step)
+        """The topic in the user's words."""
         self._began = time.monotonic()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._apart: dict[int, float] = {}
@@ -140,7 +124,7 @@ def lost_peer(
         beat = HEARTBEATS.decode(found) if found else Heartbeat(0)
         where = _absence(rank, beat, timer, own)
         if where:
-            text = f"rank {rank} does not come to {timer.topic}, it {where}"
+            text = f"rank {rank} does not come to {timer.where}, it {where}"
             error = PeerFailedError(text, rank=rank, stage=timer.stage)
             return LostPeer(error=error, left_behind=beat if beat.has_left else None)
     return LostPeer(error=_silent(silent, timer, unmet), is_silent=True) if silent else None
@@ -152,7 +136,7 @@ def _silent(ranks: Sequence[int], timer: LivenessTimer, unmet: str) -> PeerFaile
         if unmet
         else ": it died, hangs, or never came to this call"
     )
-    text = f"{names_of(ranks)} gave no sign of life in {timer.topic} for {timer.stall_secs} s{hint}"
+    text = f"{names_of(ranks)} gave no sign of life in {timer.where} for {timer.stall_secs} s{hint}"
     return PeerFailedError(text, rank=ranks[0], stage=timer.stage)
 
 
@@ -165,40 +149,40 @@ def _absence(rank: int, beat: Heartbeat, timer: LivenessTimer, own: Heartbeat) -
     The rank has ended that call, has closed its engine, or waits for this rank in another call. A later call proves
     nothing: saves, loads and rollbacks run beside each other, and a later one may overtake an earlier one.
     """
-    if call_of(timer.topic) in beat.over:
+    if timer.topic.call in beat.over:
         return f"is elsewhere: that call has ended there; {_SAME_ORDER}"
     if beat.has_left:
         return "has closed its engine"
     other = next((topic for topic in beat.waits if _never_meet(timer.topic, own, topic, beat)), None)
-    if timer.is_apart_for_long(rank, is_apart=other is not None and timer.has_moved(rank)):
-        return f"waits in {other} for this one, which has not come there; {_SAME_ORDER}"
+    is_apart = timer.is_apart_for_long(rank, is_apart=other is not None and timer.has_moved(rank))
+    if other is not None and is_apart:
+        step = beat.call.step if beat.call and beat.call.has(other) else None
+        return f"waits in {other.text(step)} for this one, which has not come there; {_SAME_ORDER}"
     return ""
 
 
-def _never_meet(here: str, own: Heartbeat, there: str, beat: Heartbeat) -> bool:
+def _never_meet(here: Topic, own: Heartbeat, there: Topic, beat: Heartbeat) -> bool:
     """Return whether this rank, which waits in ``here``, and the other, which waits in ``there``, wait for each other.
 
     They do if neither has begun the call of the other. Another thread of a program may still begin it, so the caller
     waits for a while before it decides.
     """
-    one, other = numbering(here), numbering(there)
+    one, other = here.call, there.call
     if one is None or other is None:
         return False
     if one == other:  # one call in two topics: the ranks wait for each other if the topics are of different kinds
-        return call_of(here) == call_of(there) and here.split()[0] != there.split()[0]
+        return here.kind != there.kind
     (kind, number), (kind_there, number_there) = one, other
-    is_begun_here = own.begun.get(kind_there, 0) >= number_there and call_of(there) not in own.over
+    is_begun_here = own.begun.get(kind_there, 0) >= number_there and other not in own.over
     return kind != kind_there and beat.begun.get(kind, 0) < number and not is_begun_here
 
 
-class Liveness:
+class Liveness(Coordinator):
     """Heartbeats and waits of one rank. The ranks of an engine share its keys in the store.
 
     Invariant: a rank that waits sends heartbeats. Each names the topics in which the rank waits, the calls that have
     begun and those that have ended. So every rank finds out whom it waits for in vain, even if that rank lives.
     """
-
-    leader = 0
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -221,7 +205,7 @@ class Liveness:
         """The newest calls that began here, with their steps."""
         self._heard: dict[str, int] = {}
         self._last_heard: Call | None = None
-        self._waits: list[str] = []
+        self._waits: list[Topic] = []
         self._over: defaultdict[str, deque[tuple[str, int]]] = defaultdict(lambda: deque(maxlen=_CALLS_TOLD))
         self._is_leaving = False
         """Whether this rank leaves. It waits for no reply any more, because the last rank to leave deletes the keys."""
@@ -231,28 +215,44 @@ class Liveness:
         self._beats += 1
         await self._ask(functools.partial(self._the_keys().beat, self._own_beat(has_left=has_left)))
 
+    async def while_beating(self, work: Callable[[], Awaitable[T]]) -> T:
+        """See :class:`Coordinator`."""
+
+        async def beat() -> None:
+            for pause_secs in heartbeat_pauses(self.stall_secs):
+                await anyio.sleep(pause_secs)
+                await self.beat()
+
+        result: list[T] = []
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(beat)
+                result.append(await work())
+                group.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from None
+        return result[0]
+
     def _own_beat(self, *, has_left: bool = False) -> Heartbeat:
         over = tuple(chain.from_iterable(self._over.values()))
         newest = self._calls[-1] if self._calls else None
         return Heartbeat(self._beats, over, has_left, dict(self._begun), tuple(self._waits), newest)
 
-    def begin_call(self, topic: str, *, step: int | None = None) -> None:
+    def begin_call(self, topic: Topic, *, step: int | None = None) -> None:
         """See :class:`Coordinator`."""
-        call = Call.of_topic(topic, step=step)
-        if call is not None:
-            kind, number = call.numbering
-            self._begun[kind] = max(number, self._begun.get(kind, 0))
-            self._calls.append(call)
+        call = Call(topic.kind, topic.number, step)
+        kind, number = call.numbering
+        self._begun[kind] = max(number, self._begun.get(kind, 0))
+        self._calls.append(call)
 
-    def end_call(self, topic: str) -> None:
+    def end_call(self, topic: Topic) -> None:
         """See :class:`Coordinator`."""
-        call = call_of(topic)
-        if call is not None:
-            self._over[call[0]].append(call)
+        if topic.call is not None:
+            self._over[topic.call[0]].append(topic.call)
 
     # -- waiting --------------------------------------------------------------------------------------
 
-    async def _wait_for(self, find: Callable[[], T | None], check: Callable[[], Awaitable[Awaited]], topic: str) -> T:
+    async def _wait_for(self, find: Callable[[], T | None], check: Callable[[], Awaitable[Awaited]], topic: Topic) -> T:
         """Poll ``find`` until it returns a value.
 
         Meanwhile send heartbeats and call ``check()``, which may raise. If the wait lasts, log the ranks that
@@ -263,12 +263,14 @@ class Liveness:
         pauses = heartbeat_pauses(self.stall_secs)
         due = begun + next(pauses)
         call = self._call_in(topic)
-        lines = WaitLines(step=None if call is None else call.step, rank=self.rank)
+        lines = WaitLines(step=self._step_of(topic), rank=self.rank)
         self._waits.append(topic)
         try:
             while (found := await self._ask(find)) is None:
                 if self._is_leaving:
-                    raise EngineClosedError(f"{self._name}: the engine was closed while it waited in {topic}")
+                    raise EngineClosedError(
+                        f"{self._name}: the engine was closed while it waited in {self._where(topic)}"
+                    )
                 is_beat_due, is_line_due = time.monotonic() >= due, lines.is_due
                 if is_beat_due:
                     due = time.monotonic() + next(pauses)
@@ -299,11 +301,24 @@ class Liveness:
             return found
         return None
 
-    def _call_in(self, topic: str) -> Call | None:
+    def _call_in(self, topic: Topic) -> Call | None:
         """Return the call that ``topic`` is part of, as it began here; None if the topic has no number."""
-        return next((call for call in reversed(tuple(self._calls)) if call.has(topic)), Call.of_topic(topic))
+        begun = (call for call in reversed(tuple(self._calls)) if call.has(topic))
+        return next(begun, Call(topic.kind, topic.number) if topic.number else None)
 
-    def _hear(self, topic: str) -> None:
+    def _step_of(self, topic: Topic) -> int | None:
+        """Return the step of the call that ``topic`` is part of; None if there is none, or it is not known yet."""
+        call = self._call_in(topic)
+        return None if call is None else call.step
+
+    def _where(self, topic: Topic) -> str:
+        """Return ``topic`` in the user's words."""
+        return topic.text(self._step_of(topic))
+
+    def _timer(self, topic: Topic, stage: str) -> LivenessTimer:
+        return LivenessTimer(self.stall_secs, topic, stage, step=self._step_of(topic))
+
+    def _hear(self, topic: Topic) -> None:
         """Note that the ranks that this rank waits for have sent a message in ``topic``."""
         call = self._call_in(topic)
         if call is not None:
@@ -311,7 +326,7 @@ class Liveness:
             self._heard[kind] = max(number, self._heard.get(kind, 0))
             self._last_heard = call
 
-    def _line_about(self, topic: str, call: Call | None, awaited: Awaited, is_first: bool, waited: str) -> str:
+    def _line_about(self, topic: Topic, call: Call | None, awaited: Awaited, is_first: bool, waited: str) -> str:
         return line_about(
             topic,
             call,
@@ -343,9 +358,9 @@ class Liveness:
             silent_secs=[timer.silent_secs(rank) for rank in ranks[:SHOWN]],
         )
 
-    def _is_undecidable(self, topic: str) -> bool:
+    def _is_undecidable(self, topic: Topic) -> bool:
         """Return whether the leader closed its engine before it began the call that ``topic`` is part of."""
-        call, beat = numbering(topic), self._left_behind.get(self.leader)
+        call, beat = topic.call, self._left_behind.get(self.leader)
         return call is not None and beat is not None and beat.begun.get(call[0], 0) < call[1]
 
     async def _ask(self, question: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -20,7 +21,8 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import AioCkptError, ConfigError, RootError
 from aio_ckpt.memory.lifetime import ranks_on_host
-from aio_ckpt.ranks.coordinator import Coordinator, Exchange
+from aio_ckpt.ranks.coordinator import Coordinator, Exchange, Told
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.storage.local import Storage
@@ -28,7 +30,7 @@ from aio_ckpt.storage.local import Storage
 T = TypeVar("T")
 
 _log = logging.getLogger("aio_ckpt")
-_OPEN = "the opening"
+_OPEN = Topic("the opening")
 _MAX_TRIES, _RETRY_SECS = 3, 0.2
 """Tries to read the root, and the pause between them, before the ranks fail to meet."""
 
@@ -119,12 +121,12 @@ class Membership:
                 "its own, give coordinator=SoloCoordinator()"
             )
 
-    def next_load(self) -> str:
-        """Count a call of ``load()`` and return its name, the same on every rank for the same call."""
+    def next_load(self) -> Topic:
+        """Count a call of ``load()`` and return its topic, the same on every rank for the same call."""
         self._loads += 1
-        name = f"load {self._loads}"
-        self.coordinator.begin_call(name)
-        return name
+        topic = Topic("load", self._loads)
+        self.coordinator.begin_call(topic)
+        return topic
 
     async def met(self) -> None:
         """Wait until all ranks have met; raise the error if they have not."""
@@ -137,6 +139,14 @@ class Membership:
         error = self.opened.exception()
         if error is not None:
             raise error.with_traceback(None)  # by every later call: a traceback that grows would keep their frames
+
+    async def abort(self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None) -> Told:
+        """Do :meth:`Coordinator.abort` once the ranks have met. If they never meet, no rank waits."""
+        with anyio.CancelScope(shield=True):
+            with contextlib.suppress(AioCkptError):
+                await self.met()
+                return await self.coordinator.abort(topic, error, stage=stage, limit_secs=limit_secs)
+        return Told()
 
     async def meet(self, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]]) -> None:
         """Wait for all ranks, take over the leader's owner record, and check that all have the same settings.

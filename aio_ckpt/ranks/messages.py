@@ -1,15 +1,53 @@
-"""Messages that ranks write into a store, and the numbered call that a topic belongs to. Pure."""
+"""Topics of the ranks, and the messages about them that ranks write into a store. Pure."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.runtime.waiting import call_text
+
+_NUMBERED_WITH_SAVES = frozenset({"rollback", "delete", "remove"})
+_PARTS = {"room": "whether there is room", "planned": "once the ranks have planned it"}
+"""By part of a save, what messages say of it."""
+
+
+class Topic(NamedTuple):
+    """What the ranks agree on in one exchange, alike on every rank."""
+
+    kind: str
+    """Method of a numbered call, such as ``save``; else the name by which messages know the topic."""
+    number: int = 0
+    """Number of the call, from 1, the same on every rank; 0 if the topic is part of no numbered call."""
+    part: str = ""
+    """Part of the call that the ranks agree on; empty for its first or only one."""
+
+    @property
+    def key(self) -> str:
+        """Prefix of the topic's keys in the store."""
+        return " ".join(map(str, filter(None, self)))
+
+    @property
+    def call(self) -> tuple[str, int] | None:
+        """Numbered call that the topic is part of, as ``("save", 3)``; None if there is none.
+
+        Saves, rollbacks, deletions and removals share one numbering, so ranks that call different ones never meet in
+        one topic.
+        """
+        return ("save" if self.kind in _NUMBERED_WITH_SAVES else self.kind, self.number) if self.number else None
+
+    def text(self, step: int | None = None) -> str:
+        """Return the topic in the user's words: "the save of step 2"; ``step`` is that of its call, if it is known."""
+        part = _PARTS.get(self.part, self.part)
+        if step is not None:
+            return f"the {self.kind} of step {step}" + (f" ({part})" if part else "")
+        notes = ", ".join(filter(None, [f"call {self.number}" if self.number else "", part]))
+        return (f"{self.kind}()" if self.number else self.kind) + (f" ({notes})" if notes else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +58,8 @@ class Decision:
     """Reply to every rank, if ``each`` is empty."""
     each: tuple[bytes, ...] = ()
     """One reply for each rank, by rank; empty if all get ``common``."""
-    then: str = ""
-    """Topic in which every rank goes on; empty if none follows. A rank that fails after this reply aborts that
-    topic."""
+    then: Topic | None = None
+    """Topic in which every rank goes on; None if none follows. A rank that fails after this reply aborts that topic."""
 
     def of(self, rank: int) -> bytes:
         """Return the reply to ``rank``."""
@@ -41,10 +78,10 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     is_in_doubt: bool = False
     """Whether the checkpoint of a failed save may still become visible."""
 
-    def error(self, topic: str, here: int) -> PeerFailedError:
-        """Return the failure as an error that rank ``here`` raises."""
+    def error(self, where: str, here: int) -> PeerFailedError:
+        """Return the failure as an error that rank ``here`` raises. ``where``: the text of the topic."""
         whom = "this rank" if self.rank == here else f"rank {self.rank}"
-        text = f"{whom} failed in {topic}: {self.cause}"
+        text = f"{whom} failed in {where}: {self.cause}"
         error = PeerFailedError(text, rank=self.rank, stage=self.stage, cause=self.cause)
         error.in_doubt = self.is_in_doubt
         return error
@@ -70,7 +107,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     """Whether each rank's reply is stored under a key of its own."""
     failure: Failure | None = None
     """Why the leader decided nothing; None if it decided."""
-    then: str = ""
+    then: Topic | None = None
     """See :class:`Decision`."""
 
 
@@ -84,25 +121,19 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     step: int | None = None
     """Step that the call names; None if it names none, or if that is not known yet."""
 
-    @classmethod
-    def of_topic(cls, topic: str, *, step: int | None = None) -> Call | None:
-        """Return the call that ``topic`` is part of; None if the topic has no number."""
-        kind, number = _parts(topic)
-        return None if number is None else cls("save" if kind == "room" else kind, number, step)
-
     @property
     def numbering(self) -> tuple[str, int]:
-        """Kind and number by which a rank counts the calls that it begins."""
-        return _BEGUN_TOGETHER.get(self.kind, self.kind), self.number
+        """Kind and number by which a rank counts the calls that it begins; see :attr:`Topic.call`."""
+        return Topic(self.kind, self.number).call or (self.kind, self.number)
 
     @property
     def text(self) -> str:
         """The call in the user's words."""
         return call_text(self.kind, self.step)
 
-    def has(self, topic: str) -> bool:
+    def has(self, topic: Topic) -> bool:
         """Return whether ``topic`` is part of this call."""
-        return numbering(topic) == self.numbering
+        return topic.call == self.numbering
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
@@ -111,12 +142,12 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     count: int
     """Number of the heartbeat, from 1."""
     over: tuple[tuple[str, int], ...] = ()
-    """Calls that ended on the rank, the last few of each kind, as :func:`call_of` names them."""
+    """Calls that ended on the rank, the last few of each kind, as :attr:`Topic.call` names them."""
     has_left: bool = False
     """Whether this is the rank's last heartbeat: it has closed its engine."""
     begun: Mapping[str, int] = {}
-    """Number of the newest call that began on the rank, by the kind that :func:`numbering` returns."""
-    waits: tuple[str, ...] = ()
+    """Number of the newest call that began on the rank, by the kind of :attr:`Topic.call`."""
+    waits: tuple[Topic, ...] = ()
     """Topics in which the rank waits for other ranks now."""
     call: Call | None = None
     """The newest call that began on the rank; None if there was none."""
@@ -152,28 +183,3 @@ def failure_of(rank: int, stage: str, error: BaseException) -> Failure:
     # The text of a cancellation by anyio is the address of a scope, which says nothing.
     text = "the call was cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
     return Failure(rank, stage, f"{type(error).__name__}: {text}", is_in_doubt)
-
-
-_NUMBERED_TOGETHER = {"rollback": "save", "delete": "save", "remove": "save"}
-_BEGUN_TOGETHER = _NUMBERED_TOGETHER | {"room": "save"}
-
-
-def call_of(topic: str) -> tuple[str, int] | None:
-    """Return the numbered call that ``topic`` is part of, as ``("save", 3)``; None if the topic has no number.
-
-    Saves, rollbacks, deletions and removals share one numbering, so ranks that call different ones never meet in one
-    topic.
-    """
-    kind, number = _parts(topic)
-    return None if number is None else (_NUMBERED_TOGETHER.get(kind, kind), number)
-
-
-def numbering(topic: str) -> tuple[str, int] | None:
-    """Return (kind, number) by which a rank counts the calls that it begins; None if the topic has no number."""
-    kind, number = _parts(topic)
-    return None if number is None else (_BEGUN_TOGETHER.get(kind, kind), number)
-
-
-def _parts(topic: str) -> tuple[str, int | None]:
-    kind, _, number = topic.partition(",")[0].rpartition(" ")
-    return kind, int(number) if kind and number.isdecimal() else None

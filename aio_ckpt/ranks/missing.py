@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from aio_ckpt.ranks.messages import Call, Heartbeat
+from aio_ckpt.ranks.messages import Call, Heartbeat, Topic
 from aio_ckpt.runtime.waiting import duration_text
 
 SHOWN = 5
 """Most ranks that a line or an error names."""
-MEETING = "the rendezvous"
+MEETING = Topic("the rendezvous")
 """Topic in which the engines of one root meet."""
 REMEDY = ". Look at the log and the stack (py-spy dump) there: every rank must make the same calls"
 """End of the first line about a rank that has not made a call."""
@@ -36,7 +36,7 @@ class Heard:
     """
 
     numbers: Mapping[str, int]
-    """Highest number of a call in which they sent a message, by the kind that ``numbering`` returns."""
+    """Highest number of a call in which they sent a message, by the kind of ``Topic.call``."""
     last: Call | None
     """The last call in which they sent a message; None if there was none."""
 
@@ -54,7 +54,7 @@ class _State:
 
 
 def line_about(
-    topic: str,
+    topic: Topic,
     call: Call | None,
     awaited: Awaited,
     heard: Heard,
@@ -81,7 +81,7 @@ def line_about(
     """
     if not awaited.ranks:
         return ""
-    waiting = call.text if call else f"the engine on {name}" if topic == MEETING else topic
+    waiting = call.text if call else f"the engine on {name}" if topic == MEETING else topic.text()
     first = awaited.beats[0]
     if awaited.ranks[0] == leader and first is not None and topic in first.waits:
         return f"{waiting} has waited {waited} for other ranks: rank {leader} logs which"
@@ -127,13 +127,13 @@ def _is_in(call: Call, beat: Heartbeat, heard: Heard) -> bool:
     return beat.begun.get(kind, 0) >= number and not is_other
 
 
-def _line(state: _State, ranks: Sequence[int], topic: str, call: Call | None, waited: str, name: str) -> str:
+def _line(state: _State, ranks: Sequence[int], topic: Topic, call: Call | None, waited: str, name: str) -> str:
     if state.is_in_call and call is not None:
         lack = f"finished the part of {call.text}"
     elif call is not None:
         lack = f"called {call.text}"
     else:
-        lack = f"opened an engine on {name}" if topic == MEETING else f"answered in {topic}"
+        lack = f"opened an engine on {name}" if topic == MEETING else f"answered in {topic.text()}"
     have, each = ("has", "it") if len(ranks) == 1 else ("have", "each")
     line = f"{names_of(ranks)} {have} not {lack} for {waited}"
     notes = [state.where, f"gave no heartbeat for {state.silence}" if state.silence else ""]

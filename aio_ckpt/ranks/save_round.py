@@ -7,6 +7,7 @@ is durable (:meth:`SaveRound.gather`), the leader publishes, and every rank lear
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,9 @@ import anyio.lowlevel
 
 from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.shard_table import malformed
-from aio_ckpt.ranks.coordinator import Exchange
+from aio_ckpt.ranks.coordinator import Exchange, Told
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import (
     AssignReply,
     CommitReply,
@@ -102,10 +104,12 @@ class SaveRound:
     then the loop's thread.
     """
 
-    def __init__(self, members: Membership, executor: Executor, *, topic: str) -> None:
+    def __init__(self, members: Membership, executor: Executor, *, topic: Topic) -> None:
         self._members = members
         self._executor = executor
         self._topic = topic
+        self._second = topic._replace(part="planned")
+        """Topic in which the ranks vote if one of them has planned anew."""
         self._firsts: Sequence[PlanMsg | Vote] = ()
         self.state = SaveState.CALLED
 
@@ -143,8 +147,8 @@ class SaveRound:
         coordinator = self._members.coordinator
         messages = await SAVE.gather(coordinator, self._topic, plan)
         replies = await self._replan(_newest(messages, ())) if self.is_leader else []
-        reply = await SAVE.broadcast_each(coordinator, self._topic, replies, then=_second(self._topic))
-        self._topic = _second(self._topic)
+        reply = await SAVE.broadcast_each(coordinator, self._topic, replies, then=self._second)
+        self._topic = self._second
         if not isinstance(reply, AssignReply):
             raise PlanChangedError("the leader committed a save that this rank has not written")
         return reply
@@ -161,10 +165,10 @@ class SaveRound:
         if not self.is_leader:
             return ()
         reports = _newest(messages, self._firsts)
-        if not self._topic.endswith(_SECOND) and any(isinstance(report, PlanMsg) for report in reports):
+        if self._topic != self._second and any(isinstance(report, PlanMsg) for report in reports):
             replies = await self._replan(reports)
-            await SAVE.broadcast_each(coordinator, self._topic, replies, then=_second(self._topic))
-            self._topic = _second(self._topic)
+            await SAVE.broadcast_each(coordinator, self._topic, replies, then=self._second)
+            self._topic = self._second
             reports = _newest(await SAVE.gather(coordinator, self._topic, None), reports)
         votes: list[Vote] = []
         for rank, report in enumerate(reports):
@@ -185,8 +189,8 @@ class SaveRound:
         due = self._members.ledger.is_comparison_due
         committed = CommitReply(dict(slowest_ranks(votes)), dict(extra), due)
         reply = await SAVE.broadcast(coordinator, self._topic, committed)
-        if isinstance(reply, AssignReply) and not self._topic.endswith(_SECOND):
-            self._topic = _second(self._topic)  # another rank planned anew; the vote of this rank still stands
+        if isinstance(reply, AssignReply) and self._topic != self._second:
+            self._topic = self._second  # another rank planned anew; the vote of this rank still stands
             await SAVE.gather(coordinator, self._topic, None)
             reply = await SAVE.broadcast(coordinator, self._topic, committed)
         if not isinstance(reply, CommitReply):
@@ -205,43 +209,26 @@ class SaveRound:
 
     # -- the end of a save that failed ----------------------------------------------------------------
 
-    async def end(self, cause: BaseException, *, stage: str, limit_secs: float | None = None) -> SaveEnd:
+    async def end(self, cause: BaseException, *, stage: str, limit_secs: float = math.inf) -> SaveEnd:
         """End a save that failed here with ``cause`` in ``stage``: tell the others; decide whether it is in doubt.
 
         This rank waits for the leader's reply as long as the leader lives, ``limit_secs`` at most.
         """
         self._mark_doubt(cause)  # first: the other ranks are told whether the step is in doubt
-        first = told = None
+        told = Told()
         if self.state is not SaveState.COMMITTED:  # a committed save is known to all ranks and is never undone
-            first, told = await self.abort(cause, stage=stage, limit_secs=limit_secs)
-        self.fail(cause, told)
-        may_clear = self.state is SaveState.FAILED and (self.is_leader or told is not None)
-        if first is not None and not self.is_leader and not isinstance(cause, PeerFailedError):
-            first.__cause__ = cause
-            cause = first
+            told = await self._members.abort(self._topic, cause, stage=stage, limit_secs=limit_secs)
+        self.fail(cause, told.failure)
+        may_clear = self.state is SaveState.FAILED and (self.is_leader or told.failure is not None)
+        is_first = not told.is_earlier or self.is_leader or isinstance(cause, PeerFailedError)
+        if told.failure is not None and not is_first:
+            told.failure.__cause__ = cause
+            cause = told.failure
         return SaveEnd(cause=cause, may_clear=may_clear)
 
-    async def abort(
-        self, cause: BaseException, *, stage: str, limit_secs: float | None = None
-    ) -> tuple[PeerFailedError | None, PeerFailedError | None]:
-        """Tell the other ranks of ``cause``.
-
-        Returns the failure that the leader had told before, or None; and the failure that all ranks are told, or None
-        if the leader did not answer.
-        """
-        members = self._members
-        first: PeerFailedError | None = None
-        told: PeerFailedError | None = None
-        with anyio.move_on_after(limit_secs, shield=True):
-            try:
-                await members.met()
-                first = told = await members.coordinator.failure(self._topic)
-                if told is None:
-                    told = await members.coordinator.abort(self._topic, cause, stage=stage)
-            except AioCkptError as error:  # the store is gone: the other ranks fail by their deadlines
-                cause.add_note(f"the other ranks could not be told: {error}")
-        members.coordinator.end_call(self._topic)  # the next heartbeat tells it
-        return first, told
+    async def abort(self, cause: BaseException, *, stage: str) -> None:
+        """Tell the other ranks of ``cause``. The pipeline of the save ends it."""
+        await self._members.abort(self._topic, cause, stage=stage)
 
     def fail(self, cause: BaseException, told: PeerFailedError | None = None) -> None:
         """End the save with ``cause``. Only this method decides whether the step is in doubt.
@@ -277,10 +264,3 @@ def _newest(messages: Sequence[PlanMsg | Vote | None], before: Sequence[PlanMsg 
             raise malformed(rank, message)
         newest.append(before[rank] if message is None else message)
     return newest
-
-
-_SECOND = ", anew planned"
-
-
-def _second(topic: str) -> str:
-    return topic + _SECOND

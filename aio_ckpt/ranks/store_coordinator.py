@@ -14,7 +14,7 @@ import hashlib
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
@@ -25,10 +25,10 @@ import torch.distributed as dist
 from aio_ckpt._torch import PrefixStore, default_store
 from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
-from aio_ckpt.ranks.coordinator import Coordinator, Decide, SoloCoordinator
+from aio_ckpt.ranks.coordinator import Coordinator, SoloCoordinator, Told
 from aio_ckpt.ranks.flag_watch import FlagWatch
-from aio_ckpt.ranks.liveness import Liveness, LivenessTimer
-from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, failure_of
+from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, Liveness
+from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, Topic, failure_of
 from aio_ckpt.ranks.missing import MEETING, Awaited
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
 from aio_ckpt.ranks.store_values import Store
@@ -41,7 +41,7 @@ _GIVE_UP_SECS = 4.0
 """Both together are less than the time that an engine gives its coordinator to leave."""
 _RING_SECS = 2.0
 """Seconds that closing waits for the watch of the flags. A store that is gone has ended it."""
-_OPEN = "the opening"
+_OPEN = Topic("the opening")
 
 
 # -- over a store -----------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class StoreCoordinator(Liveness):
 
     async def _admit(self) -> str:
         """On the leader: once an engine of every rank has come, tell each the session. Returns the session."""
-        rendezvous, timer = self._the_rendezvous(), LivenessTimer(self.stall_secs, _OPEN, "open")
+        rendezvous, timer = self._the_rendezvous(), self._timer(_OPEN, "open")
 
         async def check() -> Awaited:
             here = await self._ask(rendezvous.here)
@@ -164,11 +164,11 @@ class StoreCoordinator(Liveness):
         return self._session
 
     async def _be_admitted(self) -> str:
-        check = functools.partial(self._check_alive, (self.leader,), LivenessTimer(self.stall_secs, _OPEN, "open"))
+        check = functools.partial(self._check_alive, (self.leader,), self._timer(_OPEN, "open"))
         find = functools.partial(self._while_in_group, self._the_rendezvous().answered)
         reply = REPLIES.decode(await self._wait_for(find, check, MEETING))
         if reply.failure is not None:
-            raise reply.failure.error(_OPEN, self.rank)
+            raise reply.failure.error(_OPEN.text(), self.rank)
         return reply.common.decode()
 
     def _while_in_group(self, find: Callable[[], T]) -> T:
@@ -243,14 +243,14 @@ class StoreCoordinator(Liveness):
 
     # -- agreement ------------------------------------------------------------------------------------
 
-    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
+    async def gather(self, topic: Topic, message: bytes, *, stage: str) -> tuple[bytes, ...]:
         """See :class:`Coordinator`."""
         if self.rank == self.leader:
             return await self._collect(topic, message, stage)
         await self._send(topic, Frame(self.rank, message))
         return ()
 
-    async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
+    async def broadcast(self, topic: Topic, decision: Decision | None, *, stage: str) -> bytes:
         """See :class:`Coordinator`."""
         if self.rank != self.leader:
             return await self._receive(topic, stage)
@@ -259,39 +259,38 @@ class StoreCoordinator(Liveness):
             await self._tell(topic, decision)
         return decision.of(self.rank)
 
-    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+    async def abort(self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None) -> Told:
         """See :class:`Coordinator`."""
-        is_leader = self.rank == self.leader
+        failure, ended, told = failure_of(self.rank, stage, error), anyio.Event(), Told()
+        self._aborts.add(ended)
         try:
-            messages = await self.gather(topic, message, stage=stage)
-            return await self.broadcast(topic, await decide(messages) if is_leader else None, stage=stage)
-        except BaseException as error:
-            if is_leader:
-                with anyio.CancelScope(shield=True):
-                    try:
-                        await self.abort(topic, error, stage=stage)
-                    except Exception as untold:  # noqa: BLE001 - the first error is raised; this one is noted on it
-                        error.add_note(f"the other ranks could not be told: {type(untold).__name__}: {untold}")
-            raise
+            limit_secs = self.stall_secs / HEARTBEATS_A_STALL if limit_secs is None else limit_secs
+            with anyio.move_on_after(limit_secs, shield=True):
+                told = await self._leave_topics(topic, failure)
+        except AioCkptError as untold:  # the other ranks fail by their deadlines
+            error.add_note(f"the other ranks could not be told: {type(untold).__name__}: {untold}")
+        finally:
+            self._aborts.discard(ended)
+            ended.set()
+        self.end_call(topic)  # the next heartbeat tells it
+        return told
 
-    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
-        """See :class:`Coordinator`."""
-        failure = failure_of(self.rank, stage, error)
-        with self._before_leaving():
-            reply = await self._leave_topic(topic, failure)
-            while reply is not None and reply.then:
-                topic = reply.then
-                reply = await self._leave_topic(topic, failure)
-        return None if reply is None or reply.failure is None else reply.failure.error(topic, self.rank)
+    async def _leave_topics(self, topic: Topic, failure: Failure) -> Told:
+        """Abort ``topic``, or the one that follows it by the leader's reply."""
+        while True:
+            before = await self._reply(topic)
+            reply = before or await self._leave_topic(topic, failure)
+            if reply is None or reply.then is None:
+                break
+            topic = reply.then
+        error = None if reply is None or reply.failure is None else reply.failure.error(self._where(topic), self.rank)
+        return Told(error, is_earlier=before is not None and error is not None)
 
-    async def _leave_topic(self, topic: str, failure: Failure) -> Reply | None:
-        """Abort ``topic`` unless there is a reply of the leader. Returns the reply; None if it did not come in time."""
-        reply = await self._reply(topic)
-        if reply is not None:
-            return reply
+    async def _leave_topic(self, topic: Topic, failure: Failure) -> Reply | None:
+        """Abort ``topic``. Returns the leader's reply; None if it did not come in time."""
         if self.rank == self.leader:
             with anyio.CancelScope(shield=True):
-                await self._ask(functools.partial(self._the_keys().tell, topic, Reply(b"", failure=failure), ()))
+                await self._ask(functools.partial(self._the_keys().tell, topic.key, Reply(b"", failure=failure), ()))
             return await self._reply(topic)
         await self._send(topic, Frame(self.rank, b"", failure))
         if self.leader in self._absent:  # the last wait for the leader was in vain
@@ -301,25 +300,9 @@ class StoreCoordinator(Liveness):
             return await self._await_reply(topic, failure.stage)
         return None
 
-    async def failure(self, topic: str) -> PeerFailedError | None:
-        """See :class:`Coordinator`."""
-        with self._before_leaving():  # the caller may abort next
-            reply = await self._reply(topic)
-        return None if reply is None or reply.failure is None else reply.failure.error(topic, self.rank)
-
-    @contextlib.contextmanager
-    def _before_leaving(self) -> Iterator[None]:
-        ended = anyio.Event()
-        self._aborts.add(ended)
-        try:
-            yield
-        finally:
-            self._aborts.discard(ended)
-            ended.set()
-
-    async def _reply(self, topic: str) -> Reply | None:
+    async def _reply(self, topic: Topic) -> Reply | None:
         """Return the leader's reply; None if there is none yet."""
-        return await self._ask(functools.partial(self._the_keys().reply, topic))
+        return await self._ask(functools.partial(self._the_keys().reply, topic.key))
 
     # -- flags ----------------------------------------------------------------------------------------
 
@@ -350,24 +333,24 @@ class StoreCoordinator(Liveness):
 
     # -- what a rank does -----------------------------------------------------------------------------
 
-    async def _send(self, topic: str, frame: Frame) -> None:
+    async def _send(self, topic: Topic, frame: Frame) -> None:
         if self._is_leaving:  # after the last rank has left, no rank deletes the keys
             raise EngineClosedError(f"{self._name}: the engine was closed")
-        self.bytes_sent += await self._ask(functools.partial(self._the_keys().send, topic, frame))
+        self.bytes_sent += await self._ask(functools.partial(self._the_keys().send, topic.key, frame))
         self.messages_sent += 1
 
-    async def _receive(self, topic: str, stage: str) -> bytes:
+    async def _receive(self, topic: Topic, stage: str) -> bytes:
         reply = await self._await_reply(topic, stage)
         self._is_met = True
         if reply.failure is not None:
-            raise reply.failure.error(topic, self.rank)
+            raise reply.failure.error(self._where(topic), self.rank)
         self._hear(topic)
         self.bytes_received += len(reply.common)
         return reply.common
 
-    async def _await_reply(self, topic: str, stage: str) -> Reply:
-        check = functools.partial(self._check_alive, (self.leader,), LivenessTimer(self.stall_secs, topic, stage))
-        reply = await self._wait_for(functools.partial(self._the_keys().reply, topic), check, topic)
+    async def _await_reply(self, topic: Topic, stage: str) -> Reply:
+        check = functools.partial(self._check_alive, (self.leader,), self._timer(topic, stage))
+        reply = await self._wait_for(functools.partial(self._the_keys().reply, topic.key), check, topic)
         self._absent.discard(self.leader)
         self._silent.discard(self.leader)
         return reply
@@ -379,21 +362,21 @@ class StoreCoordinator(Liveness):
 
     # -- what the leader does -------------------------------------------------------------------------
 
-    async def _collect(self, topic: str, message: bytes, stage: str) -> tuple[bytes, ...]:
+    async def _collect(self, topic: Topic, message: bytes, stage: str) -> tuple[bytes, ...]:
         if self.world_size == 1:
             return (message,)
-        timer = LivenessTimer(self.stall_secs, topic, stage)
-        frames = functools.partial(self._the_keys().frames, topic)
+        timer = self._timer(topic, stage)
+        frames = functools.partial(self._the_keys().frames, topic.key)
 
         async def check() -> Awaited:
             found = {frame.rank for frame in await self._ask(frames)}
             return await self._check_alive(sorted(set(range(self.world_size)) - found - {self.rank}), timer)
 
-        await self._wait_for(functools.partial(self._the_keys().is_woken, topic), check, topic)
+        await self._wait_for(functools.partial(self._the_keys().is_woken, topic.key), check, topic)
         sent = await self._ask(frames)
         failures = [frame.failure for frame in sent if frame.failure is not None]
         if failures:
-            raise failures[0].error(topic, self.rank)
+            raise failures[0].error(self._where(topic), self.rank)
         self._is_met = True
         self._hear(topic)
         self._absent.clear()
@@ -402,18 +385,18 @@ class StoreCoordinator(Liveness):
             by_rank[frame.rank] = await self._body(topic, frame)
         return tuple(by_rank[rank] for rank in range(self.world_size))
 
-    async def _body(self, topic: str, frame: Frame) -> bytes:
+    async def _body(self, topic: Topic, frame: Frame) -> bytes:
         if frame.body is None:
-            body = await self._ask(functools.partial(self._the_keys().large_body, topic, frame.rank))
+            body = await self._ask(functools.partial(self._the_keys().large_body, topic.key, frame.rank))
         else:
             body = frame.body
         self.bytes_received += len(body)
         return body
 
-    async def _tell(self, topic: str, decision: Decision) -> None:
+    async def _tell(self, topic: Topic, decision: Decision) -> None:
         if self.world_size > 1:
             reply = Reply(decision.common, is_each=bool(decision.each), then=decision.then)
-            await self._ask(functools.partial(self._the_keys().tell, topic, reply, decision.each))
+            await self._ask(functools.partial(self._the_keys().tell, topic.key, reply, decision.each))
 
 
 def _world(group_store: Store | None) -> str:

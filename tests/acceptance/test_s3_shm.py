@@ -27,6 +27,7 @@ from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES
 from aio_ckpt.ranks.coordinator import SoloCoordinator
+from aio_ckpt.ranks.messages import Topic
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 
@@ -92,9 +93,9 @@ class RecordingCoordinator(SoloCoordinator):
     """Counts the agreements, and on which thread they were made."""
 
     def __init__(self) -> None:
-        self.exchanges: list[tuple[str, str]] = []
+        self.exchanges: list[tuple[Topic, str]] = []
 
-    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
+    async def gather(self, topic: Topic, message: bytes, *, stage: str) -> tuple[bytes, ...]:
         self.exchanges.append((topic, threading.current_thread().name))
         return await super().gather(topic, message, stage=stage)
 
@@ -146,7 +147,7 @@ def test_without_room_for_a_second_segment_the_save_waits_and_agrees_on_nothing_
         assert report is not None
         assert waited_secs <= report.timings.waited_secs <= report.timings.blocked_secs
         assert len(segments()) == 1
-    assert [topic for topic, _ in coordinator.exchanges] == ["save 1", "save 2"]
+    assert [topic for topic, _ in coordinator.exchanges] == [Topic("save", 1), Topic("save", 2)]
     assert all(thread.endswith("-loop") for _, thread in coordinator.exchanges)
     assert storage.torn == []
     assert_uniform(steps_dir(tmp_path, 1), 1.0, count=COUNT)

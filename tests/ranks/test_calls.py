@@ -22,6 +22,7 @@ from rank_processes import Ranks, engine_on
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, BusyError, PeerFailedError, UnsafeObjectError, WriteError
+from aio_ckpt.ranks.messages import Topic
 
 SECS = 30.0
 SAVES = 100
@@ -438,7 +439,7 @@ def miss_a_commit(rank: int, count: int, root: Path) -> tuple[str, bool, list[in
         engine.save(state_at(1)).result(SECS)
         dist.barrier()
         if rank == 0:  # it has committed, and says nothing for longer than the other waits
-            coordinator.topic, coordinator.is_silent = "save 2", True
+            coordinator.topic, coordinator.is_silent = Topic("save", 2), True
         ticket = engine.save(state_at(2))
         if rank == 1:
             assert ticket.exception(SECS) is not None

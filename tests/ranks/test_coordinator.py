@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -21,15 +21,17 @@ from rank_processes import Ranks, needs_list_keys, ranks
 
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator as coordinator_module
-from aio_ckpt.ranks.coordinator import SoloCoordinator
+from aio_ckpt.ranks.coordinator import Exchange, SoloCoordinator, Told
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, LivenessTimer, lost_peer
-from aio_ckpt.ranks.messages import Decision, Heartbeat, call_of
+from aio_ckpt.ranks.messages import Decision, Heartbeat, Topic
 from aio_ckpt.ranks.missing import REMEDY
 from aio_ckpt.ranks.store import StoreKeys
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator, default_coordinator
 
 STALL_SECS = 20.0
 SHORT_SECS = 2.0
+BYTES: Exchange[bytes, bytes] = Exchange(bytes, bytes, stage="agree")
+COMMIT: Exchange[bytes, bytes] = Exchange(bytes, bytes, stage="commit")
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +40,19 @@ def three() -> Iterator[Ranks]:
         yield running
 
 
-async def in_order(messages: tuple[bytes, ...]) -> Decision:
-    return Decision(common=b"|".join(messages))
+async def in_order(messages: Sequence[bytes]) -> bytes:
+    return b"|".join(messages)
 
 
-async def never(messages: tuple[bytes, ...]) -> Decision:
+async def tell_apart(
+    coordinator: StoreCoordinator, topic: Topic, message: bytes, apart: Callable[[Sequence[bytes]], Sequence[bytes]]
+) -> bytes:
+    """Every rank goes on in the topic "second"."""
+    messages = await BYTES.gather(coordinator, topic, message)
+    return await BYTES.broadcast_each(coordinator, topic, apart(messages), then=Topic("second"))
+
+
+async def never(messages: Sequence[bytes]) -> bytes:
     raise AssertionError(f"decided on {messages}")
 
 
@@ -63,23 +73,23 @@ async def opened(name: str) -> AsyncIterator[StoreCoordinator]:
 def decide_together(rank: int, count: int, name: str) -> tuple[bytes, int, int]:
     async def main() -> tuple[bytes, int, int]:
         async with opened(name) as coordinator:
-            common = await coordinator.exchange("a", b"m%d" % rank, in_order, stage="agree")
+            common = await BYTES.run(coordinator, Topic("a"), b"m%d" % rank, in_order)
             return common, coordinator.messages_sent, coordinator.bytes_sent
 
     return asyncio.run(main())
 
 
 def test_the_leader_decides_on_the_message_of_every_rank_and_all_hear_it(three: Ranks) -> None:
-    assert three.run(decide_together, "decide") == [(b"m0|m1|m2", 0, 0), (b"m0|m1|m2", 1, 11), (b"m0|m1|m2", 1, 11)]
+    assert three.run(decide_together, "decide") == [(b"m0|m1|m2", 0, 0), (b"m0|m1|m2", 1, 13), (b"m0|m1|m2", 1, 13)]
 
 
 def tell_each(rank: int, count: int) -> list[bytes]:
-    async def apart(messages: tuple[bytes, ...]) -> Decision:
-        return Decision(each=tuple(b"for " + message for message in messages))
+    def apart(messages: Sequence[bytes]) -> Sequence[bytes]:
+        return [b"for " + message for message in messages]
 
     async def main() -> list[bytes]:
         async with opened("each") as coordinator:
-            return [await coordinator.exchange(f"{n}", b"%d.%d" % (n, rank), apart, stage="agree") for n in range(40)]
+            return [await tell_apart(coordinator, Topic(f"{n}"), b"%d.%d" % (n, rank), apart) for n in range(40)]
 
     return asyncio.run(main())
 
@@ -104,17 +114,17 @@ def exchange_large(rank: int, count: int) -> tuple[bool, bool]:
     def message(rank: int) -> bytes:
         return random.Random(rank).randbytes(LARGE)  # of which nothing can be compressed away
 
-    async def back(messages: tuple[bytes, ...]) -> Decision:
-        assert messages == tuple(map(message, range(count)))
-        return Decision(each=tuple(data[::-1] for data in messages))
+    def back(messages: Sequence[bytes]) -> Sequence[bytes]:
+        assert tuple(messages) == (tuple(map(message, range(count))) if rank == 0 else ())
+        return [data[::-1] for data in messages]
 
-    async def joined(messages: tuple[bytes, ...]) -> Decision:
-        return Decision(common=b"".join(messages))
+    async def joined(messages: Sequence[bytes]) -> bytes:
+        return b"".join(messages)
 
     async def main() -> tuple[bool, bool]:
         async with opened("large") as coordinator:
-            each = await coordinator.exchange("each", message(rank), back, stage="agree")
-            common = await coordinator.exchange("common", message(rank), joined, stage="agree")
+            each = await tell_apart(coordinator, Topic("each"), message(rank), back)
+            common = await BYTES.run(coordinator, Topic("common"), message(rank), joined)
             await coordinator.leave()
             return each == message(rank)[::-1], common == b"".join(map(message, range(count)))
 
@@ -131,7 +141,7 @@ def open_two(rank: int, count: int) -> list[bytes]:
     async def main() -> list[bytes]:
         async with opened("root a") as one, opened("root b") as other, opened("root a") as again:
             works = [
-                coordinator.exchange("t", b"%d%d" % (rank, n), in_order, stage="agree")
+                BYTES.run(coordinator, Topic("t"), b"%d%d" % (rank, n), in_order)
                 for n, coordinator in enumerate((one, other, again))
             ]
             return await asyncio.gather(*works)
@@ -149,8 +159,8 @@ def test_one_process_decides_alone() -> None:
         coordinator = SoloCoordinator()
         await coordinator.open("x", stall_secs=1)
         await coordinator.beat()
-        await coordinator.abort("u", ValueError(), stage="agree")
-        return await coordinator.exchange("t", b"mine", in_order, stage="agree")
+        await coordinator.abort(Topic("u"), ValueError(), stage="agree")
+        return await BYTES.run(coordinator, Topic("t"), b"mine", in_order)
 
     assert isinstance(default_coordinator(), SoloCoordinator)
     assert asyncio.run(main()) == b"mine"
@@ -174,16 +184,16 @@ def fail_at(rank: int, count: int, failing: int) -> tuple[int, str, str]:
         async with opened(f"fail {failing}") as coordinator:
             if rank == failing:
                 error = OSError(28, "No space left on device")
-                await coordinator.abort("t", error, stage="write")
+                await coordinator.abort(Topic("t"), error, stage="write")
             try:
                 if rank != failing:
-                    await coordinator.exchange("t", b"", never, stage="agree")
+                    await BYTES.run(coordinator, Topic("t"), b"", never)
             except PeerFailedError as peer:
                 found = peer.rank, peer.stage, str(peer)
             else:
                 assert rank == failing
                 found = rank, "write", "No space"
-            assert await coordinator.exchange("u", b"%d" % rank, in_order, stage="agree") == b"0|1|2"
+            assert await BYTES.run(coordinator, Topic("u"), b"%d" % rank, in_order) == b"0|1|2"
             return found
 
     return asyncio.run(main())
@@ -199,13 +209,13 @@ def test_what_one_rank_failed_with_is_raised_by_the_others_and_the_next_agreemen
 
 
 def decide_badly(rank: int, count: int) -> str:
-    async def full(messages: tuple[bytes, ...]) -> Decision:
+    async def full(messages: Sequence[bytes]) -> bytes:
         raise OSError(28, "No space left on device")
 
     async def main() -> str:
         async with opened("bad") as coordinator:
             try:
-                await coordinator.exchange("t", b"", full, stage="commit")
+                await COMMIT.run(coordinator, Topic("t"), b"", full)
             except (PeerFailedError, OSError) as error:
                 return f"{type(error).__name__} {getattr(error, 'rank', '-')} {getattr(error, 'stage', '-')} {error}"
             return "agreed"
@@ -220,7 +230,7 @@ def test_a_leader_that_fails_raises_its_own_error_and_the_others_name_it(three: 
 
 
 def test_a_leader_that_cannot_tell_of_its_error_says_so_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(messages: tuple[bytes, ...]) -> Decision:
+    async def full(messages: Sequence[bytes]) -> bytes:
         raise OSError(28, "No space left on device")
 
     def broken(keys: StoreKeys, *_: object) -> None:
@@ -228,11 +238,11 @@ def test_a_leader_that_cannot_tell_of_its_error_says_so_on_it(monkeypatch: pytes
 
     async def main() -> list[str]:
         async with two_here(STALL_SECS) as (leader, other):
-            sent = await other.gather("t", b"", stage="agree")
+            sent = await BYTES.gather(other, Topic("t"), b"")
             assert sent == ()
             monkeypatch.setattr(StoreKeys, "tell", broken)
             with pytest.raises(OSError, match="No space") as raised:
-                await leader.exchange("t", b"", full, stage="commit")
+                await COMMIT.run(leader, Topic("t"), b"", full)
             return raised.value.__notes__
 
     (note,) = asyncio.run(main())
@@ -246,13 +256,13 @@ def test_a_leader_that_cannot_tell_of_its_error_says_so_on_it(monkeypatch: pytes
 def wait_in_vain(rank: int, count: int, absent: int) -> tuple[float, int, str]:
     async def main() -> tuple[float, int, str]:
         async with opened(f"absent {absent}") as coordinator:
-            await coordinator.exchange("met", b"", in_order, stage="agree")
+            await BYTES.run(coordinator, Topic("met"), b"", in_order)
             if rank == absent:
                 return 0.0, rank, ""
             began = time.monotonic()
             with pytest.raises(PeerFailedError) as raised:
                 coordinator.stall_secs = SHORT_SECS
-                await coordinator.exchange("t", b"", never, stage="agree")
+                await BYTES.run(coordinator, Topic("t"), b"", never)
             return time.monotonic() - began, raised.value.rank, str(raised.value)
 
     return asyncio.run(main())
@@ -275,7 +285,7 @@ def be_slow(rank: int, count: int) -> bytes:
                     await asyncio.sleep(SHORT_SECS / 4)
                     await coordinator.beat()
             coordinator.stall_secs = SHORT_SECS
-            return await coordinator.exchange("t", b"", in_order, stage="agree")
+            return await BYTES.run(coordinator, Topic("t"), b"", in_order)
 
     return asyncio.run(main())
 
@@ -287,14 +297,14 @@ def test_a_rank_that_is_slow_but_alive_is_waited_for(three: Ranks) -> None:
 def stop_amid(rank: int, count: int) -> str:
     async def main() -> str:
         async with opened("stopped") as coordinator:
-            await coordinator.exchange("met", b"", in_order, stage="agree")
+            await BYTES.run(coordinator, Topic("met"), b"", in_order)
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             with pytest.raises(PeerFailedError) as raised:
                 coordinator.stall_secs = SHORT_SECS
-                await coordinator.exchange("t", b"", never, stage="agree")
+                await BYTES.run(coordinator, Topic("t"), b"", never)
             assert raised.value.rank == 1
-            return (await coordinator.exchange("u", b"", in_order, stage="agree")).decode()
+            return (await BYTES.run(coordinator, Topic("u"), b"", in_order)).decode()
 
     return asyncio.run(main())
 
@@ -318,13 +328,13 @@ def _state(pid: int | None) -> str:
 def lose_leader(rank: int, count: int) -> tuple[float, str]:
     async def main() -> tuple[float, str]:
         async with opened("dead") as coordinator:
-            await coordinator.exchange("met", b"", in_order, stage="agree")
+            await BYTES.run(coordinator, Topic("met"), b"", in_order)
             if rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             began = time.monotonic()
             with pytest.raises(PeerFailedError, match="rank 0 gave no sign"):
                 coordinator.stall_secs = SHORT_SECS
-                await coordinator.exchange("t", b"", never, stage="agree")
+                await BYTES.run(coordinator, Topic("t"), b"", never)
             return time.monotonic() - began, ""
 
     return asyncio.run(main())
@@ -352,7 +362,7 @@ async def two_here(stall_secs: float) -> AsyncIterator[tuple[StoreCoordinator, S
     both = [StoreCoordinator(store, rank=rank, world_size=2) for rank in range(2)]
     try:
         await meet(both, stall_secs)
-        await asyncio.gather(*(coordinator.exchange("met", b"", in_order, stage="open") for coordinator in both))
+        await asyncio.gather(*(BYTES.run(coordinator, Topic("met"), b"", in_order) for coordinator in both))
         yield both[0], both[1]
     finally:
         for coordinator in both:
@@ -370,11 +380,11 @@ def test_a_line_about_a_missing_rank_costs_one_reading_of_its_heartbeat(monkeypa
     async def main() -> bytes:
         async with two_here(STALL_SECS) as (leader, other):
             monkeypatch.setattr(StoreKeys, "beats", counted)
-            other.begin_call("load 1")
-            waiting = asyncio.create_task(leader.exchange("save 5", b"0", in_order, stage="agree"))
+            other.begin_call(Topic("load", 1))
+            waiting = asyncio.create_task(BYTES.run(leader, Topic("save", 5), b"0", in_order))
             text = r"rank 1 has not called save\(\) for \d+ s; it was last seen opening its engine.*"
             await asyncio.to_thread(lines.wait_for, text, 3)
-            _, found = await asyncio.gather(other.exchange("save 5", b"1", in_order, stage="agree"), waiting)
+            _, found = await asyncio.gather(BYTES.run(other, Topic("save", 5), b"1", in_order), waiting)
             return found
 
     with early_lines() as lines:
@@ -389,22 +399,20 @@ def test_a_line_about_a_missing_rank_costs_one_reading_of_its_heartbeat(monkeypa
     assert len(read) <= told + 2  # one for its own first heartbeat, one for a line that came to nothing
 
 
-async def then_second(messages: tuple[bytes, ...]) -> Decision:
-    return Decision(each=(b"a", b"b"), then="second")
-
-
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows(leaving: int) -> None:
     async def main() -> tuple[float, str]:
         async with two_here(STALL_SECS) as both:
-            first = (each.exchange("first", b"", then_second, stage="agree") for each in both)
+            first = (tell_apart(each, Topic("first"), b"", lambda _: [b"a", b"b"]) for each in both)
             assert await asyncio.gather(*first) == [b"a", b"b"]
             began = time.monotonic()
             # It has not heard the reply: what it gives up is "first".
-            leaves = both[leaving].abort("first", OSError(28, "No space left on device"), stage="write")
-            stays = both[1 - leaving].exchange("second", b"", never, stage="agree")
+            leaves = both[leaving].abort(Topic("first"), OSError(28, "No space left on device"), stage="write")
+            stays = BYTES.run(both[1 - leaving], Topic("second"), b"", never)
             told, error = await asyncio.gather(leaves, stays, return_exceptions=True)
-            assert isinstance(told, PeerFailedError)
+            assert isinstance(told, Told)
+            assert told.failure is not None
+            assert not told.is_earlier
             assert isinstance(error, PeerFailedError)
             assert error.rank == leaving
             return time.monotonic() - began, str(error)
@@ -414,7 +422,7 @@ def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows
     assert "No space" in text
 
 
-async def given_up(coordinator: StoreCoordinator, topic: str) -> asyncio.Task[PeerFailedError | None]:
+async def given_up(coordinator: StoreCoordinator, topic: Topic) -> asyncio.Task[Told]:
     """It has sent that it gives ``topic`` up, and waits for the leader's reply."""
     task = asyncio.create_task(coordinator.abort(topic, ValueError("bad"), stage="agree"))
     with anyio.fail_after(STALL_SECS):
@@ -429,14 +437,14 @@ def test_a_rank_leaves_once_it_has_heard_of_what_it_gives_up() -> None:
     async def main() -> list[str]:
         async with two_here(STALL_SECS) as (leader, other):
             order: list[str] = []
-            heard = await given_up(other, "t")
+            heard = await given_up(other, Topic("t"))
             left = asyncio.create_task(other.leave())
             heard.add_done_callback(lambda _: order.append("heard"))
             left.add_done_callback(lambda _: order.append("left"))
             with pytest.raises(PeerFailedError, match="bad"):
-                await leader.exchange("t", b"", never, stage="agree")
+                await BYTES.run(leader, Topic("t"), b"", never)
             await asyncio.gather(heard, left, leader.leave())
-            told = heard.result()
+            told = heard.result().failure
             assert told is not None
             assert told.rank == 1
             return order
@@ -450,10 +458,10 @@ def test_a_rank_that_has_left_waits_for_no_word(monkeypatch: pytest.MonkeyPatch)
 
     async def main() -> float:
         async with two_here(STALL_SECS) as (_, other):
-            heard = await given_up(other, "t")
+            heard = await given_up(other, Topic("t"))
             began = time.monotonic()
             await other.leave()
-            assert await heard is None
+            assert await heard == Told()
             return time.monotonic() - began
 
     assert asyncio.run(main()) < STALL_SECS / HEARTBEATS_A_STALL
@@ -462,12 +470,11 @@ def test_a_rank_that_has_left_waits_for_no_word(monkeypatch: pytest.MonkeyPatch)
 def test_a_word_that_is_out_is_never_taken_back() -> None:
     async def main() -> None:
         async with two_here(STALL_SECS) as (leader, other):
-            sent = other.exchange("t", b"1", in_order, stage="agree")
+            sent = BYTES.run(other, Topic("t"), b"1", in_order)
             heard = asyncio.create_task(sent)
-            assert await leader.exchange("t", b"0", in_order, stage="agree") == b"0|1"
-            assert await leader.abort("t", ValueError("late"), stage="agree") is None
+            assert await BYTES.run(leader, Topic("t"), b"0", in_order) == b"0|1"
+            assert await leader.abort(Topic("t"), ValueError("late"), stage="agree") == Told()
             assert await heard == b"0|1"
-            assert await other.failure("t") is None
 
     asyncio.run(main())
 
@@ -479,7 +486,7 @@ class HeldStoreCoordinator(StoreCoordinator):
         super().__init__(store, rank=rank, world_size=world_size)
         self.reached, self.gate = asyncio.Event(), asyncio.Event()
 
-    async def _tell(self, topic: str, decision: Decision) -> None:
+    async def _tell(self, topic: Topic, decision: Decision) -> None:
         self.reached.set()
         await self.gate.wait()
         await super()._tell(topic, decision)
@@ -494,13 +501,13 @@ def test_a_leader_that_is_cancelled_while_it_tells_has_told() -> None:
 
         async def lead() -> None:
             with scope:
-                await leader.exchange("t", b"0", in_order, stage="agree")
+                await BYTES.run(leader, Topic("t"), b"0", in_order)
 
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(lead)
                 group.start_soon(_open_when_cancelled, leader, scope)
-                return await other.exchange("t", b"1", in_order, stage="agree")
+                return await BYTES.run(other, Topic("t"), b"1", in_order)
         finally:
             leader.close()
             other.close()
@@ -519,9 +526,9 @@ def test_a_cancelled_agreement_is_told_in_words() -> None:
     async def main() -> str:
         async with two_here(STALL_SECS) as (leader, other):
             with anyio.move_on_after(0):
-                await leader.exchange("t", b"", never, stage="agree")
+                await BYTES.run(leader, Topic("t"), b"", never)
             with pytest.raises(PeerFailedError) as raised:
-                await other.exchange("t", b"", never, stage="agree")
+                await BYTES.run(other, Topic("t"), b"", never)
             return str(raised.value)
 
     assert asyncio.run(main()) == "rank 0 failed in t: CancelledError: the call was cancelled"
@@ -533,11 +540,12 @@ def test_doubt_crosses_the_ranks(failing: int) -> None:
         async with two_here(STALL_SECS) as both:
             error = WriteError(5, "Input/output error", "root")
             error.in_doubt = True
-            leaves = both[failing].abort("t", error, stage="commit")
-            stays = both[1 - failing].exchange("t", b"", never, stage="agree")
+            leaves = both[failing].abort(Topic("t"), error, stage="commit")
+            stays = BYTES.run(both[1 - failing], Topic("t"), b"", never)
             for found in await asyncio.gather(leaves, stays, return_exceptions=True):
-                assert isinstance(found, PeerFailedError)
-                assert found.in_doubt
+                error = found.failure if isinstance(found, Told) else found
+                assert isinstance(error, PeerFailedError)
+                assert error.in_doubt
 
     asyncio.run(main())
 
@@ -548,18 +556,18 @@ def test_doubt_crosses_the_ranks(failing: int) -> None:
 @pytest.mark.parametrize(
     ("topic", "call"),
     [
-        ("save 3", ("save", 3)),
-        ("save 12, anew planned", ("save", 12)),
-        ("rollback 3", ("save", 3)),
-        ("delete 3", ("save", 3)),
-        ("room 3", ("room", 3)),
-        ("load 2, round 1", ("load", 2)),
-        ("the preemption", None),
-        ("the opening", None),
+        (Topic("save", 3), ("save", 3)),
+        (Topic("save", 12, "planned"), ("save", 12)),
+        (Topic("rollback", 3), ("save", 3)),
+        (Topic("delete", 3), ("save", 3)),
+        (Topic("save", 3, "room"), ("save", 3)),
+        (Topic("load", 2, "round 1"), ("load", 2)),
+        (Topic("the preemption"), None),
+        (Topic("the opening"), None),
     ],
 )
-def test_the_call_that_a_topic_is_part_of(topic: str, call: tuple[str, int] | None) -> None:
-    assert call_of(topic) == call
+def test_the_call_that_a_topic_is_part_of(topic: Topic, call: tuple[str, int] | None) -> None:
+    assert topic.call == call
 
 
 async def keep_beating(coordinator: StoreCoordinator) -> None:
@@ -569,8 +577,8 @@ async def keep_beating(coordinator: StoreCoordinator) -> None:
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-@pytest.mark.parametrize("ended", ["save 5", "rollback 5"])
-def test_a_rank_that_lives_but_has_ended_the_call_is_named_at_once(waiting: int, ended: str) -> None:
+@pytest.mark.parametrize("ended", [Topic("save", 5), Topic("rollback", 5)])
+def test_a_rank_that_lives_but_has_ended_the_call_is_named_at_once(waiting: int, ended: Topic) -> None:
     async def main() -> tuple[float, PeerFailedError]:
         async with two_here(SHORT_SECS) as both:
             beating = asyncio.create_task(keep_beating(both[1 - waiting]))
@@ -578,7 +586,7 @@ def test_a_rank_that_lives_but_has_ended_the_call_is_named_at_once(waiting: int,
             began = time.monotonic()
             with pytest.raises(PeerFailedError) as raised:
                 async with asyncio.timeout(3 * SHORT_SECS):
-                    await both[waiting].exchange("save 5, anew planned", b"", never, stage="agree")
+                    await BYTES.run(both[waiting], Topic("save", 5, "planned"), b"", never)
             beating.cancel()
             return time.monotonic() - began, raised.value
 
@@ -591,12 +599,12 @@ def test_a_rank_that_lives_but_has_ended_the_call_is_named_at_once(waiting: int,
 def test_a_later_call_that_ended_first_hurries_nobody() -> None:
     async def main() -> bytes:
         async with two_here(SHORT_SECS) as (leader, other):
-            for topic in ("save 6", "save 4", "load 5, round 2", "the preemption"):
+            for topic in (Topic("save", 6), Topic("save", 4), Topic("load", 5, "round 2"), Topic("the preemption")):
                 other.end_call(topic)
-            waiting = asyncio.create_task(leader.exchange("save 5", b"0", in_order, stage="agree"))
+            waiting = asyncio.create_task(BYTES.run(leader, Topic("save", 5), b"0", in_order))
             with anyio.move_on_after(1.25 * SHORT_SECS):  # the time that passes is what is tested
                 await keep_beating(other)
-            _, found = await asyncio.gather(other.exchange("save 5", b"1", in_order, stage="agree"), waiting)
+            _, found = await asyncio.gather(BYTES.run(other, Topic("save", 5), b"1", in_order), waiting)
             return found
 
     assert asyncio.run(main()) == b"0|1"
@@ -605,21 +613,21 @@ def test_a_later_call_that_ended_first_hurries_nobody() -> None:
 def test_two_ranks_that_wait_in_different_calls_do_not_keep_each_other_alive() -> None:
     async def main() -> list[object]:
         async with two_here(SHORT_SECS) as (leader, other):
-            leader.end_call("rollback 5")  # which the other refused, and so numbers its next save 5
-            ahead = asyncio.create_task(leader.exchange("save 6", b"", in_order, stage="agree"))
-            with pytest.raises(PeerFailedError, match="rank 0 does not come to save 5, it is elsewhere"):
+            leader.end_call(Topic("rollback", 5))  # which the other refused, and so numbers its next save 5
+            ahead = asyncio.create_task(BYTES.run(leader, Topic("save", 6), b"", in_order))
+            with pytest.raises(PeerFailedError, match=r"rank 0 does not come to save\(\) \(call 5\), it is elsewhere"):
                 async with asyncio.timeout(3 * SHORT_SECS):
-                    await other.exchange("save 5", b"", in_order, stage="agree")
+                    await BYTES.run(other, Topic("save", 5), b"", in_order)
             # From here on they are together again.
-            return list(await asyncio.gather(ahead, other.exchange("save 6", b"", in_order, stage="agree")))
+            return list(await asyncio.gather(ahead, BYTES.run(other, Topic("save", 6), b"", in_order)))
 
     assert asyncio.run(main()) == [b"|", b"|"]
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-@pytest.mark.parametrize("here", ["save 2", "load 1, round 1"])
-def test_ranks_that_wait_in_calls_of_another_kind_are_told_of_both(waiting: int, here: str) -> None:
-    there = {"save 2": "load 1, round 1", "load 1, round 1": "save 2"}[here]
+@pytest.mark.parametrize("here", [Topic("save", 2), Topic("load", 1, "round 1")])
+def test_ranks_that_wait_in_calls_of_another_kind_are_told_of_both(waiting: int, here: Topic) -> None:
+    there = {Topic("save", 2): Topic("load", 1, "round 1"), Topic("load", 1, "round 1"): Topic("save", 2)}[here]
 
     async def main() -> tuple[float, list[str]]:
         async with two_here(SHORT_SECS) as both:
@@ -627,8 +635,8 @@ def test_ranks_that_wait_in_calls_of_another_kind_are_told_of_both(waiting: int,
             both[1 - waiting].begin_call(there)
             began = time.monotonic()
             works = [
-                both[waiting].exchange(here, b"", in_order, stage="agree"),
-                both[1 - waiting].exchange(there, b"", in_order, stage="agree"),
+                BYTES.run(both[waiting], here, b"", in_order),
+                BYTES.run(both[1 - waiting], there, b"", in_order),
             ]
             async with asyncio.timeout(3 * SHORT_SECS):
                 errors = await asyncio.gather(*works, return_exceptions=True)
@@ -637,37 +645,37 @@ def test_ranks_that_wait_in_calls_of_another_kind_are_told_of_both(waiting: int,
 
     secs, texts = asyncio.run(main())
     assert SHORT_SECS / 2 <= secs < SHORT_SECS + 1
-    text = f"rank {1 - waiting} does not come to {here}, it waits in {there} for this one, which has not come there"
-    assert text in texts[0]
+    text = f"does not come to {here.text()}, it waits in {there.text()} for this one, which has not come there"
+    assert f"rank {1 - waiting} {text}" in texts[0]
 
 
 def test_a_rank_that_rolls_back_where_another_saves_is_found_out_too() -> None:
     async def main() -> list[str]:
         async with two_here(SHORT_SECS) as both:
             works = []
-            for coordinator, topic in zip(both, ("rollback 4", "save 4"), strict=True):
+            for coordinator, topic in zip(both, (Topic("rollback", 4), Topic("save", 4)), strict=True):
                 coordinator.begin_call(topic)
-                works.append(coordinator.exchange(topic, b"", in_order, stage="agree"))
+                works.append(BYTES.run(coordinator, topic, b"", in_order))
             async with asyncio.timeout(3 * SHORT_SECS):
                 return [str(error) for error in await asyncio.gather(*works, return_exceptions=True)]
 
     one, other = asyncio.run(main())
-    assert "it waits in save 4 for this one" in one or "it waits in rollback 4 for this one" in other
+    assert "it waits in save() (call 4) for this one" in one or "it waits in rollback() (call 4) for this one" in other
 
 
-@pytest.mark.parametrize(("rank", "begun"), [(0, "load 1"), (1, "save 2")])
-def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_others_call(rank: int, begun: str) -> None:
+@pytest.mark.parametrize(("rank", "begun"), [(0, Topic("load", 1)), (1, Topic("save", 2))])
+def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_others_call(rank: int, begun: Topic) -> None:
     async def main() -> bytes:
         async with two_here(SHORT_SECS) as both:
             leader, other = both
-            leader.begin_call("save 2")
-            other.begin_call("load 1")
+            leader.begin_call(Topic("save", 2))
+            other.begin_call(Topic("load", 1))
             both[rank].begin_call(begun)  # it is on its way there, in another thread
-            saving = asyncio.create_task(leader.exchange("save 2", b"0", in_order, stage="agree"))
-            loading = asyncio.create_task(other.exchange("load 1, round 1", b"1", in_order, stage="load"))
+            saving = asyncio.create_task(BYTES.run(leader, Topic("save", 2), b"0", in_order))
+            loading = asyncio.create_task(BYTES.run(other, Topic("load", 1, "round 1"), b"1", in_order))
             await asyncio.wait([loading, saving], timeout=2 * SHORT_SECS)  # the time that passes is what is tested
-            found = other.exchange("save 2", b"1", in_order, stage="agree")
-            met = leader.exchange("load 1, round 1", b"0", in_order, stage="load")
+            found = BYTES.run(other, Topic("save", 2), b"1", in_order)
+            met = BYTES.run(leader, Topic("load", 1, "round 1"), b"0", in_order)
             return b" ".join(await asyncio.gather(loading, saving, found, met))
 
     assert asyncio.run(main()) == b"0|1 0|1 0|1 0|1"
@@ -677,23 +685,24 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_other
 def test_who_waits_in_a_call_that_has_ended_here_is_not_waited_for(over: bool, moves: bool) -> None:
     """It was skipped here, say, and that other rank never heard of it. An old sign of life tells of an old wait."""
     own = Heartbeat(1, (("save", 3),) if over else (), begun={"save": 3, "load": 1})
-    timer = LivenessTimer(1e-6, "load 1, round 1", "load")
+    timer = LivenessTimer(1e-6, Topic("load", 1, "round 1"), "load")
     for beat in range(3):  # at every look, and each time with another sign of life
-        there = msgspec.msgpack.encode(Heartbeat(beat if moves else 1, begun={"save": 3}, waits=("rollback 3",)))
+        waits = (Topic("rollback", 3),)
+        there = msgspec.msgpack.encode(Heartbeat(beat if moves else 1, begun={"save": 3}, waits=waits))
         found = lost_peer([1], [there], timer, own=own, unmet="")
-    assert (found is not None and "waits in rollback 3 for this one" in str(found.error)) is (over and moves)
+    assert (found is not None and "waits in rollback() (call 3) for this one" in str(found.error)) is (over and moves)
 
 
 def test_many_calls_of_one_kind_leave_what_ended_of_another_told() -> None:
     async def main() -> None:
         async with two_here(SHORT_SECS) as (leader, other):
-            leader.end_call("load 1, round 1")
+            leader.end_call(Topic("load", 1, "round 1"))
             for number in range(40):
-                leader.end_call(f"room {number}")
+                leader.end_call(Topic("save", number))
             beating = asyncio.create_task(keep_beating(leader))
             with pytest.raises(PeerFailedError, match="that call has ended there"):
                 async with asyncio.timeout(3 * SHORT_SECS):
-                    await other.exchange("load 1, round 1", b"", never, stage="load")
+                    await BYTES.run(other, Topic("load", 1, "round 1"), b"", never)
             beating.cancel()
 
     asyncio.run(main())
@@ -707,7 +716,7 @@ def test_a_rank_that_has_closed_is_not_waited_for(closing: int) -> None:
                 await both[closing].leave()
             began = time.monotonic()
             with pytest.raises(PeerFailedError, match=f"rank {closing} does not come to t, it has closed its engine"):
-                await both[1 - closing].exchange("t", b"", never, stage="agree")
+                await BYTES.run(both[1 - closing], Topic("t"), b"", never)
             return time.monotonic() - began
 
     assert asyncio.run(main()) < SHORT_SECS
@@ -718,9 +727,9 @@ def test_a_leader_that_was_waited_for_in_vain_is_not_waited_for_again() -> None:
         async with two_here(SHORT_SECS) as (_, other):
             began = time.monotonic()
             with pytest.raises(PeerFailedError, match="rank 0 gave no sign of life") as raised:
-                await other.exchange("t", b"", never, stage="agree")
+                await BYTES.run(other, Topic("t"), b"", never)
             lost = time.monotonic()
-            assert await other.abort("t", raised.value, stage="agree") is None
+            assert await other.abort(Topic("t"), raised.value, stage="agree") == Told()
             return lost - began, time.monotonic() - lost
 
     waited, left = asyncio.run(main())
@@ -759,7 +768,7 @@ def test_a_request_that_the_store_refuses_blames_no_dead_process() -> None:
             with pytest.raises(
                 PeerFailedError, match=r"refused a request \(RuntimeError: the value is too large\)"
             ) as raised:
-                await other.exchange("t", b"", never, stage="agree")
+                await BYTES.run(other, Topic("t"), b"", never)
             assert "has ended" not in str(raised.value)
 
     asyncio.run(main())
@@ -771,7 +780,7 @@ def test_a_closed_coordinator_says_so() -> None:
             leader.close()
             leader.close()
             with pytest.raises(EngineClosedError):
-                await leader.exchange("t", b"", never, stage="agree")
+                await BYTES.run(leader, Topic("t"), b"", never)
 
     asyncio.run(main())
 

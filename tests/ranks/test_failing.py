@@ -21,6 +21,7 @@ from rank_states import assert_same, mixed_state, zeroed
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, PeerFailedError, StallError, StepOrderError, UnsafeObjectError
 from aio_ckpt.format.names import ENGINE_DIR, PENDING_DIR
+from aio_ckpt.ranks.messages import Topic
 
 SECS = 30.0
 SHORT_SECS = 4.0
@@ -199,7 +200,7 @@ def test_what_one_rank_fails_with_is_told_once_in_the_errors_of_the_others(four:
     (first, cause), *others = four.run(refused_by_one, tmp_path)
     (refused, _) = others.pop(1)
     assert cause == f"UnsafeObjectError: {refused}"
-    assert first == f"rank 2 failed in save 1: {cause}"
+    assert first == f"rank 2 failed in the save of step 1: {cause}"
     assert others == [(first, cause)] * 2, "who hears it from rank 0 hears the same"
 
 
@@ -513,7 +514,7 @@ def hold_the_shares(rank: int, count: int, root: Path) -> tuple[str, bool, float
         engine.save(state_at(1), step=1).result(STALL_SECS)
         dist.barrier()
         if rank == 0:
-            coordinator.topic = "save 2"
+            coordinator.topic = Topic("save", 2)
         began = time.monotonic()
         error = error_of(lambda: engine.save(state_at(2, 400), step=2, deadline_secs=DEADLINE_SECS), STALL_SECS)
         secs = time.monotonic() - began

@@ -18,6 +18,7 @@ from rank_processes import Ranks, engine_on, error_of, needs_list_keys
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.commit.owner import pending_path
 from aio_ckpt.errors import AioCkptError, BusyError, ConfigError, PeerFailedError, StallError, WriteError
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 
 LEAVE_SECS = 24.0
@@ -56,7 +57,7 @@ def go_on_untold(rank: int, count: int, root: Path) -> list[tuple[str, int | Non
 def test_a_rank_that_went_on_to_its_next_save_without_a_word_is_not_waited_for(two: Ranks, tmp_path: Path) -> None:
     (failed, saved), others = two.run(go_on_untold, tmp_path)
     assert failed[:2] == ("PeerFailedError", 1)
-    assert "rank 1 does not come to save 2" in failed[2]
+    assert "rank 1 does not come to the save of step 2" in failed[2]
     assert "is elsewhere" in failed[2]
     assert saved[0] == "NoneType"
     assert [kind for kind, *_ in others] == ["OSError", "NoneType"]
@@ -151,7 +152,7 @@ def test_a_save_that_begins_behind_a_closed_leader_has_failed_for_certain_and_le
     two: Ranks, tmp_path: Path, structure: int
 ) -> None:
     (_, _, left), (text, in_doubt, _) = two.run(save_behind_a_closed_leader, tmp_path, structure)
-    assert "rank 0 does not come to save 2, it has closed its engine" in text
+    assert "rank 0 does not come to the save of step 2, it has closed its engine" in text
     assert (in_doubt, left) == (False, [])
 
 
@@ -236,7 +237,7 @@ def close_early(rank: int, count: int, root: Path) -> tuple[list[str], str, floa
 def test_a_leader_that_closes_early_leaves_its_words_to_whoever_is_late(two: Ranks, tmp_path: Path) -> None:
     (found, *_), (late, text, secs) = two.run(close_early, tmp_path)
     assert late == found
-    assert "rank 0 does not come to room 42, it has closed its engine" in text
+    assert "rank 0 does not come to the save of step 100 (whether there is room), it has closed its engine" in text
     assert secs < SHORT_SECS
     assert left_of(two, tmp_path) == ["queue"], "the last to leave clears the board"
 
@@ -266,8 +267,11 @@ def test_a_rank_that_rolls_back_where_another_skipped_a_save_and_loads_keeps_nob
     two: Ranks, tmp_path: Path
 ) -> None:
     (load, load_secs), (rollback, rollback_secs) = two.run(roll_back_where_the_other_skips, tmp_path)
-    assert "rank 0 does not come to rollback 3, it is elsewhere: that call has ended there" in rollback
-    assert load.startswith("rank 1 does not come to load 1") or "rank 1 gave no sign of life in load 1" in load
+    assert "rank 0 does not come to rollback() (call 3), it is elsewhere: that call has ended there" in rollback
+    assert (
+        load.startswith("rank 1 does not come to load() (call 1")
+        or "rank 1 gave no sign of life in load() (call 1" in load
+    )
     assert max(load_secs, rollback_secs) < 2 * SHORT_SECS
 
 
@@ -282,7 +286,7 @@ def save_where_the_other_loads(rank: int, count: int, root: Path) -> str:
 @needs_list_keys
 def test_ranks_that_found_each_other_elsewhere_clear_the_board_when_they_close(two: Ranks, tmp_path: Path) -> None:
     _, load = two.run(save_where_the_other_loads, tmp_path)
-    assert "rank 0 does not come to load 1" in load
+    assert "rank 0 does not come to load() (call 1" in load
     assert left_of(two, tmp_path) == ["queue"]
 
 
@@ -329,7 +333,7 @@ def refuse_a_skipped_call(rank: int, count: int, root: Path, when_busy: str) -> 
             found.append(type(error).__name__)
         engine._portal.call(coordinator_of(engine).beat, timeout=SECS)  # behind whatever the call has begun
         engine._portal.call(coordinator_of(engine).beat, timeout=SECS)
-        waits = [topic for topic in coordinator_of(engine)._waits if topic not in ("save 2", "save 3")]
+        waits = [topic for topic in coordinator_of(engine)._waits if topic not in (Topic("save", 2), Topic("save", 3))]
         dist.barrier()
         if gate is not None:
             storage.release(gate)

@@ -510,7 +510,7 @@ def is_matched(engine: CheckpointEngine) -> bool:
     """Whether this rank waits for the templates of the others."""
     coordinator = engine._ctx.members.coordinator
     assert isinstance(coordinator, StoreCoordinator)
-    return any(topic.endswith(", round 2") for topic in coordinator._waits)
+    return any(topic.part == "round 2" for topic in coordinator._waits)
 
 
 def load_while_saving(

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,8 @@ from rank_processes import Ranks, engine_on, ranks
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, ReadError
-from aio_ckpt.ranks.messages import Decision
+from aio_ckpt.ranks.coordinator import Exchange
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.store import companions, without
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
@@ -29,6 +30,7 @@ from aio_ckpt.storage.local import Storage
 T = TypeVar("T")
 SECS = 20.0
 SHORT_SECS = 2.0
+BYTES: Exchange[bytes, bytes] = Exchange(bytes, bytes, stage="agree")
 
 
 def state_at(step: int) -> dict[str, Any]:
@@ -222,8 +224,8 @@ def save_in_groups(rank: int, count: int, root: Path) -> tuple[int, str]:
 async def meet_under_one_name(group: dist.ProcessGroup, rank: int) -> str:
     """As on two hosts with a disk each, at the same path."""
 
-    async def in_order(messages: tuple[bytes, ...]) -> Decision:
-        return Decision(common=b" ".join(messages))
+    async def in_order(messages: Sequence[bytes]) -> bytes:
+        return b" ".join(messages)
 
     coordinator = StoreCoordinator.of_group(group)
     if rank in (1, 2):
@@ -233,7 +235,7 @@ async def meet_under_one_name(group: dist.ProcessGroup, rank: int) -> str:
         dist.barrier()
     await coordinator.open("/local/checkpoints", stall_secs=SECS)
     try:
-        return (await coordinator.exchange("t", b"%d" % rank, in_order, stage="agree")).decode()
+        return (await BYTES.run(coordinator, Topic("t"), b"%d" % rank, in_order)).decode()
     finally:
         await coordinator.leave()
         coordinator.close()
@@ -276,12 +278,12 @@ class GoingCoordinator(StoreCoordinator):
 
 
 async def agree_once(coordinator: StoreCoordinator) -> None:
-    async def nothing(_: tuple[bytes, ...]) -> Decision:
-        return Decision()
+    async def nothing(_: Sequence[bytes]) -> bytes:
+        return b""
 
     try:
         await coordinator.open("x", stall_secs=SHORT_SECS)
-        await coordinator.exchange("t", b"", nothing, stage="agree")
+        await BYTES.run(coordinator, Topic("t"), b"", nothing)
     finally:
         with anyio.CancelScope(shield=True):
             await coordinator.leave()

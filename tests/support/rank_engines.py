@@ -15,7 +15,8 @@ from gated_storage import Call, Gate, GatedStorage
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import PeerFailedError
-from aio_ckpt.ranks.messages import Decision, Reply
+from aio_ckpt.ranks.coordinator import Told
+from aio_ckpt.ranks.messages import Decision, Failure, Reply, Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
 
@@ -71,7 +72,7 @@ def told(error: BaseException | None) -> tuple[str, int | None, str]:
 class HeldCoordinator(StoreCoordinator):
     """Real ranks over a real store; one of them is held where a test wants it, on one topic."""
 
-    topic = ""
+    topic = Topic("")
     is_mute = False
     """It tells the others of no failure."""
     is_silent = False
@@ -82,12 +83,12 @@ class HeldCoordinator(StoreCoordinator):
         super().__init__(store, rank=dist.get_rank(), world_size=dist.get_world_size())
         self.gate = Gate()
 
-    async def _tell(self, topic: str, decision: Decision) -> None:
+    async def _tell(self, topic: Topic, decision: Decision) -> None:
         if topic == self.topic:
             await self.gate.wait()
         await super()._tell(topic, decision)
 
-    async def _await_reply(self, topic: str, stage: str) -> Reply:
+    async def _await_reply(self, topic: Topic, stage: str) -> Reply:
         reply = await super()._await_reply(topic, stage)
         if topic == self.topic:
             await self.gate.wait()
@@ -97,10 +98,10 @@ class HeldCoordinator(StoreCoordinator):
         if not self.is_silent:
             await super().beat(has_left=has_left)
 
-    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
+    async def _leave_topics(self, topic: Topic, failure: Failure) -> Told:
         if self.is_mute:
             raise PeerFailedError("the store of the ranks cannot be reached", rank=0, stage="agree")
-        return await super().abort(topic, error, stage=stage)
+        return await super()._leave_topics(topic, failure)
 
 
 @contextlib.contextmanager

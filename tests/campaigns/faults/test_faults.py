@@ -16,6 +16,7 @@ from warm_python import WarmPython
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.errors import SaveCancelledError, ThreadDiedError
 from aio_ckpt.ranks.coordinator import SoloCoordinator
+from aio_ckpt.ranks.messages import Topic
 from tests.campaigns.faults import work
 from tests.campaigns.faults.campaign import (
     FAULTS,
@@ -150,7 +151,7 @@ class CancelsLast(SoloCoordinator):
 
     engine: CheckpointEngine
 
-    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
+    async def gather(self, topic: Topic, message: bytes, *, stage: str) -> tuple[bytes, ...]:
         self.accepted = cancel_now(self.engine)
         return await super().gather(topic, message, stage=stage)
 

@@ -46,6 +46,7 @@ from aio_ckpt.plan import layout
 from aio_ckpt.plan.planner import PlanCache
 from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.runtime.deadline import Deadline
@@ -267,7 +268,7 @@ class World:
         save = queue.enter(
             SaveJob,
             step,
-            SaveRound(self.ctx.members, self.ctx.executor, topic="save"),
+            SaveRound(self.ctx.members, self.ctx.executor, topic=Topic("save", 1)),
             SaveTimer(now, waited_secs=0.0),
             place=_ROOT,
             number=call,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from aio_ckpt.ranks.liveness import heartbeat_pauses
-from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat
+from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, Topic
 from aio_ckpt.ranks.missing import MEETING, REMEDY, SHOWN, Awaited, Heard, line_about
 
 SAVE = Call("save", 5, 200)
@@ -17,7 +17,7 @@ NOTHING = Heard(numbers={}, last=None)
 SAVED = Heard(numbers={"save": 4, "load": 1}, last=BEFORE)
 
 
-def beat(*calls: Call, waits: tuple[str, ...] = (), has_left: bool = False) -> Heartbeat:
+def beat(*calls: Call, waits: tuple[Topic, ...] = (), has_left: bool = False) -> Heartbeat:
     begun = dict(call.numbering for call in calls)
     return Heartbeat(1, (), has_left, begun, waits, calls[-1] if calls else None)
 
@@ -28,7 +28,7 @@ def line(*beats: Heartbeat | None, heard: Heard = NOTHING, **changed: Any) -> st
     ranks = changed.pop("ranks", range(1, len(beats) + 1))
     awaited = Awaited(ranks=ranks, beats=beats, silent_secs=[silent] * len(beats))
     rest = {"waited": "30 s", "name": "/ckpt", "leader": 0, "heartbeat_secs": 150.0, "is_first": is_first}
-    return line_about(changed.pop("topic", "save 5"), changed.pop("call", SAVE), awaited, heard, **rest)
+    return line_about(changed.pop("topic", Topic("save", 5)), changed.pop("call", SAVE), awaited, heard, **rest)
 
 
 NOT_CALLED = "rank 1 has not called save() of step 200 for 30 s"
@@ -42,9 +42,13 @@ NOT_CALLED = "rank 1 has not called save() of step 200 for 30 s"
         (beat(Call("load", 1)), SAVED, "; it was last seen in save() of step 199"),  # the heartbeat is older
         (beat(), SAVED, "; it was last seen in save() of step 199"),
         (None, SAVED, "; it was last seen in save() of step 199"),
-        (beat(Call("load", 2), waits=("load 2, round 3",)), SAVED, "; it waits in load()"),
-        (beat(Call("load", 1), waits=("load 1, round 3",)), SAVED, "; it was last seen in save() of step 199"),
-        (beat(Call("rollback", 5), waits=("rollback 5",)), SAVED, "; it waits in rollback()"),
+        (beat(Call("load", 2), waits=(Topic("load", 2, "round 3"),)), SAVED, "; it waits in load()"),
+        (
+            beat(Call("load", 1), waits=(Topic("load", 1, "round 3"),)),
+            SAVED,
+            "; it was last seen in save() of step 199",
+        ),
+        (beat(Call("rollback", 5), waits=(Topic("rollback", 5),)), SAVED, "; it waits in rollback()"),
         (beat(BEFORE, has_left=True), SAVED, "; it closed its engine"),
         (beat(), NOTHING, "; it was last seen opening its engine"),
         (None, NOTHING, ""),
@@ -66,9 +70,13 @@ def test_the_first_line_about_a_rank_that_has_not_come_ends_with_what_to_do() ->
 def test_a_rank_that_has_come_is_waited_for_to_finish() -> None:
     text = "rank 1 has not finished the part of save() of step 200 for 30 s"
     assert line(beat(SAVE), heard=SAVED) == text
-    assert line(beat(SAVE, Call("load", 2), waits=("load 2",)), heard=SAVED) == text  # a save goes on beside a load
+    assert (
+        line(beat(SAVE, Call("load", 2), waits=(Topic("load", 2),)), heard=SAVED) == text
+    )  # a save goes on beside a load
     assert line(None, heard=Heard(numbers={"save": 5}, last=SAVE)) == text  # it has sent its plan
-    assert line(beat(SAVE), topic="room 5").startswith("rank 1 has not finished the part of save() of step 200")
+    assert line(beat(SAVE), topic=Topic("save", 5, "room")).startswith(
+        "rank 1 has not finished the part of save() of step 200"
+    )
 
 
 def test_ranks_alike_are_named_together_and_only_the_first_of_many() -> None:
@@ -85,7 +93,7 @@ def test_ranks_alike_are_named_together_and_only_the_first_of_many() -> None:
 
 
 def test_a_rank_that_waits_for_a_leader_that_waits_says_so() -> None:
-    waits = beat(SAVE, waits=("save 5",))
+    waits = beat(SAVE, waits=(Topic("save", 5),))
     assert line(waits, ranks=[0]) == "save() of step 200 has waited 30 s for other ranks: rank 0 logs which"
     assert line(beat(SAVE), ranks=[0]) == "rank 0 has not finished the part of save() of step 200 for 30 s"
     meeting = line(beat(waits=(MEETING,)), ranks=[0], topic=MEETING, call=None)
@@ -94,7 +102,7 @@ def test_a_rank_that_waits_for_a_leader_that_waits_says_so() -> None:
 
 def test_topics_that_are_no_call_have_words_of_their_own() -> None:
     assert line(None, topic=MEETING, call=None) == "rank 1 has not opened an engine on /ckpt for 30 s"
-    assert line(beat(), topic="the preemption", call=None, heard=SAVED) == (
+    assert line(beat(), topic=Topic("the preemption"), call=None, heard=SAVED) == (
         "rank 1 has not answered in the preemption for 30 s; it was last seen in save() of step 199"
     )
 
@@ -111,7 +119,7 @@ def test_nobody_awaited_gives_no_line() -> None:
 
 
 def test_a_heartbeat_of_a_rank_names_its_newest_call_and_one_without_is_read() -> None:
-    told = beat(BEFORE, SAVE, waits=("save 5",))
+    told = beat(BEFORE, SAVE, waits=(Topic("save", 5),))
     assert HEARTBEATS.decode(msgspec.msgpack.encode(told)) == told
     assert HEARTBEATS.decode(msgspec.msgpack.encode([1, [], False, {}, []])).call is None
 
