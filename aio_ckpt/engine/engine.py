@@ -815,8 +815,14 @@ class CheckpointEngine(BaseEngine):
     wait_ready = BaseEngine._wait_ready
     """:meth:`ready` that blocks."""
 
-    def submit_load(self, state: object, step: int | None = None, **options: Any) -> Future[LoadReport]:
-        """:meth:`load` that returns a ``concurrent.futures.Future`` of the report."""
+    def submit_load(self, state: State, step: int | None = None, **options: Any) -> Future[LoadReport]:
+        """:meth:`load` that returns a ``concurrent.futures.Future`` of the report.
+
+        Args:
+            state: the template.
+            step: step of the checkpoint; None takes the newest that verifies.
+            options: other arguments of :meth:`load`.
+        """
         return self._submit_load(state, LoadOptions(step=step, **options), Future())
 
     submit_read = BaseEngine._submit_read
