@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from aio_ckpt.cli.access import unless_replaced
-from aio_ckpt.commit.discovery import CommittedCheckpoint, discover_all
+from aio_ckpt.cli.access import all_steps, unless_replaced
+from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.owner import Owner, owner_by_name, recorded_owner
 from aio_ckpt.commit.retention import best, protected_steps
 from aio_ckpt.config import KeepBest
@@ -116,8 +116,7 @@ async def list_root(
 async def rows_of(storage: Storage, executor: Executor, root: Path, names: StepNames) -> list[RootRow]:
     """Return a row for each committed checkpoint, and for each that has lost its ``.metadata``, ascending by step."""
     marked = await protected_steps(storage, root)
-    committed, torn = await discover_all(storage, root, names)
-    found = sorted([*committed, *torn], key=lambda checkpoint: checkpoint.step)
+    found = await all_steps(storage, root, names)
     rows = [await _row(storage, executor, each, is_protected=each.step in marked) for each in found]
     return [row for row in rows if row is not None]
 
@@ -285,8 +284,7 @@ class RootUsage(msgspec.Struct, frozen=True, kw_only=True):
 async def use_of(storage: Storage, executor: Executor, root: Path, names: StepNames) -> RootUsage:
     """Return what ``root`` holds on the disk."""
     marked = await protected_steps(storage, root)
-    committed, torn = await discover_all(storage, root, names)
-    steps = {found.path.name: found.step for found in (*committed, *torn)}
+    steps = {found.path.name: found.step for found in await all_steps(storage, root, names)}
 
     def measure() -> RootUsage:
         checkpoints = protected = other = 0
