@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aio_ckpt.commit.discovery import MAX_RETRIES, check_any_readable, has_vanished, passing_by_unreadable
+from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.trash import check_engine_dirs
 from aio_ckpt.config import EngineConfig
@@ -46,25 +46,16 @@ async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Pat
     """
     if await _is_checkpoint(storage, path):
         return [path]
-    found: list[Path] = []
-    passed: list[ReadError] = []
-    for _ in range(MAX_RETRIES):
-        steps = {name: step for name in await storage.list_dir(path) if (step := names.step(name)) is not None}
-        found.clear()
-        passed.clear()
-        is_stale = False
-        for each in (path / name for name in sorted(steps, key=steps.__getitem__)):
-            with passing_by_unreadable(each, passed):
-                if await _is_checkpoint(storage, each):
-                    found.append(each)
-                elif await has_vanished(storage, each):
-                    is_stale = True
-        if not is_stale:
-            break  # otherwise a writer deleted a listed directory: list again
-    check_any_readable(found, passed)
+    found = await all_steps(storage, path, names)
     if not found:
         raise CheckpointNotFoundError(f"{path}: neither a checkpoint nor a root that holds one")
-    return found
+    return [checkpoint.path for checkpoint in found]
+
+
+async def all_steps(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
+    """Return each committed checkpoint, and each that has lost its ``.metadata``, ascending by step."""
+    committed, torn = await discover_all(storage, root, names)
+    return sorted([*committed, *torn], key=lambda checkpoint: checkpoint.step)
 
 
 async def _is_checkpoint(storage: Storage, path: Path) -> bool:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
+import click
+
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
@@ -34,8 +36,6 @@ _PARTS = 1000
 _AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 _GAP = "  "
 """Space between two columns. No cell has two spaces in a row, so that a script can split lines there."""
-_CODES = {"bold": "1", "bold red": "1;31", "green": "32"}
-"""Escape codes of the terminal by style."""
 
 
 class Screen:
@@ -53,15 +53,18 @@ class Screen:
         return shutil.get_terminal_size().columns if _is_terminal(self._stream) else None
 
     def line(self, text: str = "", *, style: str = "") -> None:
-        """Write one line. It is never wrapped, so that a name can be copied."""
+        """Write one line. It is never wrapped, so that a name can be copied. ``style``: bold, a colour, or both."""
         if self._live is not None:
             from rich.text import Text
 
             self._live.print(Text(text, style=style), soft_wrap=True)
-        elif style and _is_terminal(self._stream) and _has_colour():
-            print(f"\x1b[{_CODES[style]}m{text}\x1b[0m", file=self._stream, flush=True)
-        else:
-            print(text, file=self._stream, flush=True)
+            return
+        if style:
+            words = style.split()
+            text = click.style(
+                text, next((word for word in words if word != "bold"), None), bold="bold" in words or None
+            )
+        click.echo(text, file=self._stream, color=_is_terminal(self._stream) and _has_colour())
 
     def json(self, document: Any) -> None:
         """Write ``document`` to standard output, in ASCII: ``json.loads`` restores file names that are no UTF-8."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from aio_ckpt.checks import check_path
 from aio_ckpt.cli.arguments import Directory, MistypedPathError, example, json_option, step_dir_option
@@ -38,18 +37,6 @@ if TYPE_CHECKING:
 _SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth", ".bin", ".ckpt")}
 _BUDGET_BYTES = 256 << 20
 """Memory in which the result is staged. A larger state passes through it in waves."""
-
-
-class Converted(msgspec.Struct, frozen=True, kw_only=True):
-    """A result that is durable."""
-
-    source: str
-    path: str
-    """File, index of several files, or directory of the step."""
-    nbytes: int
-    """Length of the tensors in it, in bytes."""
-    step: int | None
-    """Step of the result, or of the source if the result is a file; None if nothing tells it."""
 
 
 class _Place(click.Path):
@@ -240,9 +227,10 @@ def _written(root: Path, names: StepNames, save: Callable[[SyncCheckpointEngine]
 
 
 def _tell(screen: Screen, found: Source, report: SaveReport, *, step: int | None) -> None:
+    """Show the result; ``step``: of the result, or of the source if the result is a file, None if nothing tells it."""
     path = str(report.path)
     if screen.as_json:
-        screen.json(Converted(source=str(found.path), path=path, nbytes=report.raw_bytes, step=step))
+        screen.json({"source": str(found.path), "path": path, "nbytes": report.raw_bytes, "step": step})
     else:
         screen.line(f"{amount(report.raw_bytes)} of tensors, {printable(path)}", style="green")
 

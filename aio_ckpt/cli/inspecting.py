@@ -76,10 +76,6 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     leaves: tuple[LeafRow, ...]
     """Leaves, sorted by name."""
 
-    def as_document(self) -> dict[str, Any]:
-        """Return the fields by their names."""
-        return msgspec.structs.asdict(self)
-
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
     """All leaves whose names begin alike."""
@@ -129,10 +125,8 @@ def inspect_command(
     rows.sort(key=_KEYS[sort if largest is None else "bytes"])
     rows = rows[:largest]
     if as_json:
-        document = contents.as_document()
-        if depth is not None:
-            document |= {"leaves": [], "branches": rows}
-        screen.json(document if depth is not None else document | {"leaves": rows})
+        table = {"leaves": rows} if depth is None else {"leaves": [], "branches": rows}
+        screen.json(msgspec.structs.asdict(contents) | table)
         return
     _tell_head(contents, screen)
     titles, cells = _branch_table(rows) if depth is not None else _leaf_table(rows)  # type: ignore[arg-type]

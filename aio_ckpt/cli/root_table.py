@@ -11,14 +11,13 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from aio_ckpt.cli.access import unless_replaced
-from aio_ckpt.commit.discovery import CommittedCheckpoint, discover_all
+from aio_ckpt.cli.access import all_steps, unless_replaced
+from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.owner import Owner, owner_by_name, recorded_owner
 from aio_ckpt.commit.retention import best, protected_steps
 from aio_ckpt.config import KeepBest
@@ -117,8 +116,7 @@ async def list_root(
 async def rows_of(storage: Storage, executor: Executor, root: Path, names: StepNames) -> list[RootRow]:
     """Return a row for each committed checkpoint, and for each that has lost its ``.metadata``, ascending by step."""
     marked = await protected_steps(storage, root)
-    committed, torn = await discover_all(storage, root, names)
-    found = sorted([*committed, *torn], key=lambda checkpoint: checkpoint.step)
+    found = await all_steps(storage, root, names)
     rows = [await _row(storage, executor, each, is_protected=each.step in marked) for each in found]
     return [row for row in rows if row is not None]
 
@@ -283,42 +281,34 @@ class RootUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that the file system has free for this user."""
 
 
-@dataclass(slots=True)
-class _Parts:
-    checkpoints: int = 0
-    protected: int = 0
-    other: int = 0
-
-
 async def use_of(storage: Storage, executor: Executor, root: Path, names: StepNames) -> RootUsage:
     """Return what ``root`` holds on the disk."""
     marked = await protected_steps(storage, root)
-    committed, torn = await discover_all(storage, root, names)
-    steps = {found.path.name: found.step for found in (*committed, *torn)}
+    steps = {found.path.name: found.step for found in await all_steps(storage, root, names)}
 
     def measure() -> RootUsage:
-        parts = _Parts()
+        checkpoints = protected = other = 0
         for entry in os.scandir(root):
             if entry.name == ENGINE_DIR:
                 continue
             nbytes = _tree_bytes(entry.path) if entry.is_dir(follow_symlinks=False) else _bytes(entry)
             if entry.name not in steps:
-                parts.other += nbytes
+                other += nbytes
                 continue
-            parts.checkpoints += nbytes
-            parts.protected += nbytes if steps[entry.name] in marked else 0
+            checkpoints += nbytes
+            protected += nbytes if steps[entry.name] in marked else 0
         own = _tree_bytes(root / ENGINE_DIR)
         below = {name: _tree_bytes(root / name) for name in (PENDING_DIR, ABANDONED_DIR, CORRUPT_DIR, TRASH_DIR)}
         return RootUsage(
             root=str(root),
-            checkpoints=parts.checkpoints,
-            protected=parts.protected,
+            checkpoints=checkpoints,
+            protected=protected,
             pending=below[PENDING_DIR],
             abandoned=below[ABANDONED_DIR],
             quarantined=below[CORRUPT_DIR],
             trash=below[TRASH_DIR],
-            other=parts.other + own - sum(below.values()),
-            nbytes=parts.checkpoints + parts.other + own,
+            other=other + own - sum(below.values()),
+            nbytes=checkpoints + other + own,
             free=shutil.disk_usage(root).free,
         )
 

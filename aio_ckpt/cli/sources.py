@@ -20,7 +20,7 @@ from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.checkpoint.torch_file import check_torch_file
 from aio_ckpt.cli.access import call, use_newest
 from aio_ckpt.cli.console import OnProgress
-from aio_ckpt.cli.inspecting import Contents, describe
+from aio_ckpt.cli.inspecting import leaves_of
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
     AioCkptError,
@@ -91,9 +91,8 @@ def read_source(
         ctx = ReadContext.of(EngineConfig(trusted_objects=trusted), storage, executor, rank=0, world_size=1)
 
         async def read(newest: Path) -> Source:
-            contents = await describe(storage, executor, newest, names)
             with naming_checkpoint(newest):
-                return await _read_leaves(ctx, contents, only, out.parent, check, on_progress)
+                return await _read_leaves(ctx, newest, names, only, out.parent, check, on_progress)
 
         return await use_newest(storage, path, names, read)
 
@@ -128,7 +127,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 async def _read_leaves(
     ctx: ReadContext,
-    contents: Contents,
+    path: Path,
+    step_names: StepNames,
     only: Sequence[str] | None,
     directory: Path,
     check: Check,
@@ -136,8 +136,9 @@ async def _read_leaves(
 ) -> Source:
     """Read a checkpoint into a mapped file in ``directory``. Every byte is verified before it is written elsewhere."""
     executor = ctx.executor
-    checkpoint = await open_checkpoint(ctx.storage, Path(contents.path), executor=executor, step=contents.step)
+    checkpoint = await open_checkpoint(ctx.storage, path, executor=executor)
     checkpoint = await run_blocking(executor, ctx.as_one_state, checkpoint)
+    step = step_names.step(path.name) if checkpoint.is_plain_dcp else checkpoint.step
     names = await run_blocking(executor, stored_names, ctx, checkpoint, only)
     objects = await read_leaves(
         ctx, checkpoint, [name for name in names if name in checkpoint.catalog.objects], skip_untrusted=True
@@ -149,9 +150,10 @@ async def _read_leaves(
             f"{checkpoint.path}: only running code can read {first!r}{more}: give --branch, such as --branch model, "
             "or --trusted if you trust whoever wrote the checkpoint"
         )
-    await check(ctx.storage, contents.step, objects.values)
+    await check(ctx.storage, step, objects.values)
     tensors = {name for name in names if name in checkpoint.catalog.shards}
-    sizes = {leaf.tied_to or leaf.name: leaf.nbytes for leaf in contents.leaves if leaf.name in tensors}
+    leaves = await run_blocking(executor, leaves_of, checkpoint)
+    sizes = {leaf.tied_to or leaf.name: leaf.nbytes for leaf in leaves if leaf.name in tensors}
     nbytes = sum(align_up(size, RAW_ALIGN_BYTES) for size in sizes.values())
     memory = await run_blocking(executor, _mapped_memory, directory, nbytes)
     async with metered(lambda now: on_progress(now.bytes_done, now.bytes_total), executor) as meter:
@@ -159,7 +161,7 @@ async def _read_leaves(
             ctx, checkpoint, [name for name in names if name in tensors], memory=memory, meter=meter
         )
     state = assemble(ctx, checkpoint, objects.joined_with(fetched), only=only).state
-    return Source(state=state, step=contents.step, path=checkpoint.path)
+    return Source(state=state, step=step, path=path)
 
 
 def _mapped_memory(directory: Path, nbytes: int) -> HostMemory:

@@ -59,6 +59,14 @@ def test_colour_is_for_terminals_that_want_it(capsys, terminal, environment, has
     assert capsys.readouterr().out == ("\x1b[32mgood\x1b[0m\n" if has_colour else "good\n")
 
 
+@pytest.mark.parametrize(("style", "codes"), [("bold", "\x1b[1m"), ("bold green", "\x1b[32m\x1b[1m")])
+def test_a_style_is_bold_a_colour_or_both(capsys, terminal, style, codes):
+    terminal.delenv("NO_COLOR")
+    terminal.setenv("TERM", "xterm")
+    Screen(as_json=False).line("good", style=style)
+    assert capsys.readouterr().out == f"{codes}good\x1b[0m\n"
+
+
 def test_one_bar_shows_the_progress_and_ends_full(root, capsys, terminal):
     code, out, _ = called(capsys, "verify", root)
     assert code == 0
