@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
+from aio_ckpt.checks import local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp import default
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.integrations.lightning_layout import OPTIMIZER, as_bytes, join, moved, split
-from aio_ckpt.integrations.path_saves import PathSaves, local_path, wait_for_saves
+from aio_ckpt.integrations.path_saves import PathSaves, wait_for_saves
 from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.store_coordinator import default_coordinator
 from aio_ckpt.standalone import read

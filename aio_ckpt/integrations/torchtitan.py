@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from aio_ckpt.checks import check_kind
+from aio_ckpt.checks import check_kind, local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.reports import SaveReport
@@ -120,7 +120,7 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
             reason = None
             if moved := moved_names():
                 reason = f"this torchtitan has changed {', '.join(moved)}; {KNOWN_TO_WORK} are known to work"
-            elif "://" in f"{given.get('base_folder', '')}{self.folder}":
+            elif None in map(local_path, (given.get("base_folder", ""), self.folder)):
                 reason = "the engine writes to local file systems only"
             if reason is None:
                 return CheckpointManager.Config.build(self, **given)
@@ -228,7 +228,7 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Load by the engine: the step that was asked for, or the newest that verifies."""
-        if from_hf or "://" in checkpoint_id:
+        if from_hf or local_path(checkpoint_id) is None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         # Of a Stateful, the engine would ask for the names that this rank saved, which another world size may not have.
