@@ -108,6 +108,14 @@ def local_name(text: str) -> str:
     return path
 
 
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """Return the absolute path of a local file or directory; None for what :func:`local_name` refuses, such as s3:."""
+    try:
+        return Path(os.path.abspath(local_name(os.fspath(path))))
+    except ValueError:
+        return None
+
+
 def is_path(text: str) -> bool:
     """Return whether a file system can hold this name."""
     try:

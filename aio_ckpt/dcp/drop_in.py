@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 from torch.distributed.checkpoint import staging
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
-from aio_ckpt.checks import check_flag, check_kind, shown
+from aio_ckpt.checks import check_flag, check_kind, local_path, shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.runtime import Face, Runtime, SharedRuntime
@@ -145,7 +145,8 @@ class Installation:
 
     def _made(self, make: Callable[[], Face], make_stock: functools.partial[Any], *args: Any, **given: Any) -> Any:
         """Return ours; stock's if the path is none of the local file system, or ours refuses an argument."""
-        if _is_url(*args, **given):
+        path = args[0] if args else given.get("path")
+        if isinstance(path, (str, os.PathLike)) and local_path(path) is None:
             return make_stock()
         try:
             return make().share(self._runtime)
@@ -164,11 +165,6 @@ class Installation:
 def _standing_in(places: Sequence[DcpGlobal]) -> Installation | None:
     """Return the installation that stands in one of ``places``."""
     return next((place.value.owner for place in places if isinstance(place.value, _StandIn)), None)
-
-
-def _is_url(path: Any = None, *_: object, **given: Any) -> bool:
-    """Return whether the path that a writer or reader is given is none of the local file system, as stock judges."""
-    return not FileSystem.validate_checkpoint_id(given.get("path", path))
 
 
 class _StandIn:
@@ -301,7 +297,7 @@ class _Executor:
 
     def execute_save(self, *args: Any, **given: Any) -> Any:
         """Do stock's ``execute_save``, with a writer if the caller gave none but a path."""
-        path = given.get("checkpoint_id")
-        if path and not _is_url(path) and given.get("storage_writer", self) is None and self._make_writer is not None:
-            given["storage_writer"] = self._make_writer(path)
+        path, make = given.get("checkpoint_id"), self._make_writer
+        if make is not None and given.get("storage_writer", self) is None and path and local_path(path) is not None:
+            given["storage_writer"] = make(path)
         return self._stock.execute_save(*args, **given)

@@ -15,20 +15,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import CodeType
 from typing import Any, TypeVar
 
 from aio_ckpt.checkpoint.torch_file import check_torch_file, is_zip
 from aio_ckpt.checks import check_kind, shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
-from aio_ckpt.integrations import checkpoint_folder
+from aio_ckpt.integrations import checkpoint_folder, places
 from aio_ckpt.integrations.deepspeed_draft import DRAFTS, Draft, clear_leftovers, remove_draft
+from aio_ckpt.integrations.places import Expected
 from aio_ckpt.runtime.futures import failed, outcome_of
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -48,71 +47,41 @@ _Value = TypeVar("_Value")
 
 # -- private names of DeepSpeed ---------------------------------------------------------------------
 
-_PACKAGE = "deepspeed.runtime"
-_INTERFACE = "CheckpointEngine"
 _STOCK = "TorchCheckpointEngine"
 """DeepSpeed's checkpoint engine that saves by ``torch.save``, which it makes if its settings name no other."""
-_METHODS: Mapping[str, tuple[str, ...]] = {
-    "create": ("info",),
-    "save": ("state_dict", "path"),
-    "load": ("path", "map_location"),
-    "commit": ("info",),
-    "makedirs": ("path", "exist_ok"),
-    "is_decoupled": (),
-    "get_commit_info": (),
-    "cleanup": (),
-    "preserves_storage_sharing": (),
+_INTERFACE = "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+PRIVATE_NAMES: Mapping[str, Expected] = {
+    f"{_INTERFACE}.create": ("info",),
+    f"{_INTERFACE}.save": ("state_dict", "path"),
+    f"{_INTERFACE}.load": ("path", "map_location"),
+    f"{_INTERFACE}.commit": ("info",),
+    f"{_INTERFACE}.makedirs": ("path", "exist_ok"),
+    f"{_INTERFACE}.is_decoupled": (),
+    f"{_INTERFACE}.get_commit_info": (),
+    f"{_INTERFACE}.cleanup": (),
+    f"{_INTERFACE}.preserves_storage_sharing": (),
+    f"{_ENGINE}.save_checkpoint": frozenset({"create", "is_decoupled"}),
+    f"{_ENGINE}._save_checkpoint": frozenset({"checkpoint_engine", "save"}),
+    f"{_ENGINE}._save_zero_checkpoint": frozenset({"checkpoint_engine", "save"}),
+    f"{_ENGINE}.save_16bit_model": frozenset({"create", "commit"}),
+    f"{_ENGINE}.load_checkpoint": frozenset(),
+    f"{_ENGINE}.step": frozenset({"is_decoupled", "_commit_decoupled_checkpoint"}),
+    f"{_ENGINE}._commit_decoupled_checkpoint": frozenset({"get_commit_info"}),
+    f"{_ENGINE}.destroy": frozenset({"is_decoupled", "cleanup"}),
+    f"{_ENGINE}.use_node_local_storage": frozenset(),
+    f"{_ENGINE}.zero_nvme_offload_optimizer": frozenset(),
 }
-"""Methods of ``CheckpointEngine``, with their parameters."""
-_CALLS: Mapping[str, tuple[str, ...]] = {
-    "save_checkpoint": ("create", "is_decoupled"),
-    "_save_checkpoint": ("checkpoint_engine", "save"),
-    "_save_zero_checkpoint": ("checkpoint_engine", "save"),
-    "save_16bit_model": ("create", "commit"),
-    "load_checkpoint": (),
-    "step": ("is_decoupled", "_commit_decoupled_checkpoint"),
-    "_commit_decoupled_checkpoint": ("get_commit_info",),
-    "destroy": ("is_decoupled", "cleanup"),
-    "use_node_local_storage": (),
-    "zero_nvme_offload_optimizer": (),
-}
-"""Methods of ``DeepSpeedEngine``, with names that they use."""
 _MAX_FILES = 1000
 """Files of a rank that may be pending."""
 
-
-def _found(module: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name, None)
-    except ImportError:
-        return None
-
-
-_Base: Any = _found("checkpoint_engine.checkpoint_engine", _INTERFACE) or object
+_Base: Any = places.value_of(_INTERFACE) or object
 
 
 def moved_names() -> list[str]:
     """Return the private names that this DeepSpeed lacks, or uses in another way; sorted."""
-    moved = [f"{_INTERFACE}.{name}" for name, given in _METHODS.items() if _parameters(_Base, name) != given]
-    unknown = getattr(_Base, "__abstractmethods__", frozenset[str]()) - _METHODS.keys()
-    engine = _found("engine", "DeepSpeedEngine")
-    for name, used in _CALLS.items():
-        code = getattr(inspect.unwrap(getattr(engine, name, len)), "__code__", None)
-        if code is None or not {*used} <= {*_names_in(code)}:
-            moved.append(f"DeepSpeedEngine.{name}")
-    return sorted([*moved, *(f"{_INTERFACE}.{name}" for name in unknown)])
-
-
-def _parameters(kind: Any, name: str) -> tuple[str, ...] | None:
-    method = getattr(kind, name, None)
-    return None if method is None else (*inspect.signature(method).parameters,)[1:]
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names_in(inner)
+    abstract = {f"{_INTERFACE}.{name}" for name in getattr(_Base, "__abstractmethods__", ())}
+    return sorted([*places.moved_names(PRIVATE_NAMES), *(abstract - PRIVATE_NAMES.keys())])
 
 
 # -- the engine ---------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import logging
 import os
 import shutil
@@ -30,6 +29,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, ReadError
 from aio_ckpt.integrations import checkpoint_folder
+from aio_ckpt.integrations.places import Expected, moved_names
 from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
@@ -38,7 +38,7 @@ KNOWN_TO_WORK = "transformers 5.17.0 and 5.23.0 with accelerate 1.15.0"
 
 try:
     from accelerate.utils import broadcast_object_list
-    from transformers import Trainer, modeling_utils, trainer_utils
+    from transformers import modeling_utils, trainer_utils
 except ImportError as missing:
     raise ImportError(
         f"aio_ckpt.integrations.huggingface needs transformers and accelerate ({KNOWN_TO_WORK} are known to work): "
@@ -51,34 +51,20 @@ _log = logging.getLogger("aio_ckpt")
 
 # -- private names of transformers ------------------------------------------------------------------
 
-_METHODS: Mapping[str, tuple[str, ...]] = {
-    "_save_checkpoint": ("model", "trial"),
-    "_get_output_dir": ("trial",),
-    "_push_from_checkpoint": ("checkpoint_folder",),
-    "_finalize_training": ("trial", "num_train_samples", "start_time"),
+PRIVATE_NAMES: Mapping[str, Expected] = {
+    "transformers:Trainer._save_checkpoint": ("model", "trial"),
+    "transformers:Trainer._get_output_dir": ("trial",),
+    "transformers:Trainer._push_from_checkpoint": ("checkpoint_folder",),
+    "transformers:Trainer._finalize_training": ("trial", "num_train_samples", "start_time"),
+    "transformers:modeling_utils.safe_save_file": None,  # writes the weights
+    "transformers:trainer_utils.rotate_checkpoints": None,  # deletes checkpoints beyond ``save_total_limit``
 }
-"""Methods of ``Trainer`` that this module overrides, with their parameters."""
-_WRITES_SAFETENSORS = "safe_save_file"
-"""Function of ``modeling_utils`` that writes the weights."""
-_ROTATES = "rotate_checkpoints"
-"""Function of ``trainer_utils`` that deletes checkpoints beyond ``save_total_limit``."""
 _STATE = "trainer_state.json"
 """File that each checkpoint has."""
 _OPTIMIZER = "optimizer.pt"
 """File of the optimizer."""
 _SENTINEL = "checkpoint-is-incomplete.txt"
 """File that ``enable_jit_checkpoint`` puts into ``checkpoint-N`` before it saves."""
-
-
-def moved_names() -> list[str]:
-    """Return the private names that this transformers lacks, or gives other parameters; sorted."""
-    found = {name: inspect.signature(getattr(Trainer, name)) for name in _METHODS if hasattr(Trainer, name)}
-    moved = {name for name, given in _METHODS.items() if name not in found or (*found[name].parameters,)[1:] != given}
-    if not hasattr(modeling_utils, _WRITES_SAFETENSORS):
-        moved.add(f"modeling_utils.{_WRITES_SAFETENSORS}")
-    if not hasattr(trainer_utils, _ROTATES):
-        moved.add(f"trainer_utils.{_ROTATES}")
-    return sorted(moved)
 
 
 # -- one checkpoint -----------------------------------------------------------------------------------
@@ -315,7 +301,7 @@ class AioTrainerMixin:
 
     def _aio_saves_by_stock(self) -> bool:
         if self._aio_is_stock is None:
-            moved = moved_names()
+            moved = moved_names(PRIVATE_NAMES)
             self._aio_is_stock = bool(moved)
             if moved:
                 _log.warning(
@@ -349,7 +335,7 @@ class AioTrainerMixin:
                 stock_save(obj, f, *args, **kwargs)
 
         with (
-            _replaced(modeling_utils, _WRITES_SAFETENSORS, save_weights),
+            _replaced(modeling_utils, "safe_save_file", save_weights),
             _replaced(safetensors.torch, "save_file", save_weights),
             _replaced(torch, "save", save),
         ):

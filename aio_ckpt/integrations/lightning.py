@@ -26,11 +26,13 @@ from typing import Any
 
 import torch
 
+from aio_ckpt.checks import local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp import default
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.integrations.lightning_layout import OPTIMIZER, as_bytes, join, moved, split
-from aio_ckpt.integrations.path_saves import PathSaves, local_path, wait_for_saves
+from aio_ckpt.integrations.path_saves import PathSaves, wait_for_saves
+from aio_ckpt.integrations.places import Expected, moved_names
 from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.store_coordinator import default_coordinator
 from aio_ckpt.standalone import read
@@ -63,17 +65,10 @@ META_FILE = "meta.pt"
 """Name that ``_METADATA_FILENAME`` of ``lightning.fabric.utilities.load`` has in these versions."""
 _IS_SHARDED = "_save_distributed_checkpoint"
 """Attribute of ModelParallelStrategy: whether each rank saves its shards."""
-
-
-def moved_names(strategy: object) -> list[str]:
-    """Return the private names that this Lightning lacks, or gives another meaning."""
-    utilities = f"{_plugins.__name__.removesuffix('.plugins')}.utilities.load"
-    try:
-        found = getattr(importlib.import_module(utilities), "_METADATA_FILENAME", None)
-    except ImportError:
-        found = None
-    moved = [] if found == META_FILE else [f"{utilities}._METADATA_FILENAME"]
-    return moved if hasattr(strategy, _IS_SHARDED) else [*moved, f"ModelParallelStrategy.{_IS_SHARDED}"]
+PRIVATE_NAMES: Mapping[str, Expected] = {
+    f"{_plugins.__name__.removesuffix('.plugins')}.utilities.load:_METADATA_FILENAME": META_FILE,
+    f"{_strategies.__name__}:ModelParallelStrategy.__init__": frozenset({_IS_SHARDED}),
+}
 
 
 # -- what is Lightning's way ----------------------------------------------------------------------------
@@ -261,7 +256,7 @@ class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
         super().__init__(*args, **options)
         self._saves = PathSaves(config, root, default_coordinator)
         self._training = _Training()
-        if names := moved_names(self):
+        if names := moved_names(PRIVATE_NAMES):
             _log.warning(
                 "Lightning itself saves and loads, without the engine: it lacks %s. Versions known to work: %s",
                 ", ".join(names),

@@ -115,14 +115,6 @@ def wait_for_saves(path: Path) -> None:
         saves.wait(path)
 
 
-def local_path(path: str | os.PathLike[str]) -> Path | None:
-    """Return the absolute path of a local file or directory; None for a URL of another kind."""
-    text = os.fspath(path)
-    if "://" in text and not text.startswith("file://"):
-        return None
-    return Path(os.path.abspath(text.removeprefix("file://")))
-
-
 def _device_of(path: Path) -> int:
     """Return the device of ``path``, or of its nearest parent that exists."""
     return next(place.stat().st_dev for place in (path, *path.parents) if place.exists())

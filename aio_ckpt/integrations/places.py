@@ -1,18 +1,56 @@
-"""``Place``: an attribute of another library's module, and ``Placed``: what of ours stands in such places."""
+"""Private names of other libraries: whether they have moved, and what of ours stands in their places."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType
+from typing import Any, TypeAlias
 
 from aio_ckpt.checks import shown
 
 _log = logging.getLogger("aio_ckpt")
 _MISSING = object()
+
+Expected: TypeAlias = tuple[str, ...] | frozenset[str] | str | None
+"""What an adapter relies on: parameters of a function without ``self``; a set: names that the code of a function uses;
+a text: the value; None: the name alone."""
+
+
+def moved_names(library: Mapping[str, Expected]) -> list[str]:
+    """Return the names, each ``module:name``, that the installed library lacks or that are not as expected; sorted."""
+    moved = [name for name, expected in library.items() if not _is_as_expected(value_of(name, _MISSING), expected)]
+    return sorted(name.replace(":", ".") for name in moved)
+
+
+def _is_as_expected(value: Any, expected: Expected) -> bool:
+    if value is _MISSING:
+        return False
+    if isinstance(expected, tuple):
+        return expected == tuple(name for name in inspect.signature(value).parameters if name != "self")
+    if isinstance(expected, frozenset):
+        code = getattr(inspect.unwrap(value), "__code__", None)
+        return code is not None and expected <= {*_names_in(code)}
+    return expected is None or expected == value
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
+
+
+def value_of(name: str, default: object = None) -> Any:
+    """Return the object ``module:name``; ``default`` if the installed library has none."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +79,7 @@ class Place:
 
     @property
     def _value(self) -> Any:
-        with suppress(ImportError):
-            return getattr(importlib.import_module(self.module), self.name, _MISSING)
-        return _MISSING
+        return value_of(f"{self.module}:{self.name}", _MISSING)
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"

@@ -10,14 +10,13 @@ torchtitan decides when it saves, what, and which step it loads. The engine writ
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import random
 import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from aio_ckpt.checks import check_kind
+from aio_ckpt.checks import check_kind, local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.integrations.places import Expected, moved_names
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import Milestone, SaveTicket
@@ -57,30 +57,20 @@ _STEP_DIR = "step-{step}"
 
 # -- private names of torchtitan --------------------------------------------------------------------
 
-_METHODS: Mapping[str, tuple[str, ...]] = {
-    "dcp_save": ("state_dict", "checkpoint_id", "async_mode", "enable_garbage_collection", "to_hf"),
-    "dcp_load": ("state_dict", "checkpoint_id", "from_hf", "from_quantized"),
-    "_load": ("step",),
-    "_find_load_step": ("folder",),
-    "_maybe_wait_for_staging": (),
-    "_wait_for_saving": (),
-    "_close": (),
+_MANAGER = "torchtitan.components.checkpointer:CheckpointManager"
+PRIVATE_NAMES: Mapping[str, Expected] = {
+    f"{_MANAGER}.dcp_save": ("state_dict", "checkpoint_id", "async_mode", "enable_garbage_collection", "to_hf"),
+    f"{_MANAGER}.dcp_load": ("state_dict", "checkpoint_id", "from_hf", "from_quantized"),
+    f"{_MANAGER}._load": ("step",),
+    f"{_MANAGER}._find_load_step": ("folder",),
+    f"{_MANAGER}._maybe_wait_for_staging": (),
+    f"{_MANAGER}._wait_for_saving": (),
+    f"{_MANAGER}._close": (),
+    f"{_MANAGER}.__init__": frozenset({"enable", "folder", "states", "async_mode", "save_future"}),
+    f"{_MANAGER}.Config.folder": None,
+    f"{_MANAGER}.Config.async_mode": None,
+    f"{_MANAGER}.Config.keep_latest_k": None,
 }
-"""Methods of ``CheckpointManager`` that this module overrides, with their parameters."""
-_ATTRIBUTES = {"enable", "folder", "states", "async_mode", "save_future"}
-"""Attributes that its ``__init__`` sets."""
-_SETTINGS = {"folder", "async_mode", "keep_latest_k"}
-"""Fields of its ``Config``."""
-
-
-def moved_names(stock: type = CheckpointManager) -> list[str]:
-    """Return which of the names above ``stock`` lacks, or has with other parameters; sorted."""
-    found = {name: inspect.signature(getattr(stock, name)) for name in _METHODS if hasattr(stock, name)}
-    methods = {name for name, given in _METHODS.items() if name not in found or (*found[name].parameters,)[1:] != given}
-    code = getattr(inspect.unwrap(stock.__init__), "__code__", None)  # type: ignore[misc]
-    attributes = _ATTRIBUTES - {*getattr(code, "co_names", ())}
-    settings = _SETTINGS - {each.name for each in fields(stock.Config)}  # type: ignore[attr-defined]
-    return sorted(methods | attributes | {f"Config.{name}" for name in settings})
 
 
 class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
@@ -118,9 +108,9 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
         def build(self, **given: Any) -> Any:
             """Return the manager; stock's if the engine cannot serve, with a warning in the log."""
             reason = None
-            if moved := moved_names():
+            if moved := moved_names(PRIVATE_NAMES):
                 reason = f"this torchtitan has changed {', '.join(moved)}; {KNOWN_TO_WORK} are known to work"
-            elif "://" in f"{given.get('base_folder', '')}{self.folder}":
+            elif None in map(local_path, (given.get("base_folder", ""), self.folder)):
                 reason = "the engine writes to local file systems only"
             if reason is None:
                 return CheckpointManager.Config.build(self, **given)
@@ -228,7 +218,7 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Load by the engine: the step that was asked for, or the newest that verifies."""
-        if from_hf or "://" in checkpoint_id:
+        if from_hf or local_path(checkpoint_id) is None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         # Of a Stateful, the engine would ask for the names that this rank saved, which another world size may not have.

@@ -820,9 +820,9 @@ def test_every_private_name_is_where_it_was(adapter: Any) -> None:
 @pytest.mark.parametrize(
     "moves",
     [
-        lambda adapter, patch: patch.setattr(adapter, "_METHODS", {**adapter._METHODS, "save": ("state", "path")}),
-        lambda adapter, patch: patch.setattr(adapter, "_CALLS", {**adapter._CALLS, "step": ("poll_engine",)}),
-        lambda adapter, patch: patch.setattr(adapter, "_CALLS", {**adapter._CALLS, "save_all": ()}),
+        lambda adapter, patch: patch.setitem(adapter.PRIVATE_NAMES, f"{adapter._INTERFACE}.save", ("state", "path")),
+        lambda adapter, patch: patch.setitem(adapter.PRIVATE_NAMES, f"{adapter._ENGINE}.step", frozenset({"poll"})),
+        lambda adapter, patch: patch.setitem(adapter.PRIVATE_NAMES, f"{adapter._ENGINE}.save_all", frozenset()),
         lambda adapter, patch: patch.setattr(adapter._Base, "__abstractmethods__", frozenset({"seal"})),
     ],
 )

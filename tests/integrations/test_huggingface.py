@@ -25,6 +25,7 @@ from child_python import child_environment, python
 from gated_storage import GatedStorage
 
 from aio_ckpt import CorruptCheckpointError, SyncCheckpointEngine, UnsupportedLeafError, WriteError, read
+from aio_ckpt.integrations.places import moved_names
 from aio_ckpt.runtime.portal import Executor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -311,10 +312,11 @@ def test_what_the_engine_cannot_save_is_saved_by_transformers(
 def test_if_a_private_name_has_moved_transformers_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert adapter.moved_names() == [], f"{adapter.KNOWN_TO_WORK} are known to work"
+    assert moved_names(adapter.PRIVATE_NAMES) == [], f"{adapter.KNOWN_TO_WORK} are known to work"
     monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: None)
-    monkeypatch.setattr(adapter, "_ROTATES", "turns_checkpoints")
-    assert adapter.moved_names() == ["_push_from_checkpoint", "trainer_utils.turns_checkpoints"]
+    monkeypatch.setitem(adapter.PRIVATE_NAMES, "transformers:trainer_utils.turns_checkpoints", None)
+    moved = ["transformers.Trainer._push_from_checkpoint", "transformers.trainer_utils.turns_checkpoints"]
+    assert moved_names(adapter.PRIVATE_NAMES) == moved
     with caplog.at_level(logging.WARNING, "aio_ckpt"):
         trainer(tmp_path, max_steps=6).train()
     assert caplog.text.count("transformers itself saves") == 1

@@ -28,6 +28,7 @@ from rank_processes import Ranks
 import aio_ckpt
 from aio_ckpt import ConfigError, CorruptCheckpointError, SyncCheckpointEngine, WriteError
 from aio_ckpt.integrations import path_saves
+from aio_ckpt.integrations.places import moved_names
 from aio_ckpt.runtime.portal import Executor
 
 with warnings.catch_warnings():
@@ -98,7 +99,7 @@ def visible(folder: Path) -> list[str]:
 
 
 def test_the_private_names_of_lightning_are_where_they_were() -> None:
-    moved = adapter.moved_names(ModelParallelStrategy())
+    moved = moved_names(adapter.PRIVATE_NAMES)
     assert not moved, f"{moved} of Lightning {lightning.__version__} moved; known to work: {adapter.KNOWN_VERSIONS}"
     assert _METADATA_FILENAME == adapter.META_FILE
 
@@ -106,7 +107,7 @@ def test_the_private_names_of_lightning_are_where_they_were() -> None:
 def test_if_a_private_name_moved_lightning_itself_saves_and_a_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(adapter, "_IS_SHARDED", "_moved_elsewhere")
+    monkeypatch.setattr(adapter, "PRIVATE_NAMES", {"lightning.pytorch:Trainer._moved_elsewhere": None})
     strategy = AioModelParallelStrategy()
     (said,) = [record for record in caplog.records if record.name == "aio_ckpt"]
     assert said.levelname == "WARNING"

@@ -545,8 +545,9 @@ def test_settings_of_the_engine_come_from_the_command_line() -> None:
 
 def test_this_torchtitan_has_every_private_name_that_is_used() -> None:
     from aio_ckpt.integrations import torchtitan
+    from aio_ckpt.integrations.places import moved_names
 
-    assert torchtitan.moved_names() == [], f"known to work: {torchtitan.KNOWN_TO_WORK}"
+    assert moved_names(torchtitan.PRIVATE_NAMES) == [], f"known to work: {torchtitan.KNOWN_TO_WORK}"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -558,20 +559,21 @@ def test_if_a_private_name_has_moved_torchtitans_own_manager_saves(
 
     from aio_ckpt.integrations import torchtitan
 
-    if moved == "method":
-        monkeypatch.setattr(torchtitan, "_METHODS", {"of_old": ()})
-    elif moved == "parameters":
+    stock = "torchtitan.components.checkpointer:CheckpointManager"
+    names = {"method": {f"{stock}.of_old": ()}, "setting": {f"{stock}.Config.of_old": None}}
+    if moved == "parameters":
         monkeypatch.setattr(CheckpointManager, "_find_load_step", lambda self, *, root: -1)
     elif moved == "attribute":
-        monkeypatch.setattr(torchtitan, "_ATTRIBUTES", {"of_old"})
+        monkeypatch.setitem(torchtitan.PRIVATE_NAMES, f"{stock}.__init__", frozenset({"of_old"}))
     else:
-        monkeypatch.setattr(torchtitan, "_SETTINGS", {"of_old"})
+        monkeypatch.setattr(torchtitan, "PRIVATE_NAMES", names[moved])
     trainer = Trainer(0, 1, tmp_path, async_mode="disabled")
     assert type(trainer.checkpointer) is CheckpointManager
     [line] = [record for record in caplog.records if record.name == "aio_ckpt"]
     assert line.levelno == logging.WARNING
     assert "torchtitan 0.3.0" in line.getMessage()
-    assert ("_find_load_step" if moved == "parameters" else "of_old") in line.getMessage()
+    named = {"parameters": "_find_load_step", "attribute": "CheckpointManager.__init__"}.get(moved, "of_old")
+    assert named in line.getMessage()
     if moved != "parameters":
         trainer.train(2)
         assert (tmp_path / "checkpoint/step-2/.metadata").is_file()

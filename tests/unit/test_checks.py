@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aio_ckpt.checks import check_path, local_name
+from aio_ckpt.checks import check_path, local_name, local_path
 from aio_ckpt.errors import ConfigError
 
 
@@ -50,3 +50,19 @@ def test_any_other_url_is_refused_and_the_message_says_what_to_give(text: str, r
         local_name(text)
     with pytest.raises(ConfigError, match=rf"^path='.*': .*({remedy})"):
         check_path("path", text)
+
+
+@pytest.mark.parametrize(
+    ("path", "local"),
+    [
+        ("/a/b", "/a/b"),
+        ("file:///a/b%20c", "/a/b c"),
+        (Path("/a/../b"), "/b"),
+        ("s3://a/b", None),
+        (Path("s3://a/b"), None),
+        ("file://host/a", None),
+        ("~/a", None),
+    ],
+)
+def test_a_local_path_is_absolute_and_none_stands_for_what_is_no_path(path: str | Path, local: str | None) -> None:
+    assert local_path(path) == (None if local is None else Path(local))

@@ -16,7 +16,7 @@ from gated_storage import TIMEOUT, GatedStorage
 import aio_ckpt
 from aio_ckpt import EngineConfig, RootError, SoloCoordinator, SyncCheckpointEngine, WriteError
 from aio_ckpt.integrations import path_saves
-from aio_ckpt.integrations.path_saves import PathSaves, local_path
+from aio_ckpt.integrations.path_saves import PathSaves
 from aio_ckpt.runtime.portal import Executor
 
 
@@ -197,10 +197,3 @@ def test_a_forked_process_opens_its_own_engines(
     parents.close()
     save(saves, tmp_path / "b", waits=True)
     assert number_at(tmp_path / "b") == 0
-
-
-@pytest.mark.parametrize(
-    ("path", "local"), [("/a/b", "/a/b"), ("file:///a/b", "/a/b"), (Path("/a/../b"), "/b"), ("s3://a/b", None)]
-)
-def test_local_path(path: Any, local: str | None) -> None:
-    assert local_path(path) == (None if local is None else Path(local))
