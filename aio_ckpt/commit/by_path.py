@@ -10,13 +10,12 @@ import errno
 import os
 from pathlib import Path
 
-from aio_ckpt.commit.discovery import checkpoint_at
+from aio_ckpt.commit.discovery import checkpoint_at, read_root
 from aio_ckpt.commit.publish import holds_checkpoint
 from aio_ckpt.commit.user_files import is_of_checkpoint
-from aio_ckpt.errors import AioCkptError, ConfigError, WriteError
+from aio_ckpt.errors import ConfigError, CorruptCheckpointError, FormatVersionError, WriteError
 from aio_ckpt.format.names import ENGINE_DIR, TRASH_DIR, StepNames
-from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
-from aio_ckpt.storage.local import Storage, read_small_file, sync_or_undo
+from aio_ckpt.storage.local import Storage, sync_or_undo
 
 _SHOWN = 3
 """Most foreign names that an error shows."""
@@ -118,11 +117,11 @@ async def _check_foreign(storage: Storage, path: Path, remedy: str) -> None:
 
 async def _files_of_caller(storage: Storage, path: Path) -> tuple[str, ...]:
     """Return the names that ``save(files=)`` gave; none if there is no root manifest, or a damaged one."""
-    data = await read_small_file(storage, path / ROOT_MANIFEST)
     try:
-        return () if data is None else decode_root(data, name=ROOT_MANIFEST).files
-    except AioCkptError:
+        root = await read_root(storage, path)
+    except (CorruptCheckpointError, FormatVersionError):
         return ()
+    return () if root is None else root.files
 
 
 def _real(path: Path) -> Path:

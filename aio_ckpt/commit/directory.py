@@ -14,7 +14,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError, RootError
+from aio_ckpt.commit.discovery import read_root
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, RootError
 from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage
@@ -192,11 +193,11 @@ def _is_of(name: str, save_id: str) -> bool:
 
 
 async def _save_id_of(storage: Storage, directory: Path) -> str | None:
-    data = await storage.read_file(directory / ROOT_MANIFEST, max_bytes=MAX_SMALL_FILE_BYTES)
     try:
-        return decode_root(data, name=ROOT_MANIFEST).save_id
-    except AioCkptError:
+        root = await read_root(storage, directory)
+    except (CorruptCheckpointError, FormatVersionError):
         return None
+    return None if root is None else root.save_id
 
 
 async def _files_named_by(storage: Storage, directory: Path, manifest: str) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from aio_ckpt.commit.step_numbers import MAX_STEP, check_step_number
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError
 from aio_ckpt.format.names import ABANDONED_DIR, StepNames
-from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
+from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, RootManifest, decode_root
 from aio_ckpt.storage.local import Storage, names_in, read_small_file, sync_parents
 
 IS_FILE = "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load read the file"
@@ -187,13 +187,23 @@ async def is_unchanged(storage: Storage, found: CommittedCheckpoint) -> bool:
     return found.identity == (() if status is None else status.identity)
 
 
+async def read_root(storage: Storage, checkpoint: Path) -> RootManifest | None:
+    """Return the root manifest of a checkpoint; None if there is none.
+
+    Raises:
+        CorruptCheckpointError, FormatVersionError, ReadError: it cannot be read.
+    """
+    data = await read_small_file(storage, checkpoint / ROOT_MANIFEST)
+    return None if data is None else decode_root(data, name=ROOT_MANIFEST)
+
+
 async def read_save_id(storage: Storage, checkpoint: Path) -> str:
     """Return the id of the save that wrote a checkpoint; "" if it cannot be read."""
     try:
-        data = await read_small_file(storage, checkpoint / ROOT_MANIFEST)
-        return "" if data is None else decode_root(data, name=ROOT_MANIFEST).save_id
+        root = await read_root(storage, checkpoint)
     except AioCkptError:
         return ""
+    return "" if root is None else root.save_id
 
 
 async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str) -> list[int]:

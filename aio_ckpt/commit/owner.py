@@ -239,7 +239,7 @@ async def clear_leftovers(
         try:
             if path in trash:
                 await delete_trash(storage, path)
-            elif await _is_abandoned(storage, path, now, here, stale_after_secs):
+            elif await _may_clear(storage, path, now, here, stale_after_secs):
                 # Renamed first, in one step. If the owner lives after all, it finds no directory, instead of an
                 # incomplete one.
                 await discard_pending(storage, path)
@@ -251,9 +251,7 @@ async def clear_leftovers(
     return cleared
 
 
-async def _is_abandoned(
-    storage: Storage, pending: Path, now: float | None, here: Owner, stale_after_secs: float
-) -> bool:
+async def _may_clear(storage: Storage, pending: Path, now: float | None, here: Owner, stale_after_secs: float) -> bool:
     seen = await _last_seen(storage, pending)
     idle_secs = None if seen is None or now is None else now - seen
     owner = await recorded_owner(storage, pending) or owner_by_name(pending.name, here)

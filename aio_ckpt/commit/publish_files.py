@@ -83,7 +83,9 @@ async def publish_files(
     try:
         await _move(storage, temporary, place, {} if index is None else dict(zip(parts, names, strict=True)))
         if other.name in before.modes:
-            await _remove_other(storage, other)
+            with _in_doubt():
+                await storage.remove_file(other)
+                await storage.sync_dir(place.parent)
     except WriteError as error:
         if error.in_doubt and other.name in before.modes:
             error.strerror = (
@@ -157,12 +159,6 @@ async def _is_gone(storage: Storage, path: Path) -> bool:
         return not await storage.exists(path)
     except AioCkptError:
         return True
-
-
-async def _remove_other(storage: Storage, path: Path) -> None:
-    with _in_doubt():
-        await storage.remove_file(path)
-        await storage.sync_dir(path.parent)
 
 
 async def _remove_stale(storage: Storage, folder: Path, names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.checks import shown
-from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of, discover
+from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of, discover, read_root
 from aio_ckpt.commit.owner import restore_protected
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.commit.trash import check_engine_dirs, delete_trash
@@ -27,10 +27,8 @@ from aio_ckpt.errors import (
     WriteError,
 )
 from aio_ckpt.format.names import PROTECTED_DIR, TRASH_DIR, StepNames, protected_name, protected_step
-from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
-_MAX_ROOT_MANIFEST_BYTES = 1 << 30
 _SHOWN = 10
 """Most steps that the line of one pass names."""
 _log = logging.getLogger("aio_ckpt")
@@ -359,7 +357,8 @@ class Retention:
         self._good &= {checkpoint.step for checkpoint in committed}  # steps rolled back or proven damaged do not count
         stay = await protected_steps(self._storage, self._root)
         stay.add(self._last)  # it may be an old step, which was overwritten
-        metrics = await self._read_metrics(committed) if self._policy.keep_best is not None else None
+        best = self._policy.keep_best
+        metrics = None if best is None else await self._read_metrics(committed, best.metric)
         good = max(self._good, default=-1)
         return expired(committed, self._policy, good=good, protected=stay, metrics=metrics)
 
@@ -391,8 +390,8 @@ class Retention:
             _log.warning("step %d is kept beyond its time: %s", step, error)
             undeleted[step] = str(error)
 
-    async def _read_metrics(self, committed: Sequence[CommittedCheckpoint]) -> dict[int, float | None]:
-        """Return the metric of each step whose manifest can be read. Each manifest is read once and then cached."""
+    async def _read_metrics(self, committed: Sequence[CommittedCheckpoint], name: str) -> dict[int, float | None]:
+        """Return the metric ``name`` of each step whose manifest can be read. Each manifest is read once."""
         known = {}
         for checkpoint in committed:
             cached = self._metrics.get(checkpoint.path)
@@ -400,14 +399,9 @@ class Retention:
                 known[checkpoint.path] = cached
                 continue
             try:
-                known[checkpoint.path] = checkpoint.identity, await self._read_metric(checkpoint.path)
+                root = await read_root(self._storage, checkpoint.path)
+                known[checkpoint.path] = checkpoint.identity, None if root is None else root.metrics.get(name)
             except (AioCkptError, OSError) as error:
                 _log.warning("step %d stays: its metrics cannot be read: %s", checkpoint.step, error)
         self._metrics = known
         return {checkpoint.step: known[checkpoint.path][1] for checkpoint in committed if checkpoint.path in known}
-
-    async def _read_metric(self, path: Path) -> float | None:
-        if self._policy.keep_best is None or not await self._storage.exists(path / ROOT_MANIFEST):
-            return None
-        data = await self._storage.read_file(path / ROOT_MANIFEST, max_bytes=_MAX_ROOT_MANIFEST_BYTES)
-        return decode_root(data, name=ROOT_MANIFEST).metrics.get(self._policy.keep_best.metric)

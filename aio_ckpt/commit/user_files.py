@@ -23,18 +23,16 @@ def check_files(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
     if not isinstance(files, Mapping):
         raise ConfigError(f"files={shown(files)}: give a dict of names and bytes")
     for name, content in files.items():
-        if not isinstance(name, str) or not is_file_name(name):
+        # A name that cannot be printed cannot be encoded, or steers a terminal.
+        if not (
+            isinstance(name, str) and name.isprintable() and "/" not in name and 0 < len(name.encode()) <= _NAME_BYTES
+        ):
             raise ConfigError(f"files: {shown(name)} is no name of a file: give one without a directory")
         if name.startswith(".") or is_of_checkpoint(name):
             raise ConfigError(f"files: {shown(name)} is a name of the checkpoint's own files: give another one")
         if not isinstance(content, bytes):
             raise ConfigError(f"files[{shown(name)}]: a {type(content).__name__} is no content: give bytes")
     return dict(files)
-
-
-def is_file_name(name: str) -> bool:
-    """Return whether a file may have the name. One that cannot be printed cannot be encoded, or steers a terminal."""
-    return name.isprintable() and "/" not in name and 0 < len(name.encode()) <= _NAME_BYTES
 
 
 def is_of_checkpoint(name: str) -> bool:

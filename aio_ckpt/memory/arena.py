@@ -147,7 +147,7 @@ def map_arena(nbytes: int, kind: ArenaKind, make_shared: Callable[[int], SharedM
         if segment is not None:
             memory = segment.memory
         else:
-            memory = _map_shared(capacity) if kind == "shm" else _map_private(capacity)
+            memory = _map_shared(capacity) if kind == "shm" else map_private(capacity)
         memory.madvise(mmap.MADV_DONTFORK)
         arena = Arena(memory, kind, segment)
         _populate(arena.address, capacity)
@@ -159,7 +159,8 @@ def map_arena(nbytes: int, kind: ArenaKind, make_shared: Callable[[int], SharedM
     return arena
 
 
-def _map_private(capacity: int) -> mmap.mmap:
+def map_private(capacity: int) -> mmap.mmap:
+    """Map memory of this process, in huge pages: to touch new small pages costs as much as a read from the disk."""
     memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages only makes the copies slower
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -229,7 +229,10 @@ class LifetimeManager:
             pause_secs = lines.pause_secs()  # logs, so it is not under the lock
             with self._lock:
                 lease = self._try_take(spec, began)
-                if lease is not None or self._may_map(spec):
+                is_coming = any(
+                    spec.is_met_by(other.kind, arena_capacity(other.nbytes)) for other in self._being_mapped
+                )
+                if lease is not None or (not is_coming and self._make_room(spec)):
                     waited_secs = time.monotonic() - began
                     if lease is None:
                         self._reserved_bytes += spec.nbytes
@@ -337,11 +340,6 @@ class LifetimeManager:
                 self._release_idle(arena)
         self._arenas[chosen] = lease = Lease(chosen, self._give_back, waited_secs=time.monotonic() - began)
         return lease
-
-    def _may_map(self, spec: ArenaSpec) -> bool:
-        if any(spec.is_met_by(other.kind, arena_capacity(other.nbytes)) for other in self._being_mapped):
-            return False  # that arena will be there soon
-        return self._make_room(spec)
 
     def _make_room(self, spec: ArenaSpec) -> bool:
         """Return whether the budget holds one more arena. Release idle ones for it, the least recently used first.

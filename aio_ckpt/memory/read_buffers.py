@@ -7,42 +7,29 @@ import functools
 import logging
 import mmap
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import anyio
 import torch
 
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
+from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, map_private
 from aio_ckpt.memory.cuda import on_device, register_host_memory, unregister_host_memory
 from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
 
 _log = logging.getLogger("aio_ckpt")
 
-_HUGE_PAGE_BYTES = 2 << 20
-
 
 def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
     """Return ``count`` new page-aligned buffers of ``nbytes`` each, which lie side by side in one mapping."""
-    return _cut(_map(_capacity(nbytes, count)), nbytes, count) if nbytes else [memoryview(b"")] * count
-
-
-def _capacity(nbytes: int, count: int) -> int:
-    return align_up(nbytes, PAGE_BYTES) * count + _HUGE_PAGE_BYTES
-
-
-def _map(nbytes: int) -> mmap.mmap:
-    """Map memory in huge pages: to touch new small pages costs as much as the read itself."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages only makes the read slower
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    if not nbytes:
+        return [memoryview(b"")] * count
+    size = align_up(nbytes, PAGE_BYTES)
+    memory = map_private(size * count + HUGE_PAGE_BYTES)
     # A fork would make the pages copy-on-write while a disk or a device uses them.
     memory.madvise(mmap.MADV_DONTFORK)
-    return memory
-
-
-def _cut(memory: mmap.mmap, nbytes: int, count: int) -> list[memoryview]:
-    size, view = align_up(nbytes, PAGE_BYTES), memoryview(memory)
-    first = -address_of(view) % _HUGE_PAGE_BYTES
+    view = memoryview(memory)
+    first = -address_of(view) % HUGE_PAGE_BYTES
     return [view[first + size * number :][:size] for number in range(count)]
 
 

@@ -108,8 +108,7 @@ async def rescue_root(
         rescued, torn = list[Rescued](), list[Refusal]()
         for number, save in enumerate(decision.saves, start=1):
             try:
-                _check_name(save, names)
-                rescued.append(await _commit(storage, executor, root, here, save, number))
+                rescued.append(await _commit(storage, executor, root, names, here, save, number))
             except CorruptCheckpointError as error:
                 torn.append(
                     Refusal(step=save.step, reason=str(error), segments=(save.orphan,), is_obsolete=False, is_loss=True)
@@ -122,33 +121,28 @@ async def rescue_root(
             is_removed = refusal.is_obsolete and not refusal.is_loss and refusal.step not in kept
             if is_removed:
                 await run_blocking(executor, remove_segments, refusal.segments)
-            refused.append(_unrescued(refusal, is_removed=is_removed))
+            refused.append(
+                Unrescued(
+                    step=refusal.step,
+                    reason=refusal.reason,
+                    segments=tuple(str(orphan.path) for orphan in refusal.segments),
+                    is_loss=refusal.is_loss,
+                    is_removed=is_removed,
+                )
+            )
         if not await run_blocking(executor, find):
             await storage.remove_file(root / SEGMENTS_FILE)
         return RescueReport(root=str(root), rescued=tuple(rescued), refused=tuple(refused))
 
 
-def _unrescued(refusal: Refusal, *, is_removed: bool) -> Unrescued:
-    return Unrescued(
-        step=refusal.step,
-        reason=refusal.reason,
-        segments=tuple(str(orphan.path) for orphan in refusal.segments),
-        is_loss=refusal.is_loss,
-        is_removed=is_removed,
-    )
-
-
-def _check_name(save: RescuableSave, names: StepNames) -> None:
-    """Check the pattern of the directory's name: committed steps were found by it, and compared with this step."""
-    directory = save.record.directory
-    if names.step(directory) != save.step:
-        raise CorruptCheckpointError(f"step {save.step} is to be called {directory!r}: give the trainer's --step-dir")
-
-
 async def _commit(
-    storage: Storage, executor: Executor, root: Path, here: Owner, save: RescuableSave, number: int
+    storage: Storage, executor: Executor, root: Path, names: StepNames, here: Owner, save: RescuableSave, number: int
 ) -> Rescued:
     record = save.record
+    if names.step(record.directory) != save.step:  # committed steps were found by this pattern, and compared with it
+        raise CorruptCheckpointError(
+            f"step {save.step} is to be called {record.directory!r}: give the trainer's --step-dir"
+        )
     pending, final = pending_path(root, here, number), root / record.directory
     await storage.make_dir(pending)
     try:

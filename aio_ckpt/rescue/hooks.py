@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -116,7 +116,7 @@ class Rescue:
         for refusal in decision.refusals:
             if refusal.is_obsolete:
                 log = _log.warning if refusal.is_loss else _log.info
-                log("removed %s: %s", _paths_of(refusal.segments), refusal.reason)
+                log("removed %s: %s", ", ".join(str(orphan.path) for orphan in refusal.segments), refusal.reason)
                 await run_blocking(self._executor, remove_segments, refusal.segments)
         self._keep(decision)
         own = [] if self._directory is None else [self._directory]
@@ -196,7 +196,3 @@ class Rescue:
         await self._storage.remove_file(temporary)  # a writer that was killed here has left it
         await self._storage.write_file(temporary, msgspec.json.encode([str(path) for path in directories]))
         await self._storage.replace(temporary, self._root / SEGMENTS_FILE)
-
-
-def _paths_of(segments: Iterable[OrphanSegment]) -> str:
-    return ", ".join(str(orphan.path) for orphan in segments)

@@ -205,7 +205,7 @@ def _refusal(save: RescuableSave, committed: Mapping[int, str], taken: Mapping[i
     if committed.get(step) == record.save_id:
         return refused("it is committed", is_obsolete=True, is_loss=False)
     if step in committed and record.overwrite and not _replaces(record, committed[step]):
-        if record.replaces is None or not committed[step]:
+        if not committed[step]:
             reason = f"nothing tells whether step {step}, as it is committed, is what it was to replace"
             return refused(reason, is_obsolete=True, is_loss=True)
         return refused(f"another step {step} was committed since", is_obsolete=True, is_loss=False)

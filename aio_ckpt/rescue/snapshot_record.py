@@ -44,9 +44,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: _Size
     overwrite: bool
     """Whether the save replaces a committed step."""
-    replaces: str | None = None
-    """Save id of the committed checkpoint that the save replaces, "" if none could be read; None if an older version,
-    which did not store it, wrote the record."""
+    replaces: str = ""
+    """Save id of the committed checkpoint that the save replaces; "" if it replaces none, or none could be read."""
     metrics: dict[str, float | None]
     """Metrics that the caller passed."""
     extra: dict[str, Any] = {}
@@ -55,7 +54,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_unix: float = msgspec.field(default_factory=time.time)
     """Time of the record, by the trainer's clock."""
     since_boot_secs: float = 0.0
-    """Time of the record by the monotonic clock, in seconds; 0 if an older version wrote the record."""
+    """Time of the record by the monotonic clock, in seconds."""
     version: int = _VERSION
     """Version of this struct."""
     generation: _Size = 0

@@ -206,8 +206,10 @@ class DataFile:
         """
         view = data.cast("B") if data.nbytes else data
         with translate_errors(WriteError, self.path), self._files.use() as at_end:
-            handle = await self._take_handle() if self.mode != "dontcache" else None
-            if handle is not None:
+            flags, handle = RWF_DONTCACHE, None
+            if self.mode != "dontcache":
+                await self._room.acquire()
+                flags, handle = 0, self._free.pop()
                 at_end.append(functools.partial(self._return_handle, handle))
             done = 0
             while done < view.nbytes:
@@ -216,8 +218,8 @@ class DataFile:
                 if handle is not None and span:
                     os.lseek(handle.fileno(), offset + done, os.SEEK_SET)  # a seek never blocks, so it needs no thread
                     written = await handle.write(rest[:span])
-                else:
-                    written = await self._write_at(offset + done, rest)
+                else:  # uncached data, or an unaligned rest, which direct I/O cannot take
+                    written = await run_blocking(self._executor, os.pwritev, self._base, [rest], offset + done, flags)
                 if not written:
                     raise OSError(errno.EIO, f"nothing of {rest.nbytes} bytes was written at offset {offset + done}")
                 done += written
@@ -231,15 +233,6 @@ class DataFile:
         """Close the file when the thread of the last write is done. Idempotent; survives cancellation."""
         with translate_errors(WriteError, self.path):
             await self._files.close()
-
-    async def _write_at(self, offset: int, rest: memoryview) -> int:
-        """Write without a handle, at a position: uncached data, or an unaligned rest, which direct I/O cannot take."""
-        flags = RWF_DONTCACHE if self.mode == "dontcache" else 0
-        return await run_blocking(self._executor, os.pwritev, self._base, [rest], offset, flags)
-
-    async def _take_handle(self) -> AsyncFileIO:
-        await self._room.acquire()
-        return self._free.pop()
 
     def _return_handle(self, handle: AsyncFileIO) -> None:
         with contextlib.suppress(RuntimeError):  # after the end of the loop, no task writes again
