@@ -100,9 +100,8 @@ class GroupCall:
         return counted
 
     async def _refuse(self, error: PeerFailedError, counted: Future[None]) -> None:
-        if self._room is None:
-            await self._learn_room(error)
-        if self._room is not None and self._room[0]:
+        room = await self._learn_room(error) if self._room is None else self._room
+        if room[0]:
             self._take_step()
             _settle(counted)
             await self._end(error)
@@ -116,16 +115,16 @@ class GroupCall:
         if self._members.is_leader and end.may_clear:
             self._clear()
 
-    async def _learn_room(self, error: PeerFailedError) -> None:
-        """Learn the leader's decision on this call; on the leader, abort the call."""
+    async def _learn_room(self, error: PeerFailedError) -> Room:
+        """Return the leader's decision on this call; on the leader, abort the call."""
         members = self._members
-        self._room = _NOT_SKIPPED
         with contextlib.suppress(AioCkptError):  # the leader has refused the call, too, or the ranks never meet
             await members.met()
             if not members.is_leader:
-                await self._announce()
-            elif (await members.abort(self._topic, error, stage=CALL_STAGE)).failure is None:  # it had replied before
-                self._room = self._own
+                return await self._announce()
+            if (await members.abort(self._topic, error, stage=CALL_STAGE)).failure is None:  # it had replied before
+                return self._own
+        return _NOT_SKIPPED
 
     def _take_step(self) -> None:
         with contextlib.suppress(StepOrderError):
