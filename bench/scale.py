@@ -175,7 +175,7 @@ def _measure(ranks: int, items: int) -> Leader:
     plan_bytes, data = len(data) / ranks, b""
     words, assign_secs = _timed(lambda: ledger.assign(reports))
     encoded, words_secs = _timed(lambda: [msgspec.msgpack.encode(word) for word in words])
-    reports, told = [], [SAVE.reply(word, leader=0) for word in encoded]
+    reports, told = [], [SAVE.replies.decode(word) for word in encoded]
     shares = [word.share_id for word in told if isinstance(word, AssignReply)]
     data = _sent(_written(share_id, items, is_first=True) for share_id in shares)
     (firsts, spans), written_secs = _timed(lambda: _gather(ledger, data))
@@ -221,7 +221,7 @@ def _sent(reports: Iterable[PlanMsg | Vote]) -> bytes:
 
 
 def _received(ledger: Ledger, data: bytes) -> list[PlanMsg | Vote]:
-    reports = [SAVE.message(frame.body or b"", rank=frame.rank) for frame in unpack(data)]
+    reports = [SAVE.messages.decode(frame.body or b"") for frame in unpack(data)]
     received = [report for report in reports if report is not None]
     ledger.check(received)
     return received

@@ -105,16 +105,10 @@ class Remover:
 async def _first_failed(tickets: Sequence[SaveTicket]) -> SaveTicket | None:
     """Wait for the saves. Return the first ticket of one that failed; None if all are committed."""
     for ticket in tickets:
-        told: Future[None] = Future()
-        ticket.committed.add_done_callback(functools.partial(_tell, told))
-        await asyncio.wrap_future(follow(told))
+        await asyncio.wrap_future(follow(ticket.committed))
         if ticket.committed.peek() is not None:
             return ticket
     return None
-
-
-def _tell(told: Future[None], _: object) -> None:
-    told.set_result(None)
 
 
 def _text_of(failed: SaveTicket) -> str:

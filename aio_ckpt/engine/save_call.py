@@ -45,7 +45,7 @@ from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions
 from aio_ckpt.ranks.coordinator import Exchange
-from aio_ckpt.ranks.group_call import CALL_STAGE, GroupCall, await_counted, await_met, told_of
+from aio_ckpt.ranks.group_call import CALL_STAGE, GroupCall, await_counted, await_met, peer_error
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
@@ -499,7 +499,7 @@ class SaveFrontend:
         """Tell the other ranks that this rank takes no part in the call of ``topic``."""
         members = self._ctx.members
         with contextlib.suppress(EngineClosedError):
-            self._portal.submit(functools.partial(members.abort, topic, told_of(members, error), stage=CALL_STAGE))
+            self._portal.submit(functools.partial(members.abort, topic, peer_error(members, error), stage=CALL_STAGE))
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""

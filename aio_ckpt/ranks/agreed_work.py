@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
@@ -15,6 +14,7 @@ from aio_ckpt.ranks.agreed_poll import AgreedPoll
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Topic
+from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import WaitLines
 from aio_ckpt.ticket import Milestone
@@ -77,7 +77,6 @@ class AgreedWork:
                 the end once it has returned. Its error is the failure of all, if there is none yet.
         """
         self._members = members
-        self._portal = portal
         self._works = works
         self.name = name
         """What messages call this work."""
@@ -139,7 +138,7 @@ class AgreedWork:
     async def _agreed_outcome(self) -> Failure | None:
         coordinator = self._members.coordinator
         for work in self._works:
-            await self._end_of(work)
+            await asyncio.wrap_future(follow(work))
         mine = next(filter(None, (self._failure_of(work, coordinator.rank) for work in self._works)), None)
         return await _OUTCOME.run(coordinator, Topic(self.name, part="outcome"), mine, self._decide)
 
@@ -153,14 +152,6 @@ class AgreedWork:
                 self.leaders_error = error
                 return first or failure_by(error, self._members.coordinator.leader)
         return first
-
-    async def _end_of(self, work: Work) -> None:
-        ended = asyncio.Event()
-        work.add_done_callback(functools.partial(self._tell, ended))
-        await ended.wait()
-
-    def _tell(self, ended: asyncio.Event, _: object) -> None:
-        self._portal.post(ended.set)
 
     def _settle(self, done: Future[None]) -> None:
         error = done.exception() if not done.cancelled() else None

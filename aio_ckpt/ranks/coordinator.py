@@ -11,24 +11,24 @@ import msgspec
 
 from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.plan.shard_table import malformed
-from aio_ckpt.ranks.messages import Decision, Topic
+from aio_ckpt.ranks.messages import Topic
 
 M = TypeVar("M")
 R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Told(NamedTuple):
-    """What all ranks are told of a call that this rank has ended by an error."""
+class CallEnd(NamedTuple):
+    """How a call that this rank has ended by an error ends on all ranks."""
 
     failure: PeerFailedError | None = None
-    """Failure that the leader has told all ranks. None if it does not answer in time, or its last reply was none."""
+    """Failure by which the leader ends the call on all ranks. None if it has replied before, or does not answer."""
     is_earlier: bool = False
-    """Whether the leader had told it before this rank ended the call."""
+    """Whether that failure came before the error of this rank."""
 
 
 class Coordinator:
-    """How the ranks of an engine agree. This class serves one rank alone: every method returns at once.
+    """Interface by which the ranks of an engine agree. These methods serve one rank alone: they return at once.
 
     If a method does not say otherwise, only the engine's own thread calls it.
     """
@@ -64,23 +64,29 @@ class Coordinator:
         """
         return (message,)
 
-    async def broadcast(self, topic: Topic, decision: Decision | None, *, stage: str) -> bytes:
-        """Return the leader's reply on ``topic`` to this rank. The leader passes its ``decision``, the others None.
+    async def broadcast(
+        self, topic: Topic, replies: Sequence[bytes], *, stage: str, then: Topic | None = None
+    ) -> bytes:
+        """Return the leader's reply on ``topic`` to this rank.
+
+        The leader passes one reply for all ranks, or one for each, by rank. Every rank goes on in ``then``. What other
+        ranks pass is ignored.
 
         Raises:
             PeerFailedError: a rank failed, or the leader gives no heartbeat.
         """
-        assert decision is not None, "the one rank leads"
-        return decision.of(0)
+        return replies[0]
 
-    async def abort(self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None) -> Told:
+    async def abort(
+        self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None
+    ) -> CallEnd:
         """End the call of ``topic`` on this rank by ``error``: the exchange of the other ranks fails now or later.
 
         If the leader has already decided this topic, abort the follow-up topic that the decision names. The other ranks
         are told at once. Then this rank waits for the leader's answer, shielded, while the leader lives, but for
         ``limit_secs`` at most; None: the time between two heartbeats. If the store fails, a note on ``error`` says so.
         """
-        return Told()
+        return CallEnd()
 
     def begin_call(self, topic: Topic, *, step: int | None = None) -> None:
         """Note that the numbered call of ``topic`` begins on this rank, and again once its ``step`` is known.
@@ -131,8 +137,8 @@ class Exchange(Generic[M, R]):
 
     def __init__(self, message: Any, reply: Any, *, stage: str) -> None:
         """``message`` and ``reply`` are the types ``M`` and ``R``; errors name ``stage``."""
-        self._messages: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message)
-        self._replies: msgspec.msgpack.Decoder[R] = msgspec.msgpack.Decoder(reply)
+        self.messages: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message)
+        self.replies: msgspec.msgpack.Decoder[R] = msgspec.msgpack.Decoder(reply)
         self._stage = stage
 
     async def run(
@@ -155,16 +161,14 @@ class Exchange(Generic[M, R]):
         """
         try:
             messages = await self.gather(coordinator, topic, mine)
-            decision = None
+            replies: Sequence[bytes] = ()
             if coordinator.rank == coordinator.leader:
                 reply = await coordinator.while_beating(functools.partial(act, messages))
-                decision = Decision(common=msgspec.msgpack.encode(reply), then=then)
-            return self.reply(
-                await coordinator.broadcast(topic, decision, stage=self._stage), leader=coordinator.leader
-            )
+                replies = [msgspec.msgpack.encode(reply)]
+            return await self._broadcast(coordinator, topic, replies, then)
         except BaseException as error:
-            told = await coordinator.abort(topic, error, stage=self._stage)
-            if told.failure is None and then is not None:  # some ranks may have the leader's reply
+            end = await coordinator.abort(topic, error, stage=self._stage)
+            if end.failure is None and then is not None:  # some ranks may have the leader's reply
                 await coordinator.abort(then, error, stage=self._stage)
             raise
 
@@ -173,32 +177,22 @@ class Exchange(Generic[M, R]):
 
         If this call or :meth:`broadcast` fails, the caller calls :meth:`Coordinator.abort`.
         """
-        return self._of_all(await coordinator.gather(topic, msgspec.msgpack.encode(mine), stage=self._stage))
+        messages = await coordinator.gather(topic, msgspec.msgpack.encode(mine), stage=self._stage)
+        return tuple(_decoded(self.messages, rank, data) for rank, data in enumerate(messages))
 
-    async def broadcast(self, coordinator: Coordinator, topic: Topic, reply: R) -> R:
-        """Do the second half of :meth:`run`: return the leader's ``reply``. The ``reply`` of other ranks is ignored."""
-        return await self._broadcast(coordinator, topic, Decision(common=msgspec.msgpack.encode(reply)))
+    async def broadcast(self, coordinator: Coordinator, topic: Topic, reply: R, *, then: Topic | None = None) -> R:
+        """Do the second half of :meth:`run`: return the leader's ``reply``. What other ranks pass is ignored."""
+        return await self._broadcast(coordinator, topic, [msgspec.msgpack.encode(reply)], then)
 
     async def broadcast_each(self, coordinator: Coordinator, topic: Topic, replies: Sequence[R], *, then: Topic) -> R:
         """Do :meth:`broadcast` with one reply for each rank. Every rank goes on in the topic ``then``."""
-        each = tuple(map(msgspec.msgpack.encode, replies))
-        return await self._broadcast(coordinator, topic, Decision(each=each, then=then))
+        return await self._broadcast(coordinator, topic, [*map(msgspec.msgpack.encode, replies)], then)
 
-    async def _broadcast(self, coordinator: Coordinator, topic: Topic, decision: Decision) -> R:
-        is_leader = coordinator.rank == coordinator.leader
-        reply = await coordinator.broadcast(topic, decision if is_leader else None, stage=self._stage)
-        return self.reply(reply, leader=coordinator.leader)
-
-    def message(self, data: bytes, *, rank: int) -> M:
-        """Decode the message of ``rank``; PeerFailedError if it is no ``M``."""
-        return _decoded(self._messages, rank, data)
-
-    def reply(self, data: bytes, *, leader: int) -> R:
-        """Decode the reply of ``leader``; PeerFailedError if it is no ``R``."""
-        return _decoded(self._replies, leader, data)
-
-    def _of_all(self, messages: Sequence[bytes]) -> tuple[M, ...]:
-        return tuple(self.message(data, rank=rank) for rank, data in enumerate(messages))
+    async def _broadcast(
+        self, coordinator: Coordinator, topic: Topic, replies: Sequence[bytes], then: Topic | None
+    ) -> R:
+        reply = await coordinator.broadcast(topic, replies, stage=self._stage, then=then)
+        return _decoded(self.replies, coordinator.leader, reply)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[M], rank: int, data: bytes) -> M:

@@ -75,7 +75,8 @@ class GroupCall:
 
     async def _announce(self) -> Room:
         coordinator = self._members.coordinator
-        self._room = await _ROOM.broadcast(coordinator, self._topic, self._own)
+        then = self._topic._replace(part="") if self._own[0] else None
+        self._room = await _ROOM.broadcast(coordinator, self._topic, self._own, then=then)
         if not self._room[0]:  # the call is skipped on every rank
             coordinator.end_call(self._topic)
         return self._room
@@ -91,40 +92,39 @@ class GroupCall:
         if not self._members.are_several:  # no rank waits, and the step of a refused call is free
             counted.set_result(None)
             return counted
-        ended = functools.partial(self._refuse, told_of(self._members, error), counted)
+        ended = functools.partial(self._refuse, peer_error(self._members, error), counted)
         with contextlib.suppress(EngineClosedError):
             self._portal.submit(ended, on_done=lambda _: _settle(counted))
             return counted
         _settle(counted)
         return counted
 
-    async def _refuse(self, told: PeerFailedError, counted: Future[None]) -> None:
-        if self._room is None:
-            await self._learn_room(told)
-        if self._room is not None and self._room[0]:
+    async def _refuse(self, error: PeerFailedError, counted: Future[None]) -> None:
+        room = await self._learn_room(error) if self._room is None else self._room
+        if room[0]:
             self._take_step()
             _settle(counted)
-            await self._end(told)
+            await self._end(error)
 
-    async def _end(self, told: PeerFailedError) -> None:
+    async def _end(self, error: PeerFailedError) -> None:
         """End the call on this rank. The others may have begun to write."""
         if self.agreement.state is not SaveState.CALLED:  # the pipeline of the save cleans up itself
-            await self.agreement.abort(told, stage=CALL_STAGE)
+            await self.agreement.abort(error, stage=CALL_STAGE)
             return
-        end = await self.agreement.end(told, stage=CALL_STAGE)
+        end = await self.agreement.end(error, stage=CALL_STAGE)
         if self._members.is_leader and end.may_clear:
             self._clear()
 
-    async def _learn_room(self, told: PeerFailedError) -> None:
-        """Learn the leader's decision on this call; on the leader, abort the call."""
+    async def _learn_room(self, error: PeerFailedError) -> Room:
+        """Return the leader's decision on this call; on the leader, abort the call."""
         members = self._members
-        self._room = _NOT_SKIPPED
         with contextlib.suppress(AioCkptError):  # the leader has refused the call, too, or the ranks never meet
             await members.met()
             if not members.is_leader:
-                await self._announce()
-            elif (await members.abort(self._topic, told, stage=CALL_STAGE)).failure is None:  # it had replied before
-                self._room = self._own
+                return await self._announce()
+            if (await members.abort(self._topic, error, stage=CALL_STAGE)).failure is None:  # it had replied before
+                return self._own
+        return _NOT_SKIPPED
 
     def _take_step(self) -> None:
         with contextlib.suppress(StepOrderError):
@@ -143,8 +143,8 @@ def _settle(counted: Future[None]) -> None:
         counted.set_result(None)
 
 
-def told_of(members: Membership, error: BaseException) -> PeerFailedError:
-    """Return the error to tell the other ranks, of ``error`` with which a call fails here."""
+def peer_error(members: Membership, error: BaseException) -> PeerFailedError:
+    """Return the error by which a call fails on the other ranks if it fails here with ``error``."""
     if isinstance(error, PeerFailedError):  # the first rank that failed is named
         return PeerFailedError(str(error), rank=error.rank, stage=CALL_STAGE, cause=error.cause)
     return PeerFailedError(f"{type(error).__name__}: {error}", rank=members.coordinator.rank, stage=CALL_STAGE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -35,8 +36,6 @@ HEARTBEATS_A_STALL = 4
 
 _CALLS_TOLD = 16
 """Ended calls of each kind that a heartbeat names, the newest ones."""
-
-_STALL_SECS = 600.0
 
 
 def heartbeat_pauses(stall_secs: float) -> Iterator[float]:
@@ -187,18 +186,14 @@ class Liveness(Coordinator):
     def __init__(self, *, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.stall_secs = _STALL_SECS
+        self.stall_secs = math.inf
         """Time without a heartbeat after which a rank is lost."""
         self._client: StoreClient | None = None
         self._keys: StoreKeys | None = None
         self._name = ""
         self._is_met = False
-        self._absent: set[int] = set()
+        self._lost: dict[int, LostPeer] = {}
         """Ranks for which the last wait was in vain."""
-        self._silent: set[int] = set()
-        """Ranks of ``_absent`` that gave no heartbeat."""
-        self._left_behind: dict[int, Heartbeat] = {}
-        """By rank that has closed its engine, its last heartbeat."""
         self._beats = 0
         self._begun: dict[str, int] = {}
         self._calls: deque[Call] = deque(maxlen=_CALLS_TOLD)
@@ -344,13 +339,7 @@ class Liveness(Coordinator):
         beats = await self._ask(functools.partial(self._the_keys().beats, ranks)) if ranks else []
         absent = lost_peer(ranks, beats, timer, own=self._own_beat(), unmet="" if self._is_met else self._name)
         if absent is not None:
-            self._absent.add(absent.error.rank)
-            if absent.is_silent:
-                self._silent.add(absent.error.rank)
-            else:
-                self._silent.discard(absent.error.rank)
-            if absent.left_behind is not None:
-                self._left_behind[absent.error.rank] = absent.left_behind
+            self._lost[absent.error.rank] = absent
             raise absent.error
         return Awaited(
             ranks=ranks,
@@ -360,7 +349,8 @@ class Liveness(Coordinator):
 
     def _is_undecidable(self, topic: Topic) -> bool:
         """Return whether the leader closed its engine before it began the call that ``topic`` is part of."""
-        call, beat = topic.call, self._left_behind.get(self.leader)
+        call, lost = topic.call, self._lost.get(self.leader)
+        beat = None if lost is None else lost.left_behind
         return call is not None and beat is not None and beat.begun.get(call[0], 0) < call[1]
 
     async def _ask(self, question: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import AioCkptError, ConfigError, RootError
 from aio_ckpt.memory.lifetime import ranks_on_host
-from aio_ckpt.ranks.coordinator import Coordinator, Exchange, Told
+from aio_ckpt.ranks.coordinator import CallEnd, Coordinator, Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
 from aio_ckpt.runtime.futures import follow
@@ -140,13 +140,15 @@ class Membership:
         if error is not None:
             raise error.with_traceback(None)  # by every later call: a traceback that grows would keep their frames
 
-    async def abort(self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None) -> Told:
+    async def abort(
+        self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None
+    ) -> CallEnd:
         """Do :meth:`Coordinator.abort` once the ranks have met. If they never meet, no rank waits."""
         with anyio.CancelScope(shield=True):
             with contextlib.suppress(AioCkptError):
                 await self.met()
                 return await self.coordinator.abort(topic, error, stage=stage, limit_secs=limit_secs)
-        return Told()
+        return CallEnd()
 
     async def meet(self, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]]) -> None:
         """Wait for all ranks, take over the leader's owner record, and check that all have the same settings.

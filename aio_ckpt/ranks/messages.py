@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -50,22 +49,6 @@ class Topic(NamedTuple):
         return (f"{self.kind}()" if self.number else self.kind) + (f" ({notes})" if notes else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """Decision of the leader on one topic."""
-
-    common: bytes = b""
-    """Reply to every rank, if ``each`` is empty."""
-    each: tuple[bytes, ...] = ()
-    """One reply for each rank, by rank; empty if all get ``common``."""
-    then: Topic | None = None
-    """Topic in which every rank goes on; None if none follows. A rank that fails after this reply aborts that topic."""
-
-    def of(self, rank: int) -> bytes:
-        """Return the reply to ``rank``."""
-        return self.each[rank] if self.each else self.common
-
-
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """Failure of a rank, as it tells the others."""
 
@@ -108,7 +91,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
     """Why the leader decided nothing; None if it decided."""
     then: Topic | None = None
-    """See :class:`Decision`."""
+    """Topic in which every rank goes on; None if none follows. A rank that fails after this reply aborts that topic."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

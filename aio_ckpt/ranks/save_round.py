@@ -17,7 +17,7 @@ import anyio.lowlevel
 
 from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.shard_table import malformed
-from aio_ckpt.ranks.coordinator import Exchange, Told
+from aio_ckpt.ranks.coordinator import CallEnd, Exchange
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import (
@@ -215,15 +215,15 @@ class SaveRound:
         This rank waits for the leader's reply as long as the leader lives, ``limit_secs`` at most.
         """
         self._mark_doubt(cause)  # first: the other ranks are told whether the step is in doubt
-        told = Told()
+        end = CallEnd()
         if self.state is not SaveState.COMMITTED:  # a committed save is known to all ranks and is never undone
-            told = await self._members.abort(self._topic, cause, stage=stage, limit_secs=limit_secs)
-        self.fail(cause, told.failure)
-        may_clear = self.state is SaveState.FAILED and (self.is_leader or told.failure is not None)
-        is_first = not told.is_earlier or self.is_leader or isinstance(cause, PeerFailedError)
-        if told.failure is not None and not is_first:
-            told.failure.__cause__ = cause
-            cause = told.failure
+            end = await self._members.abort(self._topic, cause, stage=stage, limit_secs=limit_secs)
+        self.fail(cause, end.failure)
+        may_clear = self.state is SaveState.FAILED and (self.is_leader or end.failure is not None)
+        is_first = not end.is_earlier or self.is_leader or isinstance(cause, PeerFailedError)
+        if end.failure is not None and not is_first:
+            end.failure.__cause__ = cause
+            cause = end.failure
         return SaveEnd(cause=cause, may_clear=may_clear)
 
     async def abort(self, cause: BaseException, *, stage: str) -> None:

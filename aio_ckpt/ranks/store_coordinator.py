@@ -14,7 +14,7 @@ import hashlib
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
@@ -25,10 +25,10 @@ import torch.distributed as dist
 from aio_ckpt._torch import PrefixStore, default_store
 from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
-from aio_ckpt.ranks.coordinator import Coordinator, SoloCoordinator, Told
+from aio_ckpt.ranks.coordinator import CallEnd, Coordinator, SoloCoordinator
 from aio_ckpt.ranks.flag_watch import FlagWatch
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, Liveness
-from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, Topic, failure_of
+from aio_ckpt.ranks.messages import REPLIES, Failure, Frame, Reply, Topic, failure_of
 from aio_ckpt.ranks.missing import MEETING, Awaited
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
 from aio_ckpt.ranks.store_values import Store
@@ -41,7 +41,6 @@ _GIVE_UP_SECS = 4.0
 """Both together are less than the time that an engine gives its coordinator to leave."""
 _RING_SECS = 2.0
 """Seconds that closing waits for the watch of the flags. A store that is gone has ended it."""
-_OPEN = Topic("the opening")
 
 
 # -- over a store -----------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ class StoreCoordinator(Liveness):
 
     async def _admit(self) -> str:
         """On the leader: once an engine of every rank has come, tell each the session. Returns the session."""
-        rendezvous, timer = self._the_rendezvous(), self._timer(_OPEN, "open")
+        rendezvous, timer = self._the_rendezvous(), self._timer(MEETING, "open")
 
         async def check() -> Awaited:
             here = await self._ask(rendezvous.here)
@@ -164,11 +163,11 @@ class StoreCoordinator(Liveness):
         return self._session
 
     async def _be_admitted(self) -> str:
-        check = functools.partial(self._check_alive, (self.leader,), self._timer(_OPEN, "open"))
+        check = functools.partial(self._check_alive, (self.leader,), self._timer(MEETING, "open"))
         find = functools.partial(self._while_in_group, self._the_rendezvous().answered)
         reply = REPLIES.decode(await self._wait_for(find, check, MEETING))
         if reply.failure is not None:
-            raise reply.failure.error(_OPEN.text(), self.rank)
+            raise reply.failure.error(MEETING.text(), self.rank)
         return reply.common.decode()
 
     def _while_in_group(self, find: Callable[[], T]) -> T:
@@ -214,7 +213,8 @@ class StoreCoordinator(Liveness):
             while self._aborts:
                 await next(iter(self._aborts)).wait()
         keys, has_left, self._is_leaving = self._keys, self._is_leaving, True
-        if has_left or keys is None or self._rendezvous is not None or self.leader in self._silent:
+        leader = self._lost.get(self.leader)
+        if has_left or keys is None or self._rendezvous is not None or (leader is not None and leader.is_silent):
             return  # if this rank is still in the rendezvous, ``open`` ends itself
         with contextlib.suppress(AioCkptError):
             await self.beat(has_left=True)
@@ -222,7 +222,7 @@ class StoreCoordinator(Liveness):
             await self._ask(keys.leave)
             if self.rank != self.leader:
                 return
-            await self._poll(keys.have_all_left, 0 if self._absent else _LEAVE_SECS)
+            await self._poll(keys.have_all_left, 0 if self._lost else _LEAVE_SECS)
 
     def close(self) -> None:
         """End the threads. A thread that is stuck in the store is left behind."""
@@ -250,32 +250,35 @@ class StoreCoordinator(Liveness):
         await self._send(topic, Frame(self.rank, message))
         return ()
 
-    async def broadcast(self, topic: Topic, decision: Decision | None, *, stage: str) -> bytes:
+    async def broadcast(
+        self, topic: Topic, replies: Sequence[bytes], *, stage: str, then: Topic | None = None
+    ) -> bytes:
         """See :class:`Coordinator`."""
         if self.rank != self.leader:
             return await self._receive(topic, stage)
-        assert decision is not None, "the leader decides"
         with anyio.CancelScope(shield=True):  # the thread would send it all the same, and this rank would not know
-            await self._tell(topic, decision)
-        return decision.of(self.rank)
+            await self._tell(topic, replies, then)
+        return replies[0] if len(replies) == 1 else replies[self.rank]
 
-    async def abort(self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None) -> Told:
+    async def abort(
+        self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None
+    ) -> CallEnd:
         """See :class:`Coordinator`."""
-        failure, ended, told = failure_of(self.rank, stage, error), anyio.Event(), Told()
+        failure, ended, end = failure_of(self.rank, stage, error), anyio.Event(), CallEnd()
         self._aborts.add(ended)
         try:
             limit_secs = self.stall_secs / HEARTBEATS_A_STALL if limit_secs is None else limit_secs
             with anyio.move_on_after(limit_secs, shield=True):
-                told = await self._leave_topics(topic, failure)
+                end = await self._leave_topics(topic, failure)
         except AioCkptError as untold:  # the other ranks fail by their deadlines
             error.add_note(f"the other ranks could not be told: {type(untold).__name__}: {untold}")
         finally:
             self._aborts.discard(ended)
             ended.set()
         self.end_call(topic)  # the next heartbeat tells it
-        return told
+        return end
 
-    async def _leave_topics(self, topic: Topic, failure: Failure) -> Told:
+    async def _leave_topics(self, topic: Topic, failure: Failure) -> CallEnd:
         """Abort ``topic``, or the one that follows it by the leader's reply."""
         while True:
             before = await self._reply(topic)
@@ -284,7 +287,7 @@ class StoreCoordinator(Liveness):
                 break
             topic = reply.then
         error = None if reply is None or reply.failure is None else reply.failure.error(self._where(topic), self.rank)
-        return Told(error, is_earlier=before is not None and error is not None)
+        return CallEnd(error, is_earlier=before is not None and error is not None)
 
     async def _leave_topic(self, topic: Topic, failure: Failure) -> Reply | None:
         """Abort ``topic``. Returns the leader's reply; None if it did not come in time."""
@@ -293,7 +296,7 @@ class StoreCoordinator(Liveness):
                 await self._ask(functools.partial(self._the_keys().tell, topic.key, Reply(b"", failure=failure), ()))
             return await self._reply(topic)
         await self._send(topic, Frame(self.rank, b"", failure))
-        if self.leader in self._absent:  # the last wait for the leader was in vain
+        if self.leader in self._lost:  # the last wait for the leader was in vain
             reply = await self._reply(topic)
             return Reply(b"", failure=failure) if reply is None and self._is_undecidable(topic) else reply
         with contextlib.suppress(AioCkptError):
@@ -351,8 +354,7 @@ class StoreCoordinator(Liveness):
     async def _await_reply(self, topic: Topic, stage: str) -> Reply:
         check = functools.partial(self._check_alive, (self.leader,), self._timer(topic, stage))
         reply = await self._wait_for(functools.partial(self._the_keys().reply, topic.key), check, topic)
-        self._absent.discard(self.leader)
-        self._silent.discard(self.leader)
+        self._lost.pop(self.leader, None)
         return reply
 
     def _the_rendezvous(self) -> Rendezvous:
@@ -379,7 +381,7 @@ class StoreCoordinator(Liveness):
             raise failures[0].error(self._where(topic), self.rank)
         self._is_met = True
         self._hear(topic)
-        self._absent.clear()
+        self._lost.clear()
         by_rank = {self.rank: message}
         for frame in sent:
             by_rank[frame.rank] = await self._body(topic, frame)
@@ -393,10 +395,11 @@ class StoreCoordinator(Liveness):
         self.bytes_received += len(body)
         return body
 
-    async def _tell(self, topic: Topic, decision: Decision) -> None:
+    async def _tell(self, topic: Topic, replies: Sequence[bytes], then: Topic | None) -> None:
         if self.world_size > 1:
-            reply = Reply(decision.common, is_each=bool(decision.each), then=decision.then)
-            await self._ask(functools.partial(self._the_keys().tell, topic.key, reply, decision.each))
+            is_each = len(replies) > 1
+            reply = Reply(b"" if is_each else replies[0], is_each=is_each, then=then)
+            await self._ask(functools.partial(self._the_keys().tell, topic.key, reply, replies if is_each else ()))
 
 
 def _world(group_store: Store | None) -> str:

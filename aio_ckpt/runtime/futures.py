@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 
@@ -100,11 +100,19 @@ def cancellable_result_blocking(work: Future[T], given_up: Future[None]) -> T:
                 wait([work])
 
 
-def follow(future: Future[Any]) -> Future[None]:
+class Ending(Protocol):
+    """A future or a milestone: work that ends."""
+
+    def add_done_callback(self, fn: Callable[[Any], object], /) -> object:
+        """Call ``fn`` once the work has ended."""
+        ...
+
+
+def follow(future: Ending) -> Future[None]:
     """Return a future that is resolved when ``future`` is. A cancelled await cancels it, but never ``future``."""
     follower: Future[None] = Future()
 
-    def follow(_: Future[None]) -> None:
+    def follow(_: object) -> None:
         if follower.set_running_or_notify_cancel():
             follower.set_result(None)
 

@@ -21,9 +21,9 @@ from rank_processes import Ranks, needs_list_keys, ranks
 
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator as coordinator_module
-from aio_ckpt.ranks.coordinator import Exchange, SoloCoordinator, Told
+from aio_ckpt.ranks.coordinator import CallEnd, Exchange, SoloCoordinator
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, LivenessTimer, lost_peer
-from aio_ckpt.ranks.messages import Decision, Heartbeat, Topic
+from aio_ckpt.ranks.messages import Heartbeat, Topic
 from aio_ckpt.ranks.missing import REMEDY
 from aio_ckpt.ranks.store import StoreKeys
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator, default_coordinator
@@ -410,7 +410,7 @@ def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows
             leaves = both[leaving].abort(Topic("first"), OSError(28, "No space left on device"), stage="write")
             stays = BYTES.run(both[1 - leaving], Topic("second"), b"", never)
             told, error = await asyncio.gather(leaves, stays, return_exceptions=True)
-            assert isinstance(told, Told)
+            assert isinstance(told, CallEnd)
             assert told.failure is not None
             assert not told.is_earlier
             assert isinstance(error, PeerFailedError)
@@ -422,7 +422,7 @@ def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows
     assert "No space" in text
 
 
-async def given_up(coordinator: StoreCoordinator, topic: Topic) -> asyncio.Task[Told]:
+async def given_up(coordinator: StoreCoordinator, topic: Topic) -> asyncio.Task[CallEnd]:
     """It has sent that it gives ``topic`` up, and waits for the leader's reply."""
     task = asyncio.create_task(coordinator.abort(topic, ValueError("bad"), stage="agree"))
     with anyio.fail_after(STALL_SECS):
@@ -461,7 +461,7 @@ def test_a_rank_that_has_left_waits_for_no_word(monkeypatch: pytest.MonkeyPatch)
             heard = await given_up(other, Topic("t"))
             began = time.monotonic()
             await other.leave()
-            assert await heard == Told()
+            assert await heard == CallEnd()
             return time.monotonic() - began
 
     assert asyncio.run(main()) < STALL_SECS / HEARTBEATS_A_STALL
@@ -473,7 +473,7 @@ def test_a_word_that_is_out_is_never_taken_back() -> None:
             sent = BYTES.run(other, Topic("t"), b"1", in_order)
             heard = asyncio.create_task(sent)
             assert await BYTES.run(leader, Topic("t"), b"0", in_order) == b"0|1"
-            assert await leader.abort(Topic("t"), ValueError("late"), stage="agree") == Told()
+            assert await leader.abort(Topic("t"), ValueError("late"), stage="agree") == CallEnd()
             assert await heard == b"0|1"
 
     asyncio.run(main())
@@ -486,10 +486,10 @@ class HeldStoreCoordinator(StoreCoordinator):
         super().__init__(store, rank=rank, world_size=world_size)
         self.reached, self.gate = asyncio.Event(), asyncio.Event()
 
-    async def _tell(self, topic: Topic, decision: Decision) -> None:
+    async def _tell(self, topic: Topic, replies: Sequence[bytes], then: Topic | None) -> None:
         self.reached.set()
         await self.gate.wait()
-        await super()._tell(topic, decision)
+        await super()._tell(topic, replies, then)
 
 
 def test_a_leader_that_is_cancelled_while_it_tells_has_told() -> None:
@@ -543,7 +543,7 @@ def test_doubt_crosses_the_ranks(failing: int) -> None:
             leaves = both[failing].abort(Topic("t"), error, stage="commit")
             stays = BYTES.run(both[1 - failing], Topic("t"), b"", never)
             for found in await asyncio.gather(leaves, stays, return_exceptions=True):
-                error = found.failure if isinstance(found, Told) else found
+                error = found.failure if isinstance(found, CallEnd) else found
                 assert isinstance(error, PeerFailedError)
                 assert error.in_doubt
 
@@ -729,7 +729,7 @@ def test_a_leader_that_was_waited_for_in_vain_is_not_waited_for_again() -> None:
             with pytest.raises(PeerFailedError, match="rank 0 gave no sign of life") as raised:
                 await BYTES.run(other, Topic("t"), b"", never)
             lost = time.monotonic()
-            assert await other.abort(Topic("t"), raised.value, stage="agree") == Told()
+            assert await other.abort(Topic("t"), raised.value, stage="agree") == CallEnd()
             return lost - began, time.monotonic() - lost
 
     waited, left = asyncio.run(main())

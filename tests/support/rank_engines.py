@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +15,8 @@ from gated_storage import Call, Gate, GatedStorage
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import PeerFailedError
-from aio_ckpt.ranks.coordinator import Told
-from aio_ckpt.ranks.messages import Decision, Failure, Reply, Topic
+from aio_ckpt.ranks.coordinator import CallEnd
+from aio_ckpt.ranks.messages import Failure, Reply, Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
 
@@ -83,10 +83,10 @@ class HeldCoordinator(StoreCoordinator):
         super().__init__(store, rank=dist.get_rank(), world_size=dist.get_world_size())
         self.gate = Gate()
 
-    async def _tell(self, topic: Topic, decision: Decision) -> None:
+    async def _tell(self, topic: Topic, replies: Sequence[bytes], then: Topic | None) -> None:
         if topic == self.topic:
             await self.gate.wait()
-        await super()._tell(topic, decision)
+        await super()._tell(topic, replies, then)
 
     async def _await_reply(self, topic: Topic, stage: str) -> Reply:
         reply = await super()._await_reply(topic, stage)
@@ -98,7 +98,7 @@ class HeldCoordinator(StoreCoordinator):
         if not self.is_silent:
             await super().beat(has_left=has_left)
 
-    async def _leave_topics(self, topic: Topic, failure: Failure) -> Told:
+    async def _leave_topics(self, topic: Topic, failure: Failure) -> CallEnd:
         if self.is_mute:
             raise PeerFailedError("the store of the ranks cannot be reached", rank=0, stage="agree")
         return await super()._leave_topics(topic, failure)
