@@ -23,8 +23,10 @@ class TorchFile:
 
     pickle: bytes
     """Content of ``data.pkl``; empty if there is none."""
-    nbytes: Mapping[str, int]
-    """Length of each record by its name, such as ``data/0``."""
+    byteorder: bytes
+    """Byte order of the elements, such as ``little``."""
+    places: Mapping[str, tuple[int, int]]
+    """Offset and length of the bytes of each record by its name, such as ``data/0``."""
 
 
 def is_zip(path: Path) -> bool:
@@ -51,9 +53,9 @@ def check_torch_file(path: Path) -> TorchFile:
         data = _OpenFile(path, number, os.fstat(number).st_size)
         try:
             records = read_directory(data)
-            for record in records.values():
-                _check_record(data, record)
+            places = {name: (_check_record(data, record), record.nbytes) for name, record in records.items()}
             pickled = read_record(data, records["data.pkl"]) if "data.pkl" in records else b""
+            byteorder = read_record(data, records["byteorder"]) if "byteorder" in records else b"little"
         except MismatchError:
             raise
         except CompressedError as error:
@@ -62,7 +64,7 @@ def check_torch_file(path: Path) -> TorchFile:
             ) from error
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{path} is damaged: {error}") from error
-    return TorchFile(pickle=pickled, nbytes={name: record.nbytes for name, record in records.items()})
+    return TorchFile(pickle=pickled, byteorder=byteorder, places=places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,13 @@ class _OpenFile:
         return b"".join(blocks)
 
 
-def _check_record(data: _OpenFile, record: Record) -> None:
+def _check_record(data: _OpenFile, record: Record) -> int:
+    """Compare a record with its CRC32, and return the offset of its bytes."""
     begin, found = body_offset(data, record), 0
     if not record.crc32:
-        return
+        return begin
     for at in range(begin, begin + record.nbytes, _BLOCK_BYTES):
         found = isal_zlib.crc32(data.get(at, min(_BLOCK_BYTES, begin + record.nbytes - at)), found)
     if found != record.crc32:
         raise MismatchError(f"{data.path} is damaged: the CRC32 of {record.title} differs")
+    return begin

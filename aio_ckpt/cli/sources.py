@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
-import pickle
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import msgspec
 import torch
 
 from aio_ckpt.checkpoint.open import open_checkpoint
-from aio_ckpt.checkpoint.torch_file import check_torch_file
+from aio_ckpt.checkpoint.torch_file import TorchFile, check_torch_file
 from aio_ckpt.cli.access import call, use_newest
 from aio_ckpt.cli.console import OnProgress
 from aio_ckpt.cli.inspecting import leaves_of
@@ -31,11 +32,9 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 from aio_ckpt.format.names import StepNames
-from aio_ckpt.format.pickle_scan import check_calls
+from aio_ckpt.format.safe_pickle import RefusedError
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
-from aio_ckpt.format.tensor_pickle import STORAGE_ELEMENT_BYTES
-from aio_ckpt.leaves.numpy_pickles import NUMPY_GLOBALS, real_values
-from aio_ckpt.leaves.objects import unsafe_reason
+from aio_ckpt.leaves.object_unpickler import read_object_pickle
 from aio_ckpt.reports import amount
 from aio_ckpt.restore.load_plan import HostMemory
 from aio_ckpt.restore.options import ReadContext
@@ -213,29 +212,39 @@ def _mapped_torch(path: Path, *, trusted: bool) -> Any:
     try:
         if trusted:
             return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-        check_calls(stored.pickle, lambda key: stored.nbytes.get(f"data/{key}"), STORAGE_ELEMENT_BYTES)
-        with torch.serialization.safe_globals(NUMPY_GLOBALS):  # noqa: TID251 - for this read, in a command's own process
-            return real_values(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        return read_object_pickle(stored.pickle, functools.partial(_mapped_record, _mapped_file(path), stored))
+    except RefusedError as error:
+        raise UnsafeObjectError(
+            f"{path}: only running code can read an object in it ({error}): give --trusted if you trust whoever wrote "
+            "the file"
+        ) from error
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{path}: {error}") from error
-    except UnsafeObjectError as error:
-        raise _needs_trust(path, str(error)) from error
-    except pickle.UnpicklingError as error:
-        if reason := unsafe_reason(error):
-            raise _needs_trust(path, reason) from error
-        raise CorruptCheckpointError(f"{path}: does not unpickle: {str(error).partition(chr(10))[0]}") from error
     except (ImportError, AttributeError) as error:
         raise UnsafeObjectError(
             f"{path}: an object in it needs a module or class that is not found here: {error}: give the directory of "
             "its module in PYTHONPATH"
         ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle raises errors of many types
+        raise CorruptCheckpointError(f"{path}: does not unpickle: {error or type(error).__name__}") from error
 
 
-def _needs_trust(path: Path, reason: str) -> UnsafeObjectError:
-    return UnsafeObjectError(
-        f"{path}: only running code can read an object in it ({reason}): give --trusted if you trust whoever wrote "
-        "the file"
-    )
+def _mapped_file(path: Path) -> torch.UntypedStorage:
+    with path.open("rb") as file:
+        return _mapped_bytes(file.fileno(), os.fstat(file.fileno()).st_size).untyped_storage()
+
+
+def _mapped_record(memory: torch.UntypedStorage, stored: TorchFile, key: str) -> torch.UntypedStorage:
+    """Return the mapped elements of a storage."""
+    if f"data/{key}" not in stored.places:
+        raise CorruptCheckpointError(f"it has no record data/{key[:40]!r}")
+    if stored.byteorder != sys.byteorder.encode():
+        raise CorruptCheckpointError("its tensors are in another byte order: save it anew on this machine")
+    start, nbytes = stored.places[f"data/{key}"]
+    found: torch.UntypedStorage = memory[start : start + nbytes]
+    return found
 
 
 def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

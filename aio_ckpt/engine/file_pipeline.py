@@ -124,7 +124,7 @@ class FilePipeline:
         for name in await names_in(storage, folder):
             owner = owner_by_name(name, here) if name.startswith(TEMPORARY) else None
             if owner is not None and owner.is_proven_dead(here):
-                await self.trash.delete(folder / name)
+                await self.runner.trash.delete(folder / name)
 
 
 def what_is_there(error: BaseException | None) -> str:

@@ -5,14 +5,16 @@ The file is a pickle. The unpickler knows only the globals that stock DCP writes
 
 from __future__ import annotations
 
-import io
+import functools
 import itertools
 import logging
 import pickle
-from collections import OrderedDict
-from collections.abc import Sequence
+import pickletools
+import reprlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -28,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.constants import MAX_BYTES
-from aio_ckpt.format.pickle_scan import scan
+from aio_ckpt.format.safe_pickle import Allowed, RefusedError, SafeUnpickler, check_key, make_set
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -47,18 +49,14 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
             torch holds; the message names it. It was not run.
     """
     try:
-        _check_opcodes(data)
-        found = _Unpickler(io.BytesIO(data)).load()
+        found = _MetadataUnpickler(data).read_all()
         fault = _metadata_fault(found)
     except MemoryError:
         raise  # this machine has no memory left, because lengths beyond the data were refused before
-    except _UnknownError as exc:
+    except (RefusedError, _UnknownError) as exc:
+        if not _is_whole(data):  # an unknown class in half a file tells nothing
+            raise CorruptCheckpointError(f"{name}: the pickle does not end where the file ends") from exc
         raise FormatVersionError(f"{name}: {exc}; a newer torch or a newer aio_ckpt may read it") from exc
-    except pickle.UnpicklingError as exc:
-        if str(exc) != _NO_DICT:
-            raise CorruptCheckpointError(f"{name}: {exc}") from exc
-        what = "the pickle holds an object whose state is no dict of its fields, as of a dataclass with slots"
-        raise FormatVersionError(f"{name}: {what}; a newer torch or a newer aio_ckpt may read it") from exc
     except Exception as exc:  # crafted bytes can raise anything, from hash() of an odd key to AttributeError
         raise CorruptCheckpointError(f"{name}: {str(exc) or type(exc).__name__}") from exc
     if fault:
@@ -69,8 +67,13 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
     return metadata
 
 
-_NO_DICT = "state is not a dictionary"
-"""Message of pickle for the state of an object without ``__setstate__`` that is no dict."""
+def _is_whole(data: bytes) -> bool:
+    """Return whether the pickle ends where the data ends."""
+    try:
+        ((_, _, end),) = deque(pickletools.genops(data), maxlen=1)
+    except Exception:  # noqa: BLE001 - damaged arguments of opcodes raise errors of many types
+        return False
+    return end == len(data) - 1
 
 
 class _UnknownError(Exception):
@@ -118,182 +121,145 @@ def _log_unknown_fields(metadata: Metadata, name: str) -> None:
         _log.info("%s: a newer torch wrote fields that this aio_ckpt does not know; they are ignored: %s", name, fields)
 
 
-class _FrozenType(type):
-    """Metaclass of classes that a pickle cannot change. BUILD on a class would set attributes for the whole process."""
-
-    def __setattr__(cls, key: str, value: object) -> None:
-        raise pickle.UnpicklingError(f"the pickle sets {key!r} of a class")
+# -- the unpickler ----------------------------------------------------------------------------------
 
 
-def _stand_in(real: type) -> type:
-    """Return a class whose instances are of class ``real``. The pickle gets this class and never ``real``."""
-
-    def new(cls: type) -> object:
-        # An older torch wrote fewer fields of StorageMeta. A default_factory leaves no default on the class.
-        return StorageMeta() if real is StorageMeta else object.__new__(real)
-
-    return _FrozenType(real.__name__, (), {"__new__": new, "__slots__": ()})
+class _Dropped:
+    """Stand-in for a part of a plan, which no load needs. It keeps nothing."""
 
 
-class _Properties(metaclass=_FrozenType):
-    """Stand-in that turns into a ``TensorProperties``, whose own ``__setstate__`` needs the enum's real members.
+def _fill_fields(value: object, state: object) -> None:
+    """Give an instance of a dataclass its fields."""
+    if type(state) is not dict:
+        raise _UnknownError("the pickle holds an object whose state is no dict of its fields, as of one with slots")
+    for item in state.values():
+        if type(item) is tuple:  # the hash of the instance covers it
+            check_key(item)
+    vars(value).update(state)
+
+
+def _fill_properties(value: TensorProperties, state: Any) -> None:
+    """Give a ``TensorProperties`` its fields; its own ``__setstate__`` needs the enum's real members.
 
     If the file holds ``strides``, they are set on every torch, also on those before 2.15, which know no such field.
     """
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        if type(state) is not tuple or len(state) < OLDEST_FIELDS:
-            raise _UnknownError(f"TensorProperties pickled as {state!r:.80}")
-        dtype, layout, requires_grad, memory_format, pin_memory, *newer = state
-        made = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
-        strides, *unknown = newer or (None,)
-        if strides is not None and not (type(strides) in (tuple, torch.Size) and _are_sizes(strides)):
-            raise _UnknownError(f"TensorProperties with strides {strides!r:.80}")
-        self.__dict__.update(vars(made))
-        if newer:
-            self.__dict__["strides"] = strides
-        if unknown:
-            self.__dict__[_UNKNOWN_FIELDS] = tuple(unknown)
-        self.__class__ = TensorProperties  # type: ignore[assignment]
+    if type(state) is not tuple or len(state) < OLDEST_FIELDS:
+        raise _UnknownError(f"TensorProperties pickled as {reprlib.repr(state)}")
+    dtype, layout, requires_grad, memory_format, pin_memory, *newer = state
+    made = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
+    strides, *unknown = newer or (None,)
+    if strides is not None and not (type(strides) in (tuple, torch.Size) and _are_sizes(strides)):
+        raise _UnknownError(f"TensorProperties with strides {reprlib.repr(strides)}")
+    vars(value).update(vars(made))
+    if newer:
+        vars(value)["strides"] = strides
+    if unknown:
+        vars(value)[_UNKNOWN_FIELDS] = tuple(unknown)
 
 
-class _Index(metaclass=_FrozenType):
-    """Stand-in that turns into a ``MetadataIndex``.
-
-    Its fields are checked first: the index is hashed, and the hash of a forged field could recurse for ever.
-    """
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        if type(state) is not dict:
-            raise _UnknownError(f"MetadataIndex pickled as {type(state).__name__}, no dict of its fields")
-        offset, number = state.get("offset"), state.get("index")
-        if type(offset) is tuple and _are_sizes(offset):
-            state["offset"] = offset = torch.Size(offset)
-        if type(offset) is list:
-            raise _UnknownError("MetadataIndex with a list as its offset")
-        if type(state.get("fqn")) is not str or type(offset) not in (torch.Size, type(None)):
-            raise pickle.UnpicklingError(f"an index of {state.get('fqn')!r} and {type(offset).__name__}")
-        if type(number) not in (int, type(None)):
-            raise pickle.UnpicklingError(f"an index with the number {number!r}")
-        self.__dict__.update(state)
-        self.__class__ = MetadataIndex  # type: ignore[assignment]
+def _fill_index(value: MetadataIndex, state: Any) -> None:
+    """Give a ``MetadataIndex`` its fields, checked, as it is hashed."""
+    _fill_fields(value, state)
+    offset, number = state.get("offset"), state.get("index")
+    if type(offset) is tuple and _are_sizes(offset):
+        vars(value)["offset"] = offset = torch.Size(offset)
+    if type(offset) is list:
+        raise _UnknownError("MetadataIndex with a list as its offset")
+    if type(state.get("fqn")) is not str or type(offset) not in (torch.Size, type(None)):
+        raise pickle.UnpicklingError(f"an index of a {type(state.get('fqn')).__name__} and {type(offset).__name__}")
+    if type(number) not in (int, type(None)):
+        raise pickle.UnpicklingError(f"an index with a {type(number).__name__} as its number")
 
 
-class _Dropped(metaclass=_FrozenType):
-    """Stand-in for a part of a plan, which no load needs. It takes any arguments and keeps none."""
-
-    def __new__(cls, *args: object) -> Self:
-        return object.__new__(cls)
-
-    def __setstate__(self, state: object) -> None:
-        """Keep nothing."""
+def _memory_format(value: int) -> torch.memory_format:
+    if type(value) is not int or value not in _MEMORY_FORMATS:
+        raise _UnknownError(f"the memory format {reprlib.repr(value)}")
+    return _MEMORY_FORMATS[value]
 
 
-class _MemoryFormat(metaclass=_FrozenType):
-    def __new__(cls, value: int) -> torch.memory_format:  # type: ignore[misc]
-        if value not in _MEMORY_FORMATS:
-            raise _UnknownError(f"the memory format {value!r}")
-        return _MEMORY_FORMATS[value]
+def _layout(text: str) -> torch.layout:
+    if type(text) is not str or text not in _LAYOUTS:
+        raise _UnknownError(f"the layout {reprlib.repr(text)}")
+    return _LAYOUTS[text]
 
 
-class _Layout(metaclass=_FrozenType):
-    def __new__(cls, text: str) -> torch.layout:  # type: ignore[misc]
-        if text not in _LAYOUTS:
-            raise _UnknownError(f"the layout {text!r}")
-        return _LAYOUTS[text]
-
-
-class _Path(metaclass=_FrozenType):
-    def __new__(cls, *parts: str) -> Path:  # type: ignore[misc]
-        return Path(*parts)
+def _plain(real: type) -> Allowed:
+    """Return a class whose instances are made without its ``__init__``."""
+    return Allowed(real, functools.partial(object.__new__, real))
 
 
 _MEMORY_FORMATS = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
-_PLAIN = (Metadata, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
+_DROPPED = Allowed(_Dropped, lambda *_: _Dropped())
+_FORMAT = Allowed(_memory_format, _memory_format)
 
-_DCP_CLASSES: dict[tuple[str, str], object] = {
-    **{("metadata", real.__name__): _stand_in(real) for real in _PLAIN},
-    ("metadata", "TensorProperties"): _Properties,
-    ("metadata", "MetadataIndex"): _Index,
-    ("metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
-    ("filesystem", "_StorageInfo"): _stand_in(StorageInfo),
+_DCP_CLASSES: dict[str, Allowed] = {
     **{
-        ("planner", name): _Dropped
+        f"metadata.{real.__name__}": _plain(real)
+        for real in (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
+    },
+    # An older torch wrote fewer fields of StorageMeta. A default_factory leaves no default on the class.
+    "metadata.StorageMeta": Allowed(StorageMeta, lambda: StorageMeta()),
+    "metadata.TensorProperties": _plain(TensorProperties),
+    "metadata.MetadataIndex": _plain(MetadataIndex),
+    "metadata._MEM_FORMAT_ENCODING": _FORMAT,
+    "filesystem._StorageInfo": _plain(StorageInfo),
+    **{
+        f"planner.{name}": _DROPPED
         for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
     },
 }
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-_GLOBALS: dict[tuple[str, str], object] = {
+_ALLOWED: dict[str, Allowed] = {
     # Megatron up to 0.15 derived classes of its own.
-    (_MEGATRON, "MCoreMetadata"): _stand_in(Metadata),
-    (_MEGATRON, "MCoreSavePlan"): _Dropped,
+    f"{_MEGATRON}.MCoreMetadata": _plain(Metadata),
+    f"{_MEGATRON}.MCoreSavePlan": _DROPPED,
     # Torch before 2.0 called the package torch.distributed._shard.checkpoint, and torch still finds it by that name.
     **{
-        (f"{package}.{module}", name): found
+        f"{package}.{name}": found
         for package in ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
-        for (module, name), found in _DCP_CLASSES.items()
+        for name, found in _DCP_CLASSES.items()
     },
     # Torch before 2.3 pickled the properties of a tensor as a class of sharded tensors.
-    (_SHARDED_TENSOR, "TensorProperties"): _Properties,
-    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): _MemoryFormat,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _Layout,
-    **{("torch", text): dtype for text, dtype in DTYPES.items()},
-    ("collections", "OrderedDict"): OrderedDict,
-    **{("builtins", kind.__name__): kind for kind in (dict, list, tuple, set, frozenset)},
+    f"{_SHARDED_TENSOR}.TensorProperties": _plain(TensorProperties),
+    f"{_SHARDED_TENSOR}.MEM_FORMAT_ENCODING": _FORMAT,
+    "torch.Size": Allowed(torch.Size, torch.Size),
+    "torch.serialization._get_layout": Allowed(_layout, _layout),
+    **{f"torch.{text}": Allowed(dtype) for text, dtype in DTYPES.items()},
+    "collections.OrderedDict": Allowed(OrderedDict, lambda: OrderedDict()),
+    **{f"builtins.{kind.__name__}": Allowed(kind) for kind in (dict, list, tuple)},
+    **{f"builtins.{kind.__name__}": Allowed(kind, functools.partial(make_set, kind)) for kind in (set, frozenset)},
     # Python 3.13 calls the module pathlib._local.
     **{
-        (module, kind): _Path
+        f"{module}.{kind}": Allowed(Path, Path)
         for module in ("pathlib", "pathlib._local")
         for kind in ("PosixPath", "PurePosixPath", "Path")
     },
 }
+_FILLS: dict[type, Callable[[Any, Any], None]] = {
+    **dict.fromkeys(_KNOWN_FIELDS, _fill_fields),
+    TensorProperties: _fill_properties,
+    MetadataIndex: _fill_index,
+    _Dropped: lambda value, state: None,
+}
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        try:
-            return _GLOBALS[module, name]
-        except KeyError:
-            raise _refused(f"{module}.{name}") from None
+class _MetadataUnpickler(SafeUnpickler):
+    def allowed(self, module: str, name: str) -> Allowed:
+        found = _ALLOWED.get(f"{module}.{name}")
+        if found is None:
+            what = f"the pickle asks for {module}.{name}, which no .metadata known here holds"
+            raise _UnknownError(f"{what}; it was not run")
+        return found
+
+    def fill(self, value: Any, state: Any) -> None:
+        if type(value) not in _FILLS:
+            raise pickle.UnpicklingError(f"the pickle sets attributes of a {type(value).__name__}")
+        _FILLS[type(value)](value, state)
 
 
-def _refused(what: str) -> _UnknownError:
-    return _UnknownError(f"the pickle asks for {what}, which no .metadata known here holds; it was not run")
-
-
-_OPCODES = frozenset(
-    b"(012NR]a})eldtsub\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94Kqh\x80MJjrG\x95\x8c\x8aCX\x8bB\x8d\x8eci"
-)
-"""Opcodes that a ``.metadata`` needs, of protocols 2 to 5."""
-
-
-def _check_opcodes(data: bytes) -> None:
-    """Refuse opcodes that no ``.metadata`` needs; see :func:`aio_ckpt.format.pickle_scan.scan`.
-
-    Raises:
-        pickle.UnpicklingError: such an opcode, or the pickle does not end where the data ends.
-        _UnknownError: the pickle is whole and asks for a global that no known ``.metadata`` holds.
-        CorruptCheckpointError: tuples nested too deep, or a forged memo index.
-    """
-    unknown: list[str] = []
-
-    def note(module: str, name: str) -> None:
-        if (module, name) not in _GLOBALS:
-            unknown.append(f"{module}.{name}")
-
-    stop = scan(data, _OPCODES, on_global=note)
-    if data[-1:] == pickle.STOP and unknown:  # the rest of the pickle may be arguments of the unknown global
-        raise _refused(unknown[0])
-    if data[-1:] == pickle.STOP and stop < len(data) - 1 and data[stop] != pickle.STOP[0]:
-        raise pickle.UnpicklingError(
-            f"the pickle holds the opcode {data[stop]:#04x} at byte {stop}, which DCP does not use"
-        )
-    if data[-1:] != pickle.STOP or stop != len(data) - 1:
-        raise pickle.UnpicklingError("the pickle does not end where the file ends")
-
+# -- what the file must hold ------------------------------------------------------------------------
 
 _DICTS = (dict, OrderedDict)
 
@@ -308,20 +274,20 @@ def _metadata_fault(found: object) -> str:
         return f"storage_meta is a {type(found.storage_meta).__name__}"
     for fqn, entry in found.state_dict_metadata.items():
         if type(fqn) is not str or not (type(entry) is BytesStorageMetadata or _is_tensor_metadata(entry)):
-            return f"{fqn!r}: no description of a tensor or an object"
+            return f"{reprlib.repr(fqn)}: no description of a tensor or an object"
     safe_paths: set[str] = set()
     for index, info in (found.storage_data or {}).items():
         if type(index) is not MetadataIndex or type(info) is not StorageInfo:
             return "storage_data maps something else than an index to a place"
         if type(index.fqn) is not str or not (index.offset is None or _is_size(index.offset)):
-            return f"storage_data has the index {index.fqn!r}, {index.offset!r}"
+            return f"storage_data has the index {index.fqn!r}, {reprlib.repr(index.offset)}"
         path = info.relative_path
         if path not in safe_paths:
             if type(path) is not str or path.startswith("/") or "\0" in path or ".." in path.split("/"):
-                return f"{index.fqn!r}: {path!r} is no file inside the checkpoint"
+                return f"{index.fqn!r}: {reprlib.repr(path)} is no file inside the checkpoint"
             safe_paths.add(path)
         if not _are_sizes((info.offset, info.length)):
-            return f"{index.fqn!r}: offset {info.offset!r} and length {info.length!r}"
+            return f"{index.fqn!r}: offset {reprlib.repr(info.offset)} and length {reprlib.repr(info.length)}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Scalars (None, bool, int, float, str) as ``torch.save`` zips, rendered and read by hand.
+"""Scalars (None, bool, int, float, str) as ``torch.save`` zips, rendered and read by hand; and other pickles, rendered.
 
 A state holds thousands of them: step counters, the entries of a user's dict. ``torch.save`` and ``torch.load`` take
 some 50 us for each, most of it for the zip. The bytes rendered here are read by ``torch.load`` as any other file.
@@ -47,9 +47,12 @@ class _Frame(NamedTuple):
 
 def render_scalar(value: object) -> bytes:
     """Return the ``torch.save`` bytes of a value whose type is one of ``SCALAR_TYPES``."""
-    body = pickle.dumps(value, 2)
-    frame = _frame(len(body)) if len(body) <= _MAX_CACHED else _frame_of(len(body))
-    return _filled(frame, body)
+    return render_pickle(pickle.dumps(value, 2))
+
+
+def render_pickle(body: bytes) -> bytes:
+    """Return the ``torch.save`` zip of a pickle without tensors."""
+    return _filled(_frame(len(body)), body) if len(body) <= _MAX_CACHED else _zip_of(body)
 
 
 def read_scalar(data: bytes) -> object:
@@ -75,18 +78,22 @@ def _filled(frame: _Frame, body: bytes) -> bytes:
     return b"".join((before_crc, crc, before_body, body, after_body, crc, after_crc))
 
 
+def _zip_of(body: bytes) -> bytes:
+    records = ((_PICKLE_NAME, body), (b"archive/byteorder", sys.byteorder.encode()), (b"archive/version", b"3\n"))
+    archive, directory, end = [], [], 0
+    for name, content in records:
+        directory.append(zip_records.small_entry(name, content, end))
+        archive.append(zip_records.small_record(name, content))
+        end += len(archive[-1])
+    size = sum(map(len, directory))
+    return b"".join((*archive, *directory, zip_records.end_of_zip(len(records), size, end, zip64=False)))
+
+
 def _frame_of(nbytes: int) -> _Frame:
     """Return the bytes around a pickle of this length."""
-    zeros = bytes(nbytes)
-    records = ((_PICKLE_NAME, zeros), (b"archive/byteorder", sys.byteorder.encode()), (b"archive/version", b"3\n"))
-    archive, directory = b"", b""
-    for name, body in records:
-        directory += zip_records.small_entry(name, body, len(archive))
-        archive += zip_records.small_record(name, body)
-    end = zip_records.end_of_zip(len(records), len(directory), len(archive), zip64=False)
-    head, tail = archive[:_BODY_OFFSET], archive[_BODY_OFFSET + nbytes :]
-    at = len(tail) + _CENTRAL_CRC
-    tail += directory + end
+    data = _zip_of(bytes(nbytes))
+    head, tail = data[:_BODY_OFFSET], data[_BODY_OFFSET + nbytes :]
+    at = tail.index(b"PK\1\2") + _CENTRAL_CRC
     return _Frame(head[:_LOCAL_CRC], head[_LOCAL_CRC + 4 :], tail[:at], tail[at + 4 :])
 
 

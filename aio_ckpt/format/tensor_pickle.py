@@ -1,25 +1,23 @@
 """``data.pkl`` of one tensor item: the pickle that ``torch.save`` makes of a plain tensor, to and from bytes.
 
-Reading runs no code. The opcodes are checked against an allow-list; then the unpickler resolves every name to a
-stand-in of this file.
+Reading runs no code: the unpickler resolves every name to a stand-in of this file.
 
 Sources: ``torch/_tensor.py`` (``_reduce_ex_internal``) and ``torch/_utils.py`` of 2.6 to 2.13, ``pickletools``.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
-import pickletools
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.format.constants import TensorSpec
-from aio_ckpt.format.pickle_scan import scan
+from aio_ckpt.format.safe_pickle import Allowed, RefusedError, SafeUnpickler
 
 _V2_STORAGES = {
     "float64": "DoubleStorage",
@@ -49,11 +47,11 @@ def _known_dtypes(names: Sequence[str]) -> dict[str, torch.dtype]:
 
 _V2_DTYPES = _known_dtypes(tuple(_V2_STORAGES))
 _V3_DTYPES = _known_dtypes(_V3_NAMES)
-STORAGE_ELEMENT_BYTES: dict[str, int] = {
-    "torch.storage.UntypedStorage": 1,
-    **{f"torch.{_V2_STORAGES[name]}": dtype.itemsize for name, dtype in _V2_DTYPES.items()},
+STORAGES: dict[str, Any] = {
+    "torch.storage.UntypedStorage": torch.UntypedStorage,
+    **{f"torch.{_V2_STORAGES[name]}": dtype for name, dtype in _V2_DTYPES.items()},
 }
-"""Bytes of one element, by the full name of the storage's class."""
+"""What stands for the class of a storage, by its full name: the dtype of its elements, or ``UntypedStorage``."""
 _STORABLE = frozenset((*_V2_DTYPES.values(), *_V3_DTYPES.values()))
 _LAZY_DTYPES = frozenset(_V2_DTYPES.values()) - {torch.bool}
 """Dtypes with which torch makes lazily negated and conjugated tensors."""
@@ -68,7 +66,7 @@ class StorageRef:
     key: str
     """The elements are the record ``data/<key>`` of the archive."""
     slots: int
-    """Number of elements that the pickle claims, at least 0."""
+    """Number of elements that the pickle claims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,24 +133,25 @@ def _pickle_tuple(values: Sequence[int]) -> str:
 
 # -- read --------------------------------------------------------------------------------------------------
 
-_OPCODES = frozenset(b"\x80\x95c\x93RQ(t)\x85\x86\x87q\x94hX\x8cJKM\x8a\x88\x89N}su")
-"""All that ``torch.save`` emits for a plain tensor, protocols 2 to 5, but STOP: PROTO FRAME GLOBAL STACK_GLOBAL REDUCE
-BINPERSID MARK TUPLE EMPTY_TUPLE TUPLE1-3 BINPUT MEMOIZE BINGET (SHORT_)BINUNICODE BININT BININT1-2 LONG1 NEWTRUE
-NEWFALSE NONE, and EMPTY_DICT SETITEM SETITEMS for lazy bits."""
+
+def storage_ref(pid: object) -> StorageRef:
+    """Return the storage that a persistent id of a pickle names."""
+    match pid:
+        case ("storage", torch.dtype() as dtype, str(key), str(), int(slots)):
+            return StorageRef(dtype, key, slots)
+        case ("storage", torch.UntypedStorage, str(key), str(), int(slots)):
+            return StorageRef(None, key, slots)
+    raise TypeError("no storage")
 
 
-def _no_hooks() -> None:
-    """Stand in for ``OrderedDict()``, the empty hooks of a tensor."""
-
-
-def _rebuild_tensor(storage: object, offset: int, shape: object, stride: object, *rest: object) -> TensorView:
-    """Stand in for ``_rebuild_tensor_v2`` (``rest``: requires_grad, hooks) and ``_v3`` (a dtype more).
+def tensor_view(storage: object, offset: int, shape: object, stride: object, *rest: object) -> TensorView:
+    """Return the tensor of ``_rebuild_tensor_v2`` (``rest``: requires_grad, hooks) and ``_v3`` (a dtype more).
 
     Both may end in a dict with the lazy bits, ``conj`` and ``neg``.
     """
     if not isinstance(storage, StorageRef) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
         raise TypeError("its tensor has no storage, shape or stride")
-    bits = rest[-1] if rest and isinstance(rest[-1], dict) else None
+    bits = rest[-1] if rest and type(rest[-1]) is dict else None
     kept = rest if bits is None else rest[:-1]
     if bits is not None and not (bits and bits.keys() <= {"conj", "neg"} and {*map(type, bits.values())} == {bool}):
         raise UnsupportedLeafError("an item's pickle makes a dict: no plain tensor")
@@ -169,49 +168,30 @@ def _rebuild_parameter(data: object, _grad: bool, _hooks: None) -> object:
     return data
 
 
-_GLOBALS: dict[tuple[str, str], object] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("collections", "OrderedDict"): _no_hooks,
-    ("torch.storage", "UntypedStorage"): "UntypedStorage",
-    **{("torch", _V2_STORAGES[name]): dtype for name, dtype in _V2_DTYPES.items()},
-    **{("torch", name): dtype for name, dtype in _V3_DTYPES.items()},
+_ALLOWED: dict[str, Allowed] = {
+    "torch._utils._rebuild_tensor_v2": Allowed(tensor_view, tensor_view),
+    "torch._utils._rebuild_tensor_v3": Allowed(tensor_view, tensor_view),
+    "torch._utils._rebuild_parameter": Allowed(_rebuild_parameter, _rebuild_parameter),
+    "collections.OrderedDict": Allowed(OrderedDict, OrderedDict),
+    **{name: Allowed(stand_in) for name, stand_in in STORAGES.items()},
+    **{f"torch.{name}": Allowed(dtype) for name, dtype in _V3_DTYPES.items()},
 }
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    """Unpickler that resolves the few names of a tensor's pickle to stand-ins of this file, and refuses all others."""
-
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) not in _GLOBALS:
-            raise UnsupportedLeafError(f"an item names {module}.{name}, which no plain tensor needs")
-        return _GLOBALS[module, name]
+class _TensorUnpickler(SafeUnpickler):
+    def allowed(self, module: str, name: str) -> Allowed:
+        return _ALLOWED.get(f"{module}.{name}") or super().allowed(module, name)
 
     def persistent_load(self, pid: object) -> StorageRef:
-        match pid:
-            case ("storage", torch.dtype() as dtype, str(key), str(), int(slots)) if slots >= 0:
-                return StorageRef(dtype, key, slots)
-            case ("storage", "UntypedStorage", str(key), str(), int(slots)) if slots >= 0:
-                return StorageRef(None, key, slots)
-        raise TypeError("no storage")
-
-
-def _check_opcodes(data: bytes) -> None:
-    stop = scan(data, _OPCODES)
-    refused = data[stop : stop + 1].decode("latin-1")
-    if refused in pickletools.code2op and ord(refused) not in _OPCODES and refused != ".":  # type: ignore[attr-defined]
-        name = pickletools.code2op[refused].name  # type: ignore[attr-defined]
-        raise UnsupportedLeafError(f"an item's pickle uses {name}: no plain tensor")
-    if refused != ".":
-        raise ValueError(f"it breaks off at byte {stop}")
+        return storage_ref(pid)
 
 
 def read_pickle(data: bytes) -> TensorView:
     """Return the tensor that ``data.pkl`` describes."""
     try:
-        _check_opcodes(data)
-        view = _TensorUnpickler(io.BytesIO(data)).load()
+        view = _TensorUnpickler(data).read_all()
+    except RefusedError as exc:
+        raise UnsupportedLeafError(f"an item names {exc}, which no plain tensor needs") from exc
     except (UnsupportedLeafError, MemoryError):
         raise
     except Exception as exc:  # crafted bytes can raise anything, down to OverflowError from the length of a frame

@@ -208,7 +208,9 @@ def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
     if data is None:
         corrupt(f"it has no record data/{view.storage.key[:40]!r}")
     raw_offset = body_offset(item, data)
-    _check_view(view, data.nbytes)
+    check_bounds(view, data.nbytes)
+    if math.prod(view.shape) * view.dtype.itemsize > data.nbytes:
+        raise UnsupportedLeafError("a tensor item holds an expanded tensor, whose elements share their bytes")
     place: dict[str, Any] = {"raw_offset": raw_offset, "raw_bytes": data.nbytes, "crc32": data.crc32}
     bits: dict[str, Any] = {"is_conj": view.is_conj, "is_neg": view.is_neg}
     return ParsedItem(
@@ -230,7 +232,7 @@ def records_of(data: bytes) -> dict[str, tuple[memoryview, int]]:
     return {name: (item.get(at, record.nbytes), record.crc32) for name, record, at in found}
 
 
-def _check_view(view: TensorView, nbytes: int) -> None:
+def check_bounds(view: TensorView, nbytes: int) -> None:
     """Check that a view stays inside its storage of ``nbytes`` bytes: the invariant of :class:`ParsedItem`."""
     slot_bytes = 1 if view.storage.dtype is None else view.storage.dtype.itemsize
     if view.storage.slots * slot_bytes != nbytes:
@@ -245,5 +247,3 @@ def _check_view(view: TensorView, nbytes: int) -> None:
     last = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
     if (last + 1) * view.dtype.itemsize > nbytes:
         corrupt("elements lie outside its storage")
-    if math.prod(view.shape) * view.dtype.itemsize > nbytes:
-        raise UnsupportedLeafError("a tensor item holds an expanded tensor, whose elements share their bytes")

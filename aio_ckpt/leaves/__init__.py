@@ -1,9 +1,10 @@
 """Store what stands in a state: objects, containers of any type, keys, tensors that consist of other tensors. Pure.
 
-In: one value of a state. Out: its bytes or parts, and a note of its type (``objects``; ``harmless``, also for random
-Generators, enums and paths; ``containers``, ``compound``, ``keys``).
+In: one value of a state. Out: its bytes or parts, and a note of its type (``objects``, ``containers``,
+``compound``, ``keys``).
 
-In: bytes or parts, and a note. Out: the value, made without running code unless its type is trusted. ``values`` are the
+In: bytes or parts, and a note. Out: the value, made without running code unless its type is trusted
+(``object_unpickler``; ``harmless``: paths, dates, random generators, enumerations). ``values`` are the
 leaves that have a meaning of their own, ``tensor_memory`` tells which tensors share memory. Imports ``format``,
 ``errors`` and ``_torch``.
 """

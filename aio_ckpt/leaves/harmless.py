@@ -1,8 +1,8 @@
-"""Types beside torch's own whose values come back without running code: one row a type, with encoder and decoder.
+"""Types beside torch's own whose values are read without running code: constructors that check their arguments.
 
-A value of such a type is stored as a dict ``{"__aio_ckpt__": kind}`` with the fields of its kind. A decoder gets fields
-that anybody may have written. It calls only the constructor of its own row. It checks the types of the arguments,
-unless the constructor does. It raises ValueError, TypeError or KeyError for wrong fields.
+A pickle that anybody may have written calls them. They raise ValueError, TypeError or KeyError for wrong arguments.
+
+Sources: ``__reduce_ex__(2)`` of the types in Python 3.11 to 3.14, numpy 1.26 to 2.4 and torch 2.7 to 2.15.
 """
 
 from __future__ import annotations
@@ -13,59 +13,31 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import io
 import math
 import pathlib
 import random
+import re
 import sys
 import types
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-TAG = "__aio_ckpt__"
-"""Key that marks a dict as the stored form of another value; the kind is its value."""
+from aio_ckpt.format.safe_pickle import Allowed, RefusedError, check_key, make_set
 
-INT_BITS = 2000
-"""Bits of the largest plain int. Above 255 bytes an int pickles as LONG4, an opcode that ``weights_only`` lacks."""
-
-Recurse: TypeAlias = Callable[[Any], Any]
-Fields: TypeAlias = "dict[str, Any]"
 _T = TypeVar("_T")
-
-
-class NotEncodableError(Exception):
-    """A value of a harmless type that has no harmless encoding. Its text says why."""
+_GENERATOR_BYTES = 4096
+"""Bytes of a random generator."""
 
 
 class ClassNotImportedError(Exception):
     """A stored value names a class that this process has not imported. Its text is the class."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HarmlessType:
-    """Row of the table of harmless types: how their values are stored and read."""
-
-    kind: str
-    """Value of the key ``TAG``."""
-    types: tuple[type, ...]
-    """Exact types of the values. Empty if :func:`harmless_type` finds them by other means."""
-    encode: Callable[[Any, Recurse], Fields]
-    """Returns the fields of a value. Its parts go through the second argument."""
-    decode: Callable[[Fields, Recurse], Any]
-    """Returns the value; if ``fill`` is given, the empty value."""
-    fill: Callable[[Any, Fields, Recurse], None] | None = None
-    """Puts the parts into the empty value, which may be among its own parts. None: ``decode`` makes it whole."""
-
-
-def is_short(value: int) -> bool:
-    """Return whether ``weights_only`` reads this int."""
-    return value.bit_length() <= INT_BITS
 
 
 def _typed(value: Any, kind: type[_T]) -> _T:
@@ -77,57 +49,75 @@ def _typed(value: Any, kind: type[_T]) -> _T:
 
 # -- numpy and streams ------------------------------------------------------------------------------
 
-
-def _byte_tensor(data: memoryview | bytes) -> torch.Tensor:
-    return torch.from_numpy(np.array(memoryview(data), dtype=np.uint8))
-
-
-def _stored_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the bytes of a tensor of :func:`_byte_tensor`. An expanded tensor has more bytes than are stored."""
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(f"bytes stored as {tensor.dtype} of shape {tuple(tensor.shape)}")
-    return tensor.numpy()
+_DTYPE = re.compile(r"[biufcSUVMm][0-9]{1,9}")
+_ALIGNED_FLAG = 0x80
+"""Flag of a structured dtype whose fields are aligned as in C."""
 
 
-def _describe(dtype: np.dtype[Any]) -> object:
-    """Return the dtype as numpy's own file format spells it: a str, or a list of fields."""
-    if not dtype.hasobject:
-        descr = np.lib.format.dtype_to_descr(dtype)
-        if np.lib.format.descr_to_dtype(descr) == dtype:
-            return descr
-    raise NotEncodableError(f"numpy dtype {dtype!r} could be read back only by running code; convert it")
+def _dtype(value: Any) -> np.dtype[Any]:
+    if not isinstance(value, np.dtype):
+        raise TypeError(f"a {type(value).__name__} where a dtype is stored")
+    return value
 
 
-def _encode_array(value: np.ndarray[Any, Any], _: Recurse) -> Fields:
-    return {"dtype": _describe(value.dtype), "shape": tuple(value.shape), "data": _byte_tensor(value.tobytes())}
+def _make_dtype(text: str, _align: object = False, _copy: object = True) -> np.dtype[Any]:
+    """Return a dtype of its own, which takes a state."""
+    if _DTYPE.fullmatch(_typed(text, str)) is None:
+        raise RefusedError(f"numpy.dtype {text[:40]!r}")
+    made: np.dtype[Any] = np.dtype(text, False, True)
+    return made
 
 
-def _encode_scalar(value: Any, _: Recurse) -> Fields:
-    array = np.array(value)
-    if array.dtype.kind in "US" and array[()] != value:
-        raise NotEncodableError("a numpy text that ends in NUL, which numpy drops")
-    return {"dtype": _describe(array.dtype), "data": _byte_tensor(array.tobytes())}
+def _fill_dtype(value: Any, state: Any) -> None:
+    """Give a dtype the state of the dtype that ``state`` describes. numpy checks the description, and never a state."""
+    _, order, subarray, names, fields, nbytes, _, flags, *metadata = _typed(state, tuple)
+    if subarray is not None:
+        described = np.dtype((_dtype(subarray[0]), subarray[1]))
+    elif names is not None:
+        parts = [fields[_typed(name, str)] for name in names]
+        formats, offsets = [_dtype(part[0]) for part in parts], [_typed(part[1], int) for part in parts]
+        spec = {"names": [*names], "formats": formats, "offsets": offsets, "itemsize": nbytes}
+        described = np.dtype(spec, align=bool(flags & _ALIGNED_FLAG))  # type: ignore[call-overload]
+    elif metadata and metadata[0] is not None:
+        unit, count, *_ = metadata[0][1]
+        described = np.dtype(f"{value.kind}8[{_typed(count, int)}{unit.decode()}]").newbyteorder(order)
+    else:
+        described = value.newbyteorder(order)
+    if described.itemsize != value.itemsize or described.hasobject:
+        raise ValueError(f"the state of {described} for {value}")
+    value.__setstate__(described.__reduce__()[2])
 
 
-def _decode_array(fields: Fields) -> np.ndarray[Any, Any]:
-    """Return the stored array. Its length is checked first, as numpy takes a forged negative dimension."""
-    dtype = np.lib.format.descr_to_dtype(fields["dtype"])
-    shape = fields.get("shape", ())
-    raw = _stored_bytes(fields["data"])
-    if dtype.hasobject or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != raw.nbytes:
-        raise ValueError(f"shape {shape} of {dtype} over {raw.nbytes} bytes")
-    return np.ndarray(shape, dtype=dtype, buffer=raw)
+def _check_raw(shape: Any, dtype: Any, raw: Any) -> None:
+    """Compare the length of an array's bytes with its shape, as numpy takes a forged negative dimension."""
+    if not isinstance(dtype, np.dtype) or type(raw) is not bytes:
+        raise RefusedError("a numpy array of objects")
+    if not all(type(size) is int and size >= 0 for size in _typed(shape, tuple)) or dtype.subdtype is not None:
+        raise ValueError(f"a numpy array of {dtype} whose shape is none")
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(raw):
+        raise ValueError(f"a numpy array of shape {shape} and {dtype} over {len(raw)} bytes")
 
 
-def _decode_dtype(fields: Fields) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(fields["dtype"])
-    return dtype
+def _make_array(kind: object, *_: object) -> np.ndarray[Any, Any]:
+    if kind is not np.ndarray:
+        raise RefusedError("a subclass of numpy.ndarray")
+    return np.empty(0)
 
 
-def _decode_bytes_io(fields: Fields, _: Recurse) -> io.BytesIO:
-    stream = io.BytesIO(_stored_bytes(fields["data"]).tobytes())
-    stream.seek(fields["position"])
-    return stream
+def _fill_array(value: Any, state: Any) -> None:
+    version, shape, dtype, is_fortran, raw = _typed(state, tuple)
+    _check_raw(shape, dtype, raw)
+    value.__setstate__((_typed(version, int), shape, np.dtype(dtype, copy=True), bool(is_fortran), raw))
+
+
+def _make_scalar(dtype: Any, raw: Any) -> object:
+    _check_raw((), dtype, raw)
+    return np.ndarray((), dtype=np.dtype(dtype, copy=True), buffer=raw).copy()[()]
+
+
+def _fill_stream(value: Any, state: Any) -> None:
+    content, position, _ = _typed(state, tuple)
+    value.__setstate__((_typed(content, bytes), _typed(position, int), None))
 
 
 # -- random generators ------------------------------------------------------------------------------
@@ -140,72 +130,68 @@ _POSITIONS: dict[str, tuple[str | None, str, int]] = {
     "Philox": (None, "buffer_pos", 4),
 }
 """Field that indexes a buffer of the generator, unchecked by numpy: its dict, its name, and its largest value."""
-_MAX_POOL = 1 << 10
-"""Most words of a seed's pool. numpy's own size is 4."""
 
 
-def _encode_bit_generator(value: Any, recurse: Recurse) -> Fields:
-    kind = type(value).__name__
-    if _BIT_GENERATORS.get(kind) is not type(value):
-        raise NotEncodableError(f"a bit generator {kind}")
-    seed = getattr(value, "seed_seq", None)
-    fields: Fields = {"generator": kind, "state": recurse(value.state)}
-    if type(seed) is np.random.SeedSequence:  # spawn() continues from it.
-        words = ("entropy", "spawn_key", "pool_size", "n_children_spawned")
-        fields["seed"] = recurse({word: getattr(seed, word) for word in words})
+def _make_bit_generator(kind: Any) -> Any:
+    made = _BIT_GENERATORS[kind if type(kind) is str else kind.__name__]
+    if kind not in (made, made.__name__):
+        raise TypeError(f"{kind} is no bit generator")
+    return made(0)
+
+
+def _checked_state(generator: object, state: Any) -> dict[str, Any]:
+    """Return the state of a bit generator, whose position is checked to lie inside its buffer."""
+    fields: dict[str, Any] = _typed(state, dict)
+    kind = _typed(fields["bit_generator"], str)
+    if kind != type(generator).__name__:
+        raise ValueError(f"the state of {kind} for {type(generator).__name__}")
+    if kind in _POSITIONS:
+        held, name, largest = _POSITIONS[kind]
+        position = _typed((fields if held is None else fields[held])[name], int)
+        if not 0 <= position <= largest:
+            raise ValueError(f"the position {position} of {kind}, at most {largest}")
     return fields
 
 
-def _decode_bit_generator(fields: Fields, recurse: Recurse) -> Any:
-    seed = recurse(fields["seed"]) if "seed" in fields else None
-    if seed is not None:
-        if not 0 <= _typed(seed["pool_size"], int) <= _MAX_POOL:
-            raise ValueError(f"a seed with a pool of {seed['pool_size']} words")
-        words: Any = {word: seed[word] for word in ("entropy", "spawn_key", "pool_size")}
-        seed = np.random.SeedSequence(**words, n_children_spawned=_typed(seed["n_children_spawned"], int))
-    generator = _BIT_GENERATORS[fields["generator"]](0 if seed is None else seed)
-    generator.state = _checked_state(fields["generator"], recurse(fields["state"]))
-    return generator
+def _fill_bit_generator(value: Any, state: Any) -> None:
+    if type(state) is dict:  # numpy 1
+        value.state = _checked_state(value, state)
+        return
+    fields, seed = _typed(state, tuple)
+    value.__setstate__((_checked_state(value, fields), None if seed is None else _typed(seed, np.random.SeedSequence)))
 
 
-def _checked_state(generator: str, state: Any) -> Any:
-    """Return the state of a bit generator, whose position is checked to lie inside its buffer."""
-    if generator in _POSITIONS:
-        held, name, largest = _POSITIONS[generator]
-        position = _typed((state if held is None else state[held])[name], int)
-        if not 0 <= position <= largest:
-            raise ValueError(f"the position {position} of {generator}, at most {largest}")
-    return state
+def _fill_seed(value: Any, state: Any) -> None:
+    """Give a SeedSequence its state: spawn() continues from it."""
+    entropy, spawned, pool, pool_words, key = _typed(state, tuple)
+    if type(entropy) not in (int, list, types.NoneType) or not all(type(word) is int for word in _typed(key, tuple)):
+        raise TypeError("a seed of other values than numbers")
+    if _typed(pool, np.ndarray).dtype != np.uint32 or pool.shape != (_typed(pool_words, int),):
+        raise ValueError(f"a seed of {pool_words} words with a pool of shape {pool.shape}")
+    value.__setstate_cython__((entropy, _typed(spawned, int), pool, pool_words, key))
 
 
-def _encode_random_state(value: np.random.RandomState, recurse: Recurse) -> Fields:
-    state: Any = value.get_state(legacy=False)
-    if state["bit_generator"] not in _BIT_GENERATORS:
-        raise NotEncodableError(f"a RandomState over {state['bit_generator']}")
-    return {"state": recurse(state)}
+def _bit_generator(value: Any) -> Any:
+    if type(value) is str:  # numpy 1
+        return _make_bit_generator(value)
+    if type(value) not in _BIT_GENERATORS.values():
+        raise TypeError(f"a {type(value).__name__} where a bit generator is stored")
+    return value
 
 
-def _decode_random_state(fields: Fields, recurse: Recurse) -> np.random.RandomState:
-    state = _typed(recurse(fields["state"]), dict)
-    made = np.random.RandomState(_BIT_GENERATORS[state["bit_generator"]](0))
-    made.set_state(_checked_state(state["bit_generator"], state))
-    return made
+def _fill_generator(value: np.random.Generator, state: Any) -> None:
+    if state is not None:  # numpy 1
+        value.bit_generator.state = _checked_state(value.bit_generator, state)
 
 
-def _decode_random(fields: Fields, recurse: Recurse) -> random.Random:
-    made = random.Random(0)
-    made.setstate(_typed(recurse(fields["state"]), tuple))
-    return made
+def _fill_random_state(value: Any, state: Any) -> None:
+    value.set_state(_checked_state(value._bit_generator, state))
 
 
-def _encode_torch_generator(value: torch.Generator, _: Recurse) -> Fields:
-    if value.device.type != "cpu":
-        raise NotEncodableError(f"a torch.Generator of {value.device}; give its get_state()")
-    return {"state": value.get_state()}
-
-
-def _decode_torch_generator(fields: Fields, _: Recurse) -> torch.Generator:
-    return torch.Generator().set_state(_typed(fields["state"], torch.Tensor))
+def _make_torch_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cpu":
+        raise RefusedError(f"a torch.Generator of {device}")
+    return torch.Generator()
 
 
 # -- the standard library ---------------------------------------------------------------------------
@@ -218,140 +204,92 @@ FACTORIES: dict[str, Any] = {
     )
 }
 """Types that are stored by name, and may be the factory of a defaultdict."""
-_TYPES: dict[str, Any] = FACTORIES | {
-    f"numpy.{kind.__name__}": kind for kind in np.sctypeDict.values() if kind is not np.object_
-}
-_TYPE_NAMES = {kind: name for name, kind in _TYPES.items()}
 
 
-def _encode_type(value: type, _: Recurse) -> Fields:
-    if value not in _TYPE_NAMES:
-        raise NotEncodableError(f"the class {value.__module__}.{value.__qualname__}")
-    return {"name": _TYPE_NAMES[value]}
+def _bytes_of(text: str, codec: str) -> bytes:
+    """Return the bytes that protocol 2 stores as a text."""
+    if _typed(codec, str) not in ("latin1", "latin-1", "utf-8"):
+        raise RefusedError(f"_codecs.encode with {codec[:40]!r}")
+    return _typed(text, str).encode(codec)
 
 
-def _encode_default_dict(value: Any, recurse: Recurse) -> Fields:
-    factory = value.default_factory
-    if factory is not None and _TYPE_NAMES.get(factory) not in FACTORIES:
-        raise NotEncodableError("a defaultdict whose factory is no builtin type")
-    name = None if factory is None else _TYPE_NAMES[factory]
-    return {"factory": name, "pairs": [(recurse(key), recurse(item)) for key, item in list(value.items())]}
+def _make_bytearray(content: Any = b"", codec: str = "latin1") -> bytearray:
+    return bytearray(_bytes_of(content, codec) if type(content) is str else _typed(content, bytes))
 
 
-def _decode_default_dict(fields: Fields, _: Recurse) -> Any:
-    name = fields["factory"]
-    return collections.defaultdict(None if name is None else FACTORIES[name])
+def _make_counter(counts: Any = None) -> Any:
+    return collections.Counter() if counts is None else collections.Counter(_typed(counts, dict))
 
 
-def _fill_pairs(made: Any, fields: Fields, recurse: Recurse) -> None:
-    for key, item in fields["pairs"]:
-        made[recurse(key)] = recurse(item)
+def _make_default_dict(factory: Any = None) -> Any:
+    if factory is not None and factory not in FACTORIES.values():
+        raise RefusedError("a defaultdict whose factory is no builtin type")
+    return collections.defaultdict(factory)
 
 
-def _encode_attributes(value: Any, recurse: Recurse) -> Fields:
-    return {"pairs": [(key, recurse(item)) for key, item in list(vars(value).items())]}
+def _make_deque(items: Any = (), maxlen: Any = None) -> Any:
+    return collections.deque([] if items == () else _typed(items, list), maxlen)
 
 
-def _fill_attributes(made: Any, fields: Fields, recurse: Recurse) -> None:
-    for key, item in fields["pairs"]:
-        vars(made)[_typed(key, str)] = recurse(item)
+def _make_slice(*parts: Any) -> slice:
+    """Return the slice. Its parts are plain: the hash of a tuple in it would be checked by nobody."""
+    if not all(type(part) in (types.NoneType, bool, int, float, str) for part in parts):
+        raise RefusedError("a slice of other values than numbers and texts")
+    return slice(*parts)
 
 
-_PATHS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
-}
+def _fill_attributes(value: Any, state: Any) -> None:
+    vars(value).update({_typed(name, str): item for name, item in _typed(state, dict).items()})
 
 
-def _decode_path(fields: Fields, _: Recurse) -> pathlib.PurePath:
+_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
+
+
+def _make_path(kind: type[pathlib.PurePath], *parts: Any) -> pathlib.PurePath:
     """Return the stored path. A path of another system comes back pure, without the methods that access a disk."""
-    kind = _typed(fields["type"], str)
-    if kind != type(pathlib.Path()).__name__ and not kind.startswith("Pure"):
-        kind = f"Pure{kind}"
-    path: pathlib.PurePath = _PATHS[kind](_typed(fields["path"], str))
-    return path
+    if issubclass(kind, pathlib.Path) and kind is not type(pathlib.Path()):
+        kind = pathlib.PurePosixPath if issubclass(kind, pathlib.PurePosixPath) else pathlib.PureWindowsPath
+    return kind(*(_typed(part, str) for part in parts))
 
 
-def _encode_datetime(value: datetime.datetime, recurse: Recurse) -> Fields:
-    return {"text": value.replace(tzinfo=None).isoformat(), "fold": value.fold, "zone": recurse(value.tzinfo)}
+def _make_dated(kind: Any, state: Any, *zone: Any) -> Any:
+    """Return a date, datetime or time. Its constructor takes any bytes; ``replace`` checks them."""
+    return kind(_typed(state, bytes), *(_typed(part, datetime.timezone) for part in zone if part is not None)).replace()
 
 
-def _decode_datetime(fields: Fields, recurse: Recurse) -> datetime.datetime:
-    made = datetime.datetime.fromisoformat(_typed(fields["text"], str))
-    return made.replace(tzinfo=recurse(fields["zone"]), fold=fields["fold"])
-
-
-def _encode_time(value: datetime.time, recurse: Recurse) -> Fields:
-    return {"text": value.replace(tzinfo=None).isoformat(), "fold": value.fold, "zone": recurse(value.tzinfo)}
-
-
-def _decode_time(fields: Fields, recurse: Recurse) -> datetime.time:
-    made = datetime.time.fromisoformat(_typed(fields["text"], str))
-    return made.replace(tzinfo=recurse(fields["zone"]), fold=fields["fold"])
-
-
-def _encode_timezone(value: datetime.timezone, recurse: Recurse) -> Fields:
-    made: Any = value.__reduce__()
-    offset, *name = made[1]
-    return {"offset": recurse(offset), "name": name[0] if name else None}
-
-
-def _decode_timezone(fields: Fields, recurse: Recurse) -> datetime.timezone:
-    offset, name = _typed(recurse(fields["offset"]), datetime.timedelta), fields["name"]
-    if name is None:
-        return datetime.timezone(offset) if offset else datetime.UTC
-    return datetime.timezone(offset, _typed(name, str))
-
-
-def _decode_timedelta(fields: Fields, _: Recurse) -> datetime.timedelta:
-    return datetime.timedelta(*(_typed(fields[word], int) for word in ("days", "seconds", "microseconds")))
-
-
-def _decode_deque(fields: Fields, _: Recurse) -> Any:
-    maxlen = fields["maxlen"]
-    return collections.deque(maxlen=None if maxlen is None else _typed(maxlen, int))
+def _make_timezone(offset: Any, *name: Any) -> datetime.timezone:
+    return datetime.timezone(_typed(offset, datetime.timedelta), *(_typed(part, str) for part in name))
 
 
 _MAX_FRACTION_BITS = 1 << 16
 """Most bits of a numerator or denominator. A common divisor of larger numbers takes long."""
 
 
-def _encode_fraction(value: fractions.Fraction, recurse: Recurse) -> Fields:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_FRACTION_BITS:
-        raise NotEncodableError(f"a Fraction of more than {_MAX_FRACTION_BITS} bits")
-    return {"numerator": recurse(value.numerator), "denominator": recurse(value.denominator)}
-
-
-def _decode_fraction(fields: Fields, recurse: Recurse) -> fractions.Fraction:
-    numbers = [_typed(recurse(fields[word]), int) for word in ("numerator", "denominator")]
-    if max(number.bit_length() for number in numbers) > _MAX_FRACTION_BITS:
-        raise ValueError("too large a Fraction")
+def _make_fraction(*numbers: Any) -> fractions.Fraction:
+    if max(_typed(number, int).bit_length() for number in numbers) > _MAX_FRACTION_BITS:
+        raise RefusedError(f"a Fraction of more than {_MAX_FRACTION_BITS} bits")
     return fractions.Fraction(*numbers)
 
 
-def _parts(names: str) -> Callable[[Any, Recurse], Fields]:
-    """Return the encoder of a value by its attributes of these names."""
-    words = names.split()
-    return lambda value, recurse: {word: recurse(getattr(value, word)) for word in words}
+def _fill_uuid(value: uuid.UUID, state: Any) -> None:
+    if not 0 <= _typed(_typed(state, dict)["int"], int) < 1 << 128 or not state.keys() <= {"int", "is_safe"}:
+        raise ValueError("no state of a UUID")
+    value.__setstate__(state)  # type: ignore[attr-defined]
 
 
-# -- torch ------------------------------------------------------------------------------------------
+def _of(kinds: type | tuple[type, ...], made: Callable[..., object]) -> Callable[..., object]:
+    """Return ``made``, which gets arguments of these types only."""
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
 
-_CONSTANTS: dict[str, Any] = {
-    name: value
-    for name, value in vars(torch).items()
-    if isinstance(value, (torch.layout, torch.qscheme, torch.memory_format))
-}
+    def make(*arguments: Any) -> object:
+        if not all(type(argument) in allowed for argument in arguments):
+            raise TypeError(f"arguments of {[type(argument).__name__ for argument in arguments]}")
+        return made(*arguments)
 
-
-def _encode_constant(value: Any, _: Recurse) -> Fields:
-    name = str(value).removeprefix("torch.")
-    if _CONSTANTS.get(name) is not value:
-        raise NotEncodableError(f"the torch constant {value}")
-    return {"name": name}
+    return make
 
 
-# -- enumerations -----------------------------------------------------------------------------------
+# -- classes of other modules -----------------------------------------------------------------------
 
 
 def _namespace(owner: object) -> Mapping[str, object]:
@@ -377,26 +315,29 @@ def find_class(module: object, qualname: object) -> type:
     return found
 
 
-def _encode_enum(value: enum.Enum, recurse: Recurse) -> Fields:
-    kind = type(value)
-    names = {"module": kind.__module__, "class": kind.__qualname__}
-    if kind._member_map_.get(value.name) is value:  # The name of a sum of flags may be None.
-        return names | {"name": value.name}
+def is_enum(kind: type) -> bool:
+    """Return whether the class is an enumeration."""
+    return isinstance(kind, enum.EnumMeta) and issubclass(kind, enum.Enum)
+
+
+def enum_member(kind: Any, value: Any) -> enum.Enum:
+    """Return the member with this value, or a sum of flags. No code of the class runs."""
+    check_key(value)
+    try:
+        member = type.__getattribute__(kind, "_value2member_map_").get(value)
+    except TypeError:
+        raise RefusedError(f"{kind.__qualname__}, whose values have no hash") from None
+    named = type.__getattribute__(kind, "_member_map_").values()
+    if member in named and type(object.__getattribute__(member, "_value_")) is type(value):
+        return member  # type: ignore[no-any-return]
+    if not issubclass(kind, enum.Flag) or type(value) is not int:
+        raise KeyError(f"no member of {kind.__qualname__}")
     if not _combines_plainly(kind):
-        raise NotEncodableError(f"a member without a name of {kind.__qualname__}")
-    return names | {"value": recurse(int(value.value))}
-
-
-def _decode_enum(fields: Fields, recurse: Recurse) -> enum.Enum:
-    kind = find_class(fields["module"], fields["class"])
-    if not isinstance(kind, enum.EnumMeta) or not issubclass(kind, enum.Enum):
-        raise TypeError(f"{kind.__qualname__} is no Enum")
-    if "value" in fields:
-        return _combined(kind, _typed(recurse(fields["value"]), int))
-    member = type.__getattribute__(kind, "_member_map_")[_typed(fields["name"], str)]
-    if not isinstance(member, enum.Enum):
-        raise TypeError("no member of an Enum")
-    return member
+        raise RefusedError(f"{kind.__qualname__}, whose sums its own code makes")
+    made = enum.Flag.__dict__["_missing_"].__func__(kind, value) if member is None else member
+    if not isinstance(made, kind):
+        raise TypeError(f"no value of the Flag {kind.__qualname__}")
+    return made  # type: ignore[no-any-return]
 
 
 _RUN_BY_SUMS = frozenset(
@@ -410,23 +351,12 @@ _ITER_MEMBER = tuple(enum.Flag.__dict__[f"_iter_member_by_{order}_"].__func__ fo
 
 def _combines_plainly(kind: type) -> bool:
     """Return whether a sum of flags of this class is made by code of the standard library alone."""
-    if type(kind) is not enum.EnumMeta or not issubclass(kind, enum.Flag):
+    if type(kind) is not enum.EnumMeta:
         return False
     own = (_namespace(base) for base in kind.__mro__ if base.__module__ not in ("enum", "builtins"))
     methods = [methods[name] for methods in own for name in _RUN_BY_SUMS & methods.keys()]
     has_plain_members = _attribute(kind, "_member_type_") in (object, int)
     return has_plain_members and all(getattr(method, "__func__", None) in _ITER_MEMBER for method in methods)
-
-
-def _combined(kind: Any, value: int) -> enum.Enum:
-    """Return the sum of flags with this value."""
-    if not _combines_plainly(kind):
-        raise TypeError(f"{kind.__qualname__} is no plain Flag")
-    found = kind._value2member_map_.get(value)
-    made = enum.Flag.__dict__["_missing_"].__func__(kind, value) if found is None else found
-    if not isinstance(made, kind):
-        raise TypeError(f"no value of the Flag {kind.__qualname__}")
-    return made  # type: ignore[no-any-return]
 
 
 def is_named_tuple(kind: type) -> bool:
@@ -440,99 +370,98 @@ def _attribute(kind: type, name: str) -> object:
     return next((_namespace(base)[name] for base in kind.__mro__ if name in _namespace(base)), None)
 
 
-def _encode_named_tuple(value: Any, recurse: Recurse) -> Fields:
-    kind = type(value)
-    return {"module": kind.__module__, "class": kind.__qualname__, "parts": [recurse(item) for item in value]}
-
-
-def _decode_named_tuple(fields: Fields, recurse: Recurse) -> Any:
-    """Return the stored namedtuple, made without a ``__new__`` of its class."""
-    kind: Any = find_class(fields["module"], fields["class"])
-    parts = list(map(recurse, fields["parts"]))
-    if not is_named_tuple(kind) or len(parts) != len(kind._fields):
-        raise TypeError(f"{kind.__qualname__} is no namedtuple of {len(parts)} items")
+def named_tuple(kind: Any, *parts: object) -> Any:
+    """Return a namedtuple, made without a ``__new__`` of its class."""
+    if len(parts) != len(kind._fields):
+        raise TypeError(f"{len(parts)} items for a {kind.__qualname__}")
     return tuple.__new__(kind, parts)
 
 
-# -- the table --------------------------------------------------------------------------------------
+# -- the tables -------------------------------------------------------------------------------------
+
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
-def _row(kind: str, types_of: Any, encode: Any, decode: Any, fill: Any = None) -> HarmlessType:
-    made = types_of if isinstance(types_of, tuple) else (types_of,)
-    return HarmlessType(kind=kind, types=made, encode=encode, decode=decode, fill=fill)
+def _layout(text: Any) -> torch.layout:
+    return _LAYOUTS[_typed(text, str)]
 
 
-_ROWS = (
-    _row("int", int, lambda value, _: {"hex": hex(value)}, lambda fields, _: int(_typed(fields["hex"], str), 16)),
-    _row("bytes", bytes, lambda *_: {}, lambda *_: b""),
-    _row("frozenset", frozenset, lambda value, recurse: {"items": [recurse(item) for item in value]},
-         lambda fields, recurse: frozenset(map(recurse, fields["items"]))),
-    _row("set", set, lambda value, recurse: {"items": [recurse(item) for item in value]},
-         lambda *_: set(), lambda made, fields, recurse: made.update(map(recurse, fields["items"]))),
-    _row("BytesIO", io.BytesIO, lambda value, _: {"data": _byte_tensor(value.getbuffer()), "position": value.tell()},
-         _decode_bytes_io),
-    _row("ndarray", np.ndarray, _encode_array, lambda fields, _: _decode_array(fields)),
-    _row("scalar", (), _encode_scalar, lambda fields, _: _decode_array(fields)[()]),
-    _row("numpy.dtype", (), lambda value, _: {"dtype": _describe(value)}, lambda fields, _: _decode_dtype(fields)),
-    _row("numpy.random", tuple(_BIT_GENERATORS.values()), _encode_bit_generator, _decode_bit_generator),
-    _row("numpy.Generator", np.random.Generator,
-         lambda value, recurse: {"bits": recurse(value.bit_generator)},
-         lambda fields, recurse: np.random.Generator(_bit_generator(recurse(fields["bits"])))),
-    _row("numpy.RandomState", np.random.RandomState, _encode_random_state, _decode_random_state),
-    _row("random.Random", random.Random, lambda value, recurse: {"state": recurse(value.getstate())}, _decode_random),
-    _row("torch.Generator", torch.Generator, _encode_torch_generator, _decode_torch_generator),
-    _row("torch", (torch.layout, torch.qscheme, torch.memory_format), _encode_constant,
-         lambda fields, _: _CONSTANTS[fields["name"]]),
-    _row("TorchVersion", TorchVersion, lambda value, _: {"text": str(value)},
-         lambda fields, _: TorchVersion(_typed(fields["text"], str))),
-    _row("Namespace", argparse.Namespace, _encode_attributes, lambda *_: argparse.Namespace(), _fill_attributes),
-    _row("SimpleNamespace", types.SimpleNamespace, _encode_attributes, lambda *_: types.SimpleNamespace(),
-         _fill_attributes),
-    _row("deque", collections.deque,
-         lambda value, recurse: {"maxlen": value.maxlen, "items": [recurse(item) for item in value]},
-         _decode_deque, lambda made, fields, recurse: made.extend(map(recurse, fields["items"]))),
-    _row("defaultdict", collections.defaultdict, _encode_default_dict, _decode_default_dict, _fill_pairs),
-    _row("range", range, _parts("start stop step"), lambda fields, recurse:
-         range(*(_typed(recurse(fields[word]), int) for word in ("start", "stop", "step")))),
-    _row("slice", slice, _parts("start stop step"), lambda fields, recurse:
-         slice(*(recurse(fields[word]) for word in ("start", "stop", "step")))),
-    _row("Ellipsis", type(...), lambda *_: {}, lambda *_: ...),
-    _row("type", type, _encode_type, lambda fields, _: _TYPES[fields["name"]]),
-    _row("Path", tuple(_PATHS.values()), lambda value, _: {"type": type(value).__name__, "path": str(value)},
-         _decode_path),
-    _row("date", datetime.date, lambda value, _: {"text": value.isoformat()},
-         lambda fields, _: datetime.date.fromisoformat(_typed(fields["text"], str))),
-    _row("datetime", datetime.datetime, _encode_datetime, _decode_datetime),
-    _row("time", datetime.time, _encode_time, _decode_time),
-    _row("timedelta", datetime.timedelta, _parts("days seconds microseconds"), _decode_timedelta),
-    _row("timezone", datetime.timezone, _encode_timezone, _decode_timezone),
-    _row("Decimal", decimal.Decimal, lambda value, _: {"text": str(value)},
-         lambda fields, _: decimal.Decimal(_typed(fields["text"], str))),
-    _row("Fraction", fractions.Fraction, _encode_fraction, _decode_fraction),
-    _row("UUID", uuid.UUID, lambda value, _: {"hex": value.hex},
-         lambda fields, _: uuid.UUID(_typed(fields["hex"], str))),
-    _row("Enum", (), _encode_enum, _decode_enum),
-    _row("namedtuple", (), _encode_named_tuple, _decode_named_tuple),
-)  # fmt: skip
+_NUMPY_TYPES = {kind.__name__: kind for kind in np.sctypeDict.values() if kind is not np.object_}
 
+HARMLESS: dict[str, Allowed] = {
+    **{name: Allowed(kind) for name, kind in FACTORIES.items()},
+    **{f"torch.{name}": Allowed(value) for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{str(value): Allowed(value) for value in vars(torch).values() if isinstance(value, torch.qscheme)},
+    **{f"numpy.{name}": Allowed(kind) for name, kind in (_NUMPY_TYPES | {"bool_": np.bool_, "bool": np.bool_}).items()},
+    "builtins.Ellipsis": Allowed(...),
+    "builtins.bytes": Allowed(bytes, _of((), bytes)),
+    "builtins.bytearray": Allowed(bytearray, _make_bytearray),
+    "builtins.complex": Allowed(complex, _of(float, complex)),
+    "builtins.set": Allowed(set, functools.partial(make_set, set)),
+    "builtins.frozenset": Allowed(frozenset, functools.partial(make_set, frozenset)),
+    "builtins.range": Allowed(range, _of(int, range)),
+    "builtins.slice": Allowed(slice, _make_slice),
+    "_codecs.encode": Allowed(_bytes_of, _bytes_of),
+    "collections.OrderedDict": Allowed(collections.OrderedDict, _of((), collections.OrderedDict)),
+    "collections.Counter": Allowed(collections.Counter, _make_counter),
+    "collections.defaultdict": Allowed(collections.defaultdict, _make_default_dict),
+    "collections.deque": Allowed(collections.deque, _make_deque, nbytes=512),
+    "argparse.Namespace": Allowed(argparse.Namespace, _of((), argparse.Namespace)),
+    "types.SimpleNamespace": Allowed(types.SimpleNamespace, _of((), types.SimpleNamespace)),
+    "_io.BytesIO": Allowed(io.BytesIO, _of((), io.BytesIO)),
+    **{
+        f"{module}.{kind.__name__}": Allowed(kind, functools.partial(_make_path, kind))
+        for module in ("pathlib", "pathlib._local")  # of Python 3.13
+        for kind in _PATHS
+    },
+    **{
+        f"datetime.{kind.__name__}": Allowed(kind, functools.partial(_make_dated, kind))
+        for kind in (datetime.date, datetime.datetime, datetime.time)
+    },
+    "datetime.timedelta": Allowed(datetime.timedelta, _of(int, datetime.timedelta)),
+    "datetime.timezone": Allowed(datetime.timezone, _make_timezone),
+    "decimal.Decimal": Allowed(decimal.Decimal, _of(str, decimal.Decimal)),
+    "fractions.Fraction": Allowed(fractions.Fraction, _make_fraction),
+    "uuid.UUID": Allowed(uuid.UUID, lambda: uuid.UUID.__new__(uuid.UUID)),
+    "random.Random": Allowed(random.Random, lambda: random.Random(0), nbytes=_GENERATOR_BYTES),
+    "numpy.dtype": Allowed(np.dtype, _make_dtype),
+    "numpy.ndarray": Allowed(np.ndarray),
+    **{f"numpy.{core}.multiarray._reconstruct": Allowed(_make_array, _make_array) for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": Allowed(_make_scalar, _make_scalar) for core in ("core", "_core")},
+    **{f"{kind.__module__}.{name}": Allowed(kind) for name, kind in _BIT_GENERATORS.items()},
+    **{
+        f"numpy.random._pickle.__{name}_ctor": Allowed(make, make, nbytes=_GENERATOR_BYTES)
+        for name, make in {
+            "bit_generator": _make_bit_generator,
+            "generator": lambda bits, *_: np.random.Generator(_bit_generator(bits)),
+            "randomstate": lambda bits, *_: np.random.RandomState(_bit_generator(bits)),
+        }.items()
+    },
+    "numpy.random.bit_generator.SeedSequence": Allowed(np.random.SeedSequence),
+    "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": Allowed(
+        _fill_seed, lambda *_: np.random.SeedSequence.__new__(np.random.SeedSequence)
+    ),
+    "torch._C.Generator": Allowed(torch.Generator, _make_torch_generator, nbytes=_GENERATOR_BYTES),
+    "torch.Size": Allowed(torch.Size, _of(tuple, torch.Size)),
+    "torch.device": Allowed(torch.device, _of((str, int), torch.device)),
+    "torch.serialization._get_layout": Allowed(_layout, _layout),
+    "torch.torch_version.TorchVersion": Allowed(TorchVersion, _of(str, TorchVersion)),
+}
+"""By full name, the classes and functions that the pickles of harmless values name."""
 
-def _bit_generator(value: Any) -> Any:
-    if not isinstance(value, np.random.BitGenerator):
-        raise TypeError(f"a {type(value).__name__} where a bit generator is stored")
-    return value
-
-
-BY_KIND: dict[str, HarmlessType] = {row.kind: row for row in _ROWS}
-"""Rows by the value of the key ``TAG``."""
-_BY_TYPE: dict[type, HarmlessType] = {kind: row for row in _ROWS for kind in row.types}
-_BY_BASE = ((np.generic, BY_KIND["scalar"]), (np.dtype, BY_KIND["numpy.dtype"]), (enum.Enum, BY_KIND["Enum"]))
-
-
-def harmless_type(value: object) -> HarmlessType | None:
-    """Return the row of a value's type; None if there is none."""
-    row = _BY_TYPE.get(type(value))
-    if row is not None:
-        return row
-    if isinstance(value, tuple) and is_named_tuple(type(value)) and not hasattr(value, "__dict__"):
-        return BY_KIND["namedtuple"]
-    return next((row for base, row in _BY_BASE if isinstance(value, base)), None)
+FILLS: dict[type, Callable[[Any, Any], None]] = {
+    io.BytesIO: _fill_stream,
+    collections.OrderedDict: _fill_attributes,
+    argparse.Namespace: _fill_attributes,
+    types.SimpleNamespace: _fill_attributes,
+    uuid.UUID: _fill_uuid,
+    random.Random: lambda value, state: value.setstate(_typed(state, tuple)),
+    np.ndarray: _fill_array,
+    **{type(np.dtype(code)): _fill_dtype for code in (*np.typecodes["All"].replace("O", ""),)},
+    **dict.fromkeys(_BIT_GENERATORS.values(), _fill_bit_generator),
+    np.random.SeedSequence: _fill_seed,
+    np.random.Generator: _fill_generator,
+    np.random.RandomState: _fill_random_state,
+    torch.Generator: lambda value, state: value.set_state(_typed(state[2], torch.Tensor)),
+}
+"""By exact type, what gives a value the state of its pickle."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from aio_ckpt.errors import UnsupportedLeafError
-from aio_ckpt.leaves.harmless import harmless_type
 from aio_ckpt.leaves.objects import decode_object, encode_object
 
 Key: TypeAlias = "str | tuple[str, Any]"
@@ -18,7 +16,7 @@ HELD_KEYS = frozenset("ot")
 """Tags of keys that hold values of other types: objects and tuples."""
 
 _KEY_BITS = 2040
-"""Bits of the largest whole number that ``weights_only`` reads."""
+"""Bits of the largest whole number that a skeleton holds as a text."""
 _INT = {int}
 _MANY_DIGITS = 1 << 64
 """Smallest absolute value of an int that :func:`freeze_key` checks."""
@@ -38,8 +36,6 @@ def freeze_key(key: object, name: str) -> Key:
         return frozen
     if isinstance(key, torch.Tensor):
         raise UnsupportedLeafError(f"{name}: a tensor as a key, which has no name: give a str or a number")
-    if harmless_type(key) is not None:
-        return _object_key(key)
     return "o", (_text_of(key, name), encode_object(f"{name}: a key of type {type(key).__qualname__}", key))
 
 
@@ -66,11 +62,6 @@ def _simple_key(key: Any, name: str) -> Key | None:
         parts = [_simple_key(part, name) for part in key]
         return None if None in parts else ("t", tuple(parts))
     return None
-
-
-@functools.lru_cache(maxsize=4096, typed=True)
-def _object_key(key: Any) -> Key:
-    return "o", (str(key), encode_object("a key", key))
 
 
 def _text_of(key: object, name: str) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
+from aio_ckpt.format.safe_pickle import check_key
 from aio_ckpt.leaves.compound import CompoundTensor, plain_form, put_together, put_together_like
 from aio_ckpt.leaves.containers import Form, Opened, decode_metadata, open_container
 from aio_ckpt.leaves.keys import HELD_KEYS, Key, key_text, thaw_key
-from aio_ckpt.leaves.objects import check_key, from_tensor
+from aio_ckpt.leaves.objects import from_tensor
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.names import children_of, containers_of, find_named, is_selected
 from aio_ckpt.state.skeleton import KEYED, MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
@@ -241,6 +242,7 @@ class _Builder:
         try:
             thawed = thaw_key(key, trusted=self.trusted)
             check_key(thawed)
+            hash(thawed)
         except UnsafeObjectError as error:
             self.plain.append(f"the key {key_text(key)} ({error})")
             return key_text(key)

@@ -274,9 +274,9 @@ def test_damaged_and_foreign_files_are_refused(tmp_path, capsys):
         ("b.safetensors", "b.safetensors"),
         ("c.pt", "no torch.save file"),
         ("old.pt", "old.pt: has the format of torch before 1.6: load it by torch.load and save it"),
-        ("code.pt", "code.pt: only running code can read an object in it (WeightsUnpickler error: Unsupported global"),
+        ("code.pt", "code.pt: only running code can read an object in it (torch.nn.modules.linear.Linear)"),
         ("cut.pt", "cut.pt is damaged"),
-        ("zip.pt", "zip.pt: cannot be read: [enforce fail"),
+        ("zip.pt", "zip.pt: does not unpickle: its zip has no record data.pkl"),
     ):
         code, _, err = called(capsys, "import", tmp_path / name, tmp_path / "root")
         assert (code, text in err) == (1, True), err
@@ -294,6 +294,8 @@ NUMPY = {
     "empty": np.zeros((0, 3), np.float32),
     "rng": np.random.RandomState(3).get_state(),
     "nested": [{"a": (np.float32(1.5), [np.ones(2)])}],
+    "fields": np.zeros(2, "i4,f4"),
+    "day": np.datetime64("2026-01-01"),
     "kinds": [np.dtype("float32"), np.float64],
     "lr": 0.1,
 }
@@ -342,9 +344,7 @@ class Made:
     __hash__ = None
 
 
-@pytest.mark.parametrize(
-    "value", [Made(), np.array([1, None], dtype=object), np.zeros(2, "i4,f4"), np.datetime64("2026-01-01")]
-)
+@pytest.mark.parametrize("value", [Made(), np.array([1, None], dtype=object)])
 def test_what_only_code_can_read_needs_the_flag_that_the_error_names(tmp_path, capsys, value):
     torch.save({"w": torch.arange(5), "value": value}, tmp_path / "a.pt")
     for command, out in (("import", "root"), ("convert", "b.pt")):
@@ -380,7 +380,7 @@ def test_a_storage_that_is_not_as_long_as_its_record_is_refused(tmp_path, capsys
         for name, body in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n"), ("data/0", bytes(16))):
             archive.writestr(f"a/{name}", body)
     code, _, err = called(capsys, "import", tmp_path / "a.pt", tmp_path / "root")
-    assert (code, f"a.pt: a storage of {slots} elements of torch.FloatStorage over 16 stored bytes" in err) == (1, True)
+    assert (code, f"a.pt: a storage of {slots} elements of torch.float32 over 16 stored bytes" in err) == (1, True)
 
 
 def test_a_call_that_takes_memory_by_a_number_is_refused(tmp_path, capsys):
@@ -441,12 +441,12 @@ def test_what_each_rank_saved_under_names_of_its_own_is_in_the_export(tmp_path, 
 
 def test_an_object_that_needs_code_is_named_with_what_a_command_can_do(tmp_path, capsys):
     with SyncCheckpointEngine(tmp_path / "root") as engine:
-        engine.save({"m": {"w": torch.ones(2)}, "when": torch.Generator}, step=1).result()
+        engine.save({"m": {"w": torch.ones(2)}, "when": torch.nn.Linear}, step=1).result()
     code, _, err = called(capsys, "export", tmp_path / "root", tmp_path / "o.pt")
     assert (code, "step_000000001: only running code can read 'when': give --branch" in err) == (1, True), err
     assert "or --trusted if you trust whoever wrote the checkpoint" in err
     assert called(capsys, "export", tmp_path / "root", tmp_path / "all.pt", "--trusted")[0] == 0
-    assert torch.load(tmp_path / "all.pt", weights_only=False)["when"] is torch.Generator
+    assert torch.load(tmp_path / "all.pt", weights_only=False)["when"] is torch.nn.Linear
     assert called(capsys, "export", tmp_path / "root", tmp_path / "o.pt", "--branch", "m")[0] == 0
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
+import enum
 import io
 import re
 import tempfile
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -247,6 +251,36 @@ def test_stock_dcp_loads_objects_too(tmp_path):
     template = {"a": {"w": torch.zeros(2)}, "lr": 0.0, "l": [], "t": ""}
     dcp.load(template, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     assert same(template, {"a": {"w": torch.ones(2)}, "lr": 0.5, "l": [1, 2], "t": "x"})
+
+
+class Mode(enum.Enum):
+    TRAIN = "train"
+
+
+def test_stock_dcp_gives_the_very_objects(tmp_path):
+    generator = np.random.Generator(np.random.PCG64(3))
+    state = {
+        "when": datetime.datetime(2026, 11, 26, 1, 2, tzinfo=datetime.UTC),
+        "path": Path("/data"),
+        "frozen": frozenset({1, "a"}),
+        "texts": np.array(["ab", "c"]),
+        "large": 10**700,
+        "none": b"",
+        "mode": Mode.TRAIN,
+        "last": collections.deque([1, 2], maxlen=3),
+        "generator": generator.bit_generator.state["state"]["state"],
+        "mt": np.random.RandomState(3),
+        "fold": datetime.time(1, fold=1),
+    }
+    with SyncCheckpointEngine(tmp_path) as engine:
+        path = engine.save(state).result(60).path
+        found = [dict.fromkeys(state), engine.read()]
+    dcp.load(found[0], storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    for values in found:
+        assert values.pop("mt").random() == np.random.RandomState(3).random()
+        assert same(values, {name: value for name, value in state.items() if name != "mt"})
+        assert values["last"].maxlen == 3
+        assert values["fold"].fold == 1
 
 
 def test_a_host_image_larger_than_a_chunk_of_objects_comes_back(tmp_path):

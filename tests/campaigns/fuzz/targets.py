@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import io
+import random
 import tempfile
+import uuid
 import zipfile
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +28,7 @@ from aio_ckpt.format.root_manifest import add_checksum, decode_root
 from aio_ckpt.format.tensor_pickle import read_pickle
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.leaves.objects import decode_object, encode_object
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.dcp_paths import dcp_paths, unflatten_dcp
 from aio_ckpt.state.names import skeleton_names
 from aio_ckpt.state.skeleton import decode_skeleton
@@ -132,6 +137,9 @@ def _items(folder: Path) -> list[bytes]:
 
 def _objects(_: Path) -> list[bytes]:
     values = [1e-3, "text", [1, {"a": (None, True)}], b"", io.BytesIO(b"abc"), bytearray(b"x"), {1, 2}, 1 << 3000, 1j]
+    values += [datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC), Path("/x"), uuid.UUID(int=5), deque([1], maxlen=2)]
+    values += [np.array(["a"]), np.zeros(2, "i4,f4"), np.datetime64("2026"), np.random.default_rng(1), random.Random(1)]
+    values += [[torch.ones(2).conj(), torch.nn.Parameter(torch.ones(1))], torch.Generator(), LeafKind.ARRAY]
     return [encode_object("o", value) for value in values]
 
 

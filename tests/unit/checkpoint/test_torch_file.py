@@ -58,10 +58,11 @@ def test_a_compressed_file_is_refused_with_the_remedy(path: Path, tmp_path: Path
         check_torch_file(packed)
 
 
-def test_the_lengths_of_the_records_are_told(path: Path) -> None:
+def test_the_places_of_the_records_are_told(path: Path) -> None:
     found = check_torch_file(path)
-    assert (found.nbytes["data/0"], found.nbytes["data/1"]) == (1_200_000, 8)
-    assert len(found.pickle) == found.nbytes["data.pkl"]
+    assert (found.places["data/0"][1], found.places["data/1"][1]) == (1_200_000, 8)
+    start, nbytes = found.places["data.pkl"]
+    assert path.read_bytes()[start : start + nbytes] == found.pickle
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])

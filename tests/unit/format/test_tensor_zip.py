@@ -434,10 +434,9 @@ def test_a_false_bit_is_none_and_a_negative_of_floats_is_read():
         b"}X\x03\0\0\0negNs",
         b"}X\x03\0\0\0negK\x01s",
         b"}(X\x03\0\0\0neg\x88X\x01\0\0\0x\x88u",
-        b"}q\x7fX\x03\0\0\0neg\x88s\x30",
         b"}X\x04\0\0\0conj\x88s",
     ],
-    ids=["empty", "name", "none", "int", "more", "pop", "no complex"],
+    ids=["empty", "name", "none", "int", "more", "no complex"],
 )
 def test_a_dict_that_is_no_lazy_bit_is_refused(crafted):
     with pytest.raises(UnsupportedLeafError):

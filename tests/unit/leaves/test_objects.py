@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import collections
 import datetime
 import decimal
@@ -12,8 +13,10 @@ import io
 import math
 import os
 import pickle
+import platform
 import random
 import re
+import subprocess
 import sys
 import threading
 import types
@@ -34,7 +37,7 @@ from aio_ckpt.errors import (
     UnsafeObjectError,
     UnsupportedLeafError,
 )
-from aio_ckpt.leaves import harmless
+from aio_ckpt.format.scalar_zip import render_pickle
 from aio_ckpt.leaves.objects import ObjectEncoder, as_tensor, decode_object, encode_object, from_tensor, is_immutable
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.flatten import flatten
@@ -44,11 +47,9 @@ ODD_VALUES = [
     b"\x00\xff",
     bytearray(b"ab"), bytearray(), [], (), {}, set(), frozenset(), [1, [2, (3, None)]], [2**5000, 1], {1, "a"},
     {b"", 2**3000}, frozenset({1, frozenset({2})}), {np.float32(1.5), "x"}, OrderedDict(b=1, a=[np.int64(3)]),
-    {(1, b""): 2, 2**4000: np.zeros(2)}, {"__aio_ckpt__": "ndarray", "data": 1},
-    [{"__aio_ckpt__": {"__aio_ckpt__": 1}}],
-    OrderedDict({"__aio_ckpt__": 1, 2: b""}), torch.Size([1, 2]), torch.Size([]), torch.device("cuda:1"),
+    {(1, b""): 2, 2**4000: np.zeros(2)}, OrderedDict({"a": 1, 2: b""}),
+    torch.Size([1, 2]), torch.Size([]), torch.device("cuda:1"),
     np.array(["ab", "c"]), np.array([b"x"]), np.array([], dtype="U4"), np.zeros((0, 3)), np.array(5.0),
-    np.arange(4, dtype=">i4"),
     np.array(["2020-01-01"], dtype="datetime64[D]"), np.zeros(2, dtype=[("a", "f4"), ("b", "i8", (2,))]),
     np.float64(0.1),
     np.bool_(True), np.str_("ab"), np.bytes_(b"x"), np.datetime64("2020-01-01", "s"), np.longdouble(1.5),
@@ -65,6 +66,13 @@ def test_every_plain_value_comes_back_through_a_reader_that_runs_no_code(value):
     assert same(through_bytes([value, (value,)]), [value, (value,)])
 
 
+@pytest.mark.parametrize("code", ["?", *"bBhHiIlLefdgFDG", "S3", "U3", "M8[s]", "m8[2D]"])
+def test_numpy_values_of_every_dtype_come_back_bit_for_bit(code):
+    values = np.array([0, 1, 2, 3, 4, 5]).reshape(2, 3).astype(code)
+    for value in (values, values.T, values[:, ::2], values[:0], values[1, 1], values.dtype):
+        assert same(through_bytes([value]), [value])
+
+
 def test_a_bytes_io_keeps_content_and_position_and_is_not_moved():
     stream = io.BytesIO(bytes(range(256)) * 9)
     stream.seek(100)
@@ -79,7 +87,7 @@ plain = st.recursive(
     | st.builds(io.BytesIO, st.binary(max_size=9)) | st.floats(width=32, allow_nan=False).map(np.float32)
     | st.lists(st.integers(-9, 9)).map(np.array),
     lambda inner: st.lists(inner, max_size=4) | st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(st.text(max_size=3) | st.just("__aio_ckpt__") | st.integers(), inner, max_size=4)
+    | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=4)
     | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict),
     max_leaves=12,
 )  # fmt: skip
@@ -157,7 +165,6 @@ UNSAFE = [
     Custom,
     np.array([object()], dtype=object),
     np.ma.masked_array([1], [True]),
-    np.str_("a\x00"),
     {"k": Ordered()},
     collections.defaultdict(Point),
     Guarded.A | Guarded.B,
@@ -228,7 +235,7 @@ HARMLESS = [
     range(9, -2, -3),
     range(2**3000),
     slice(1),
-    slice(None, (1, 2), "x"),
+    slice(None, 2, "x"),
     Path("/x/y"),
     PurePosixPath("a"),
     PureWindowsPath("c:/x"),
@@ -248,7 +255,6 @@ HARMLESS = [
     torch.strided,
     torch.sparse_coo,
     torch.per_tensor_affine,
-    torch.channels_last,
     Color.RED,
     Color.CRIMSON,
     Outer.Inner.ONE,
@@ -349,116 +355,221 @@ def test_containers_that_are_shared_stay_shared():
     assert back[2][0] is back[3]
 
 
-def tagged(kind, **fields):
-    return {"__aio_ckpt__": kind, **fields}
+class Calls:
+    """Pickles as a call of a function, with a state if one is given."""
+
+    def __init__(self, function, *args, state=None):
+        self.parts = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self):
+        return self.parts
+
+
+def saved(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class Pool:
+    """Pickles as the state of a SeedSequence."""
+
+    def __init__(self, *state):
+        self.state = state
+
+    def __reduce__(self):
+        function, args, _ = np.random.SeedSequence(1).__reduce__()
+        return function, args, self.state
+
+
+def generator(name, change):
+    """A bit generator whose pickled state is changed."""
+    function, args, (state, seed) = getattr(np.random, name)(1).__reduce__()
+    change(state)
+    return Calls(function, *args, state=(state, seed))
+
+
+RECONSTRUCT = np.zeros(1).__reduce__()[0]
+SCALAR = np.float64(1).__reduce__()[0]
+BIT_GENERATOR = np.random.MT19937().__reduce__()[0]
+GENERATOR = np.random.Generator(np.random.MT19937()).__reduce__()[0]
+F8 = np.dtype("f8")
+
+
+def array(*state):
+    return Calls(RECONSTRUCT, np.ndarray, (0,), b"b", state=state)
 
 
 HOSTILE = [
-    tagged("namedtuple", module="collections", **{"class": "OrderedDict"}, parts=[]),
-    tagged("namedtuple", module="subprocess", **{"class": "Popen"}, parts=["true"]),
-    tagged("namedtuple", module="platform", **{"class": "uname_result"}, parts=[1]),
-    tagged("Path", type="Custom", path="/x"),
-    tagged("Path", type="PosixPath", path=["/x"]),
-    tagged("Path", type=1, path=""),
-    tagged("type", name="builtins.eval"),
-    tagged("type", name="numpy.load"),
-    tagged("torch", name="load"),
-    tagged("defaultdict", factory="builtins.eval", pairs=[]),
-    tagged("defaultdict", factory="numpy.float32", pairs=[]),
-    tagged("defaultdict", factory=None, pairs=[([], 1)]),
-    tagged("numpy.random", generator="RandomState", state={}),
-    tagged("numpy.random", generator="MT19937", state={"bit_generator": "MT19937", "state": {"key": [1], "pos": 0}}),
-    tagged(
-        "numpy.random",
-        generator="PCG64",
-        state={},
-        seed={"entropy": 1, "spawn_key": (), "pool_size": 2**40, "n_children_spawned": 0},
-    ),
-    tagged("numpy.Generator", bits=1),
-    tagged("numpy.Generator", bits={}),
-    tagged("numpy.RandomState", state={"bit_generator": "eval"}),
-    tagged("random.Random", state=(3, (1,), None)),
-    tagged("random.Random", state=[]),
-    tagged("torch.Generator", state=torch.zeros(3, dtype=torch.uint8)),
-    tagged("torch.Generator", state=1),
-    tagged("Namespace", pairs=[(1, 2)]),
-    tagged("Namespace", pairs=3),
-    tagged("deque", maxlen="x", items=[]),
-    tagged("deque", maxlen=-1, items=[]),
-    tagged("range", start=0.5, stop=1, step=1),
-    tagged("range", start=0, stop=1, step=0),
-    tagged("date", text=5),
-    tagged("date", text="x"),
-    tagged("datetime", text="2026-01-01", fold=7, zone=None),
-    tagged("datetime", text="2026-01-01", fold=0, zone="utc"),
-    tagged("timedelta", days=10**10, seconds=0, microseconds=0),
-    tagged("timedelta", days="1", seconds=0, microseconds=0),
-    tagged("timezone", offset=3, name=None),
-    tagged("Decimal", text=[1]),
-    tagged("Decimal", text="x"),
-    tagged("Fraction", numerator=1, denominator=0),
-    tagged("Fraction", numerator="1", denominator=2),
-    tagged("Fraction", numerator=tagged("int", hex="1" + "0" * 20000), denominator=3),
-    tagged("UUID", hex=3),
-    tagged("UUID", hex="zz"),
-    tagged("TorchVersion", text=1),
-    tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "LeafKind"}, name="mro"),
-    tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "PerRank"}, name="value"),
-    tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "LeafKind"}, name=[]),
-    tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "LeafKind"}, value=1),
-    *(tagged("Enum", module=__name__, **{"class": "Unnamed"}, value=value) for value in (4, "1", 1.0, True, [])),
-    *(tagged("Enum", module=__name__, **{"class": name}, value=3) for name in ("Guarded", "Equal")),
-    tagged("int", hex=5),
-    tagged("numpy.dtype", dtype="|O" * 3),
-    tagged("ndarray", dtype=[("a", "|O")], shape=(1,), data=torch.zeros(8, dtype=torch.uint8)),
+    Calls(platform.uname_result, 1),
+    Calls(subprocess.Popen, ["true"]),
+    Calls(Path, ["/x"]),
+    Calls(Path, 1),
+    Calls(bytes, 1 << 33),
+    Calls(bytearray, 1 << 33),
+    Calls(bytearray, bytearray(b"x")),
+    Calls(complex, "1"),
+    Calls(set, "ab"),
+    Calls(set, {1: 2}),
+    Calls(collections.Counter, "abc"),
+    Calls(collections.OrderedDict, [(1, 2)]),
+    Calls(collections.defaultdict, eval),
+    Calls(collections.defaultdict, np.float32),
+    Calls(collections.defaultdict, list, {1: 2}),
+    Calls(np.float64, 1),
+    Calls(np.ndarray, (1 << 30,)),
+    Calls(np.dtype, "O", False, True),
+    Calls(np.dtype, "|O|O", False, True),
+    Calls(np.dtype, "f8", False, True, state=(3, "|", None, ("a",), {"a": (F8, 8)}, 16, 1, 0)),
+    Calls(np.dtype, "V8", False, True, state=(3, "|", None, ("a",), {"a": (F8, 8)}, 16, 1, 0)),
+    Calls(np.dtype, "V8", False, True, state=(3, "|", None, ("a",), {"a": (F8, 8)}, 8, 1, 0)),
+    Calls(np.dtype, "V8", False, True, state=(3, "|", None, ("a",), {"a": ("f8", 0)}, 8, 1, 0)),
+    Calls(np.dtype, "V8", False, True, state=(3, "|", ("f8", (2,)), None, None, 16, 1, 0)),
+    Calls(np.dtype, "f8", False, True, state=(3, 5, None, None, None, -1, -1, 0)),
+    Calls(np.dtype, "f8", False, True, state=(3, "<")),
+    array(1, (2,), F8, False, bytes(8)),
+    array(1, (-1, -1), F8, False, bytes(8)),
+    array(1, (1 << 40,), F8, False, bytes(8)),
+    array(1, (1 << 62, 4), F8, False, b""),
+    array(1, ("1",), F8, False, bytes(8)),
+    array(1, 1, F8, False, bytes(8)),
+    array(1, (1,), F8, False, [1.0]),
+    array(1, (1,), None, False, bytes(8)),
+    array(1, (1,), np.dtype(("f4", (2,))), False, bytes(8)),
+    Calls(RECONSTRUCT, np.matrix, (0,), b"b"),
+    Calls(SCALAR, F8, bytes(4)),
+    Calls(SCALAR, F8),
+    Calls(BIT_GENERATOR, np.random.RandomState),
+    Calls(BIT_GENERATOR, "eval"),
+    generator("MT19937", lambda state: state["state"].update(pos=625)),
+    generator("MT19937", lambda state: state["state"].update(pos=-1)),
+    generator("MT19937", lambda state: state["state"].update(key=np.zeros(3, np.uint32))),
+    generator("Philox", lambda state: state.update(buffer_pos=-1)),
+    generator("Philox", lambda state: state.update(buffer_pos=5)),
+    generator("PCG64", lambda state: state.update(bit_generator="SFC64")),
+    Calls(GENERATOR, 1),
+    Calls(GENERATOR, {}),
+    Pool(1, 0, np.zeros(4, np.uint32), 1 << 31, ()),
+    Pool(1, 0, np.zeros(4), 4, ()),
+    Pool(1, 0, np.zeros(4, np.uint32), 4, ("x",)),
+    Calls(random.Random, state=(3, (1,), None)),
+    Calls(random.Random, state=[1]),
+    Calls(random.Random, 1),
+    Calls(torch.Generator, torch.device("cpu"), state=(1, None, torch.zeros(3, dtype=torch.uint8))),
+    Calls(torch.Generator, torch.device("cpu"), state=(1, None, 1)),
+    Calls(torch.Tensor, 1 << 33),
+    Calls(torch.FloatTensor, 1 << 33),
+    Calls(torch.Size, 1 << 33),
+    Calls(torch._utils._rebuild_device_tensor_from_cpu_tensor, torch.ones(1), torch.float64, "cpu", False),
+    Calls(argparse.Namespace, state={1: 2}),
+    Calls(argparse.Namespace, state=3),
+    Calls(collections.deque, [], "x"),
+    Calls(collections.deque, [], -1),
+    Calls(collections.deque, "ab"),
+    Calls(range, 0.5, 1, 1),
+    Calls(range, 0, 1, 0),
+    Calls(slice, (1,)),
+    Calls(datetime.date, 5),
+    Calls(datetime.date, b"\x07\xea\x01\x00"),
+    Calls(datetime.datetime, b"\x07\xea\x01\x01\xff\x00\x00\x00\x00\x00"),
+    Calls(datetime.datetime, b"\x07\xea\x01\x01\x00\x00\x00\x00\x00\x00", "utc"),
+    Calls(datetime.timedelta, 10**10, 0, 0),
+    Calls(datetime.timedelta, "1"),
+    Calls(datetime.timezone, 3),
+    Calls(decimal.Decimal, (0, (1,), 0)),
+    Calls(decimal.Decimal, "x"),
+    Calls(fractions.Fraction, 1, 0),
+    Calls(fractions.Fraction, "1e1000000000"),
+    Calls(fractions.Fraction, 1 << 70_000, 3),
+    Calls(uuid.UUID, state={"int": 1 << 128}),
+    Calls(uuid.UUID, state={"int": 1, "hex": 2}),
+    Calls(type(torch.__version__), 1),
+    Calls(LeafKind, "mro"),
+    Calls(LeafKind, []),
+    Calls(LeafKind, 99),
+    Calls(getattr, LeafKind, "mro"),
+    Calls(getattr, Path, "home"),
+    *(Calls(Unnamed, value) for value in (4, "1", 1.0, True, [])),
+    *(Calls(kind, 3) for kind in (Guarded, Equal)),
+    Calls(io.BytesIO, state=(b"", -1, None)),
+    Calls(io.BytesIO, state=("x", 0, None)),
+    Calls(codecs.encode, "a", "punycode"),
+    Calls(codecs.encode, "a", "rot13"),
+    Calls(Outer),
+    Outer,
 ]
 
 
-@pytest.mark.parametrize("fields", HOSTILE, ids=lambda fields: fields["__aio_ckpt__"])
-def test_a_crafted_harmless_type_is_corrupt_and_named(fields):
-    buffer = io.BytesIO()
-    torch.save([fields], buffer)
-    with pytest.raises(CorruptCheckpointError, match=r"^some\.leaf: "):
-        decode_object(buffer.getvalue(), name="some.leaf", trusted=False)
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: getattr(value, "parts", [type(value)])[0].__name__)
+def test_a_crafted_call_is_refused_and_named(value):
+    for wrapped in (value, [value]):
+        with pytest.raises((CorruptCheckpointError, UnsafeObjectError), match=r"^some\.leaf: "):
+            decode_object(saved(wrapped), name="some.leaf", trusted=False)
 
 
-@pytest.mark.parametrize(("module", "name"), [("os", "system"), ("no.such.module", "X"), ("os", "path.join"), (1, "X"),
+def test_a_state_cannot_be_given_to_what_the_process_shares():
+    """BUILD would set attributes of a class or of a function of ours, for the whole process."""
+    state = b"N}X\x03\x00\x00\x00fooK\x01s\x86b."
+    for name in (
+        b"fractions\nFraction",
+        b"pathlib\nPosixPath",
+        b"torch\nfloat32",
+        b"_codecs\nencode",
+        b"random\nRandom",
+    ):
+        with pytest.raises((CorruptCheckpointError, UnsafeObjectError), match="leaf: "):
+            decode_object(render_pickle(b"\x80\x02c" + name + b"\n" + state), name="leaf", trusted=False)
+    assert not any(hasattr(kind, "foo") for kind in (fractions.Fraction, Path, torch.float32, random.Random))
+
+
+def test_the_state_of_a_dtype_changes_no_dtype_of_the_process():
+    back = through_bytes([np.dtype(">f8"), np.zeros(2, ">f8")])
+    assert back[0].str == ">f8"
+    assert np.dtype("f8").str == "<f8"
+
+
+@pytest.mark.parametrize(("module", "name"), [("os", "system"), ("no.such.module", "X"), ("os", "path.join"),
     ("enum", "Enum.__call__"), ("aio_ckpt", "LeafKind"), ("this", "s")])  # fmt: skip
-def test_a_crafted_enum_imports_nothing_and_calls_nothing(module, name):
-    buffer = io.BytesIO()
-    torch.save([tagged("Enum", module=module, **{"class": name}, name="X")], buffer)
+def test_a_crafted_name_imports_nothing_and_calls_nothing(module, name):
+    pickled = b"\x80\x04\x8c%c%s\x8c%c%s\x93." % (len(module), module.encode(), len(name), name.encode())
     before = set(sys.modules)
-    with pytest.raises(UnsafeObjectError, match=r"^leaf: .*not imported here"):
-        decode_object(buffer.getvalue(), name="leaf", trusted=False)
+    with pytest.raises(UnsafeObjectError, match=rf"^leaf: .*{module}\.{name}"):
+        decode_object(render_pickle(pickled), name="leaf", trusted=False)
     assert set(sys.modules) == before
 
 
-def test_a_module_that_loads_lazily_is_not_loaded_by_an_enum(monkeypatch):
+def test_a_module_that_loads_lazily_is_not_loaded(monkeypatch):
     module = types.ModuleType("lazy_one")
     module.__getattr__ = lambda name: pytest.fail(f"{name} was asked for")
     monkeypatch.setitem(sys.modules, "lazy_one", module)
-    buffer = io.BytesIO()
-    torch.save(tagged("Enum", module="lazy_one", **{"class": "X"}, name="X"), buffer)
     with pytest.raises(UnsafeObjectError, match="not imported"):
-        decode_object(buffer.getvalue(), name="leaf", trusted=False)
+        decode_object(render_pickle(b"\x80\x02clazy_one\nX\n."), name="leaf", trusted=False)
+
+
+def key_of_pairs():
+    key = (1,)
+    for _ in range(60):
+        key = (key, key)
+    return key
 
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "defaultdict"])
 def test_a_crafted_key_that_would_be_hashed_for_ever_is_corrupt(kind):
-    key = (1,)
-    for _ in range(60):
-        key = (key, key)
-    fields = {"items": [key]} if "set" in kind else {"pairs": [(key, 1)], "ordered": False, "factory": None}
-    buffer = io.BytesIO()
-    torch.save(tagged(kind, **fields), buffer)
+    if "set" in kind:
+        value = Calls(set if kind == "set" else frozenset, [key_of_pairs()])
+    else:  # the pickle of a list of pairs becomes one of their keys and values
+        value = None
+        before = {"dict": b"}", "defaultdict": b"ccollections\ndefaultdict\n)R"}[kind]
+        key = pickle.dumps(key_of_pairs(), 2)[2:-1]
+        data = render_pickle(b"\x80\x02" + before + key + b"K\x01s.")
     with pytest.raises(CorruptCheckpointError, match="a key of more than"):
-        decode_object(buffer.getvalue(), name="leaf", trusted=False)
+        decode_object(data if value is None else saved(value), name="leaf", trusted=False)
 
 
 def test_a_closed_stream_is_refused_by_name():
     stream = io.BytesIO()
     stream.close()
-    with pytest.raises(UnsupportedLeafError, match="leaf: "):
+    with pytest.raises(UnsafeObjectError, match=r"^leaf: a _io\.BytesIO that cannot be pickled"):
         encode_object("leaf", stream)
 
 
@@ -486,12 +597,6 @@ def test_reading_an_object_runs_no_code(tmp_path, monkeypatch):
     for data in (bomb.getvalue(), pickle.dumps(Bomb())):
         with pytest.raises((UnsafeObjectError, CorruptCheckpointError), match="leaf: "):
             decode_object(data, name="leaf", trusted=False)
-    tagged = io.BytesIO()
-    torch.save(
-        {"__aio_ckpt__": "ndarray", "dtype": "|O", "shape": (1,), "data": torch.zeros(8, dtype=torch.uint8)}, tagged
-    )
-    with pytest.raises(CorruptCheckpointError, match="leaf: "):
-        decode_object(tagged.getvalue(), name="leaf", trusted=False)
     assert not (tmp_path / "ran").exists()
 
 
@@ -499,25 +604,6 @@ def test_the_list_of_safe_globals_is_never_touched():
     before = list(torch.serialization.get_safe_globals())
     through_bytes([np.zeros(2), io.BytesIO(b"x"), frozenset({1})])
     assert torch.serialization.get_safe_globals() == before
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"__aio_ckpt__": "no such kind"},
-        {"__aio_ckpt__": []},
-        {"__aio_ckpt__": "ndarray"},
-        {"__aio_ckpt__": "ndarray", "dtype": "<f4", "shape": (1 << 40,), "data": torch.zeros(4, dtype=torch.uint8)},
-        {"__aio_ckpt__": "ndarray", "dtype": "<f4", "shape": (-1, -1), "data": torch.zeros(4, dtype=torch.uint8)},
-        {"__aio_ckpt__": "BytesIO", "data": torch.zeros(1, dtype=torch.uint8), "position": -1},
-        {"__aio_ckpt__": "dict", "ordered": False, "pairs": [([], 1)]},
-    ],
-)
-def test_a_damaged_object_is_corrupt_and_named(fields):
-    buffer = io.BytesIO()
-    torch.save([fields], buffer)
-    with pytest.raises(CorruptCheckpointError, match=r"some\.leaf"):
-        decode_object(buffer.getvalue(), name="some.leaf", trusted=False)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 50, -30])
@@ -535,14 +621,14 @@ def test_a_container_that_stands_in_two_places_comes_back_in_both(kind):
 
 
 def test_what_is_nested_too_deep_is_refused_by_name():
-    chain = [[1, "x", {}]]
-    for _ in range(300):
-        chain.append([chain[-1]])
-    assert through_bytes(chain) == chain  # each is known when the next one holds it
-    chain.reverse()
-    with pytest.raises(UnsupportedLeafError, match=r"^leaf: .*deeper than 200"):
+    chain = []
+    for _ in range(100_000):
+        chain = [chain]
+    with pytest.raises(UnsupportedLeafError, match=r"^leaf: .*nested too deep"):
         encode_object("leaf", chain)
-    encode_object("leaf", chain[-190:])
+    for _ in range(100_000 - 190):
+        chain = chain[0]
+    assert through_bytes(chain) == chain
 
 
 def test_only_immutable_builtins_may_reuse_their_bytes():
@@ -605,19 +691,3 @@ def test_a_numpy_scalar_is_stored_as_a_tensor_and_comes_back_a_scalar(value):
 def test_a_leaf_of_another_kind_is_refused():
     with pytest.raises(UnsupportedLeafError):
         as_tensor([1], LeafKind.ARRAY)
-
-
-@pytest.mark.parametrize(("kind", "position"), [("MT19937", 625), ("MT19937", -1), ("Philox", -1), ("Philox", 5)])
-def test_a_generator_whose_position_is_outside_of_its_buffer_is_refused(kind: str, position: int) -> None:
-    """numpy does not look: the first number would be read from memory that is not the generator's."""
-    row = harmless.BY_KIND["numpy.random"]
-    fields = row.encode(getattr(np.random, kind)(1), lambda value: value)
-    if kind == "Philox":
-        fields["state"]["buffer_pos"] = position
-    else:
-        fields["state"]["state"]["pos"] = position
-    with pytest.raises(ValueError, match="the position"):
-        row.decode(fields, lambda value: value)
-    legacy = {"state": {**fields["state"], "has_gauss": 0, "gauss": 0.0}}
-    with pytest.raises(ValueError, match="the position"):
-        harmless.BY_KIND["numpy.RandomState"].decode(legacy, lambda value: value)
