@@ -19,7 +19,7 @@ import torch
 
 from aio_ckpt.callbacks import CallbackSafeFuture
 from aio_ckpt.checks import MAX_SECS, check_wait, shown
-from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError
+from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.reports import Progress, SaveReport, title
 
 __all__ = ["Milestone", "PendingCall", "SaveTicket", "settle"]
@@ -177,7 +177,7 @@ class PendingCall(Milestone[T]):
         """Take over the outcome of ``work``, which nobody cancels."""
 
         def take(done: Future[T]) -> None:
-            error = done.exception()
+            error = EngineClosedError("the engine was closed") if done.cancelled() else done.exception()
             if error is None:
                 self.resolve(done.result())
             else:

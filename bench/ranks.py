@@ -151,7 +151,7 @@ def _large(rank: int, count: int, folder: Path, mib: int, rounds: int) -> Figure
 
 
 def _load(engine: CheckpointEngine, target: dict[str, Any]) -> LoadReport:
-    return engine.submit_load(target).result(_WAIT_SECS)
+    return engine.load(target).result(_WAIT_SECS)
 
 
 def _small(rank: int, count: int, folder: Path, tensors: int, rounds: int) -> Figures:

@@ -26,7 +26,7 @@ from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveCall
-from aio_ckpt.engine.load import Loader, selection, wanted_checkpoint
+from aio_ckpt.engine.load import Loader, PendingLoad, selection, wanted_checkpoint
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, usable_root
 from aio_ckpt.engine.run_job import JobRunner
@@ -47,7 +47,7 @@ from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_gr
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.restore.options import LoadOptions
-from aio_ckpt.runtime.futures import cancellable_result, follow
+from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, start_beside
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
@@ -482,34 +482,13 @@ class BaseEngine:
         while (settled := queue.settled_before_room) is not None:
             lines.wait_for([settled])
 
-    def _submit_load(self, state: object, options: LoadOptions, given_up: Future[None]) -> Future[LoadReport]:
-        """Start a load and return its future. Once ``given_up`` is done, the load ends early."""
-        self._portal.check_thread("load()")
-        self._ctx.members.check_group()
-        before = self._frontend.before_load("load", options.step, options.path)
-        load = functools.partial(self._loader.load, state, options, given_up, before)
-        return self._portal.submit(self._going_on, load, options.path)
-
-    def _submit_read(
-        self,
-        step: int | None,
-        *,
-        only: Collection[str] | None,
-        path: str | os.PathLike[str] | None = None,
-        skip_untrusted: bool = False,
-        with_report: bool = False,
-        progress: OnProgress | None = None,
-    ) -> Future[Any]:
-        """Start a read and return the future of the state; with ``with_report``, of the state and its report."""
-        self._portal.check_thread("read()")
-        self._ctx.members.check_group()
-        check_flag("skip_untrusted", skip_untrusted)
-        check_flag("with_report", with_report)
-        check_callback("progress", progress)
-        wanted = wanted_checkpoint(step, path)
-        names, before = selection(only), self._frontend.before_load("read", step, path)
-        read = functools.partial(self._loader.read, wanted, names, skip_untrusted, with_report, progress, before=before)
-        return self._portal.submit(self._going_on, read, path)
+    def _beside(self, name: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> PendingCall[T]:
+        """Run ``call``, which blocks, in a thread of its own. ``name`` is used in messages."""
+        self._portal.check_thread(name)
+        work = start_beside(call, *args, **kwargs)
+        pending: PendingCall[T] = PendingCall(name, self._portal.check_thread)
+        pending.follow(work)
+        return pending
 
     async def _going_on(self, load: Callable[[], Awaitable[T]], path: object) -> T:
         """Return the result of ``load``. If no path is given, note that this run goes on from the steps of its root."""
@@ -582,7 +561,7 @@ class CheckpointEngine(BaseEngine):
             while (settled := queue.settled_before_room) is not None:
                 await asyncio.wrap_future(follow(settled))
 
-    async def load(
+    def load(
         self,
         state: State,
         step: int | None = None,
@@ -596,7 +575,7 @@ class CheckpointEngine(BaseEngine):
         cast: bool = False,
         rename: Rename | None = None,
         progress: OnProgress | None = None,
-    ) -> LoadReport:
+    ) -> PendingCall[LoadReport]:
         """Fill ``state`` in place from a checkpoint. A cancelled load returns once no thread fills ``state`` any more.
 
         Tensors are filled as they are read, once the templates of all ranks match: after an error with
@@ -653,9 +632,13 @@ class CheckpointEngine(BaseEngine):
             rename=rename,
             progress=progress,
         )
-        return await cancellable_result(self._submit_load(state, options, given_up), given_up)
+        self._portal.check_thread("load()")
+        self._ctx.members.check_group()
+        before = self._frontend.before_load("load", step, path)
+        loading = functools.partial(self._loader.load, state, options, given_up, before)
+        return PendingLoad(self._portal.check_thread, self._portal.submit(self._going_on, loading, path), given_up)
 
-    async def read(
+    def read(
         self,
         step: int | None = None,
         *,
@@ -664,7 +647,7 @@ class CheckpointEngine(BaseEngine):
         skip_untrusted: bool = False,
         with_report: bool = False,
         progress: OnProgress | None = None,
-    ) -> Any:
+    ) -> PendingCall[Any]:
         """Return the nested state of a checkpoint, without a template.
 
         If as many ranks read as saved, each gets the state that the same rank saved. Otherwise it gets the names of all
@@ -682,10 +665,18 @@ class CheckpointEngine(BaseEngine):
             MissingNameError: a name of ``only`` selects no leaf of this rank; tells which rank has it.
             CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
         """
-        reading = self._submit_read(
-            step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report, progress=progress
-        )
-        return await asyncio.wrap_future(reading)
+        self._portal.check_thread("read()")
+        self._ctx.members.check_group()
+        check_flag("skip_untrusted", skip_untrusted)
+        check_flag("with_report", with_report)
+        check_callback("progress", progress)
+        wanted = wanted_checkpoint(step, path)
+        names, before = selection(only), self._frontend.before_load("read", step, path)
+        read = functools.partial(self._loader.read, wanted, names, skip_untrusted, with_report, progress, before=before)
+        work = self._portal.submit(self._going_on, read, path)
+        reading: PendingCall[Any] = PendingCall("read()", self._portal.check_thread)
+        reading.follow(work)
+        return reading
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -782,14 +773,6 @@ class CheckpointEngine(BaseEngine):
         self._frontend.check_call("delete()")
         return self._beside("delete()", self._frontend.delete, step, allow_newest=allow_newest)
 
-    def _beside(self, name: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> PendingCall[T]:
-        """Run ``call``, which blocks, in a thread of its own. ``name`` is used in messages."""
-        self._portal.check_thread(name)
-        work = start_beside(call, *args, **kwargs)
-        pending: PendingCall[T] = PendingCall(name, self._portal.check_thread)
-        pending.follow(work)
-        return pending
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -815,17 +798,5 @@ class CheckpointEngine(BaseEngine):
     wait_ready = BaseEngine._wait_ready
     """:meth:`ready` that blocks."""
 
-    def submit_load(self, state: State, step: int | None = None, **options: Any) -> Future[LoadReport]:
-        """:meth:`load` that returns a ``concurrent.futures.Future`` of the report.
-
-        Args:
-            state: the template.
-            step: step of the checkpoint; None takes the newest that verifies.
-            options: other arguments of :meth:`load`.
-        """
-        return self._submit_load(state, LoadOptions(step=step, **options), Future())
-
-    submit_read = BaseEngine._submit_read
-    """:meth:`read` that returns a ``concurrent.futures.Future`` of the state. Give ``only``, which may be None."""
     close_blocking = BaseEngine._close_blocking
     """:meth:`close` that blocks."""

@@ -12,12 +12,16 @@ Several ranks wait for each other after *match* and after *decode*: all load the
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import anyio
 
 from aio_ckpt.checks import check_path, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint
@@ -37,6 +41,7 @@ from aio_ckpt.restore.progress import Meter, metered
 from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.ticket import PendingCall
 
 BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]
 """Waits for the pending calls that change what a load finds."""
@@ -262,3 +267,39 @@ def selection(only: Any) -> list[str] | None:
             raise ConfigError(f"only={shown(only)}: give the name of a leaf or branch, or several")
         names.append(name)
     return names
+
+
+class PendingLoad(PendingCall[LoadReport]):
+    """Load that has begun. If its wait is cancelled, by Ctrl-C too, the load ends early, and the wait ends with it."""
+
+    def __init__(self, portal_check: Callable[[str], None], work: Future[LoadReport], given_up: Future[None]) -> None:
+        """``given_up`` ends ``work`` early once it is done."""
+        super().__init__("load()", portal_check)
+        self._given_up = given_up
+        self.follow(work)
+
+    async def _wait_in_loop(self) -> None:
+        """Wait. Further cancellations, as a cancel scope of anyio sends them again and again, do not end it early."""
+        try:
+            await super()._wait_in_loop()
+        except asyncio.CancelledError:
+            self._give_up()
+            with anyio.CancelScope(shield=True):
+                while not self.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await super()._wait_in_loop()
+            raise
+
+    def _wait(self, timeout: float | None) -> None:
+        try:
+            super()._wait(timeout)
+        except KeyboardInterrupt:
+            self._give_up()
+            while not self.done():
+                with contextlib.suppress(KeyboardInterrupt):
+                    super()._wait(None)
+            raise
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(InvalidStateError):  # another wait was cancelled before
+            self._given_up.set_result(None)

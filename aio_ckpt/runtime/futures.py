@@ -69,23 +69,6 @@ def _cancel(loop: asyncio.AbstractEventLoop, scope: anyio.CancelScope) -> None:
         loop.call_soon_threadsafe(scope.cancel)
 
 
-async def cancellable_result(work: Future[T], given_up: Future[None]) -> T:
-    """Return the result of ``work``. If this wait is cancelled, set ``given_up`` and wait until ``work`` has ended.
-
-    Further cancellations, as a cancel scope of anyio sends them again and again, do not end that wait.
-    """
-    try:
-        await asyncio.wrap_future(follow(work))
-    except asyncio.CancelledError:
-        given_up.set_result(None)
-        with anyio.CancelScope(shield=True):
-            while not work.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wrap_future(follow(work))
-        raise
-    return work.result()
-
-
 def cancellable_result_blocking(work: Future[T], given_up: Future[None]) -> T:
     """Return the result of ``work``, for a caller without a loop. However the wait ends, set ``given_up``.
 

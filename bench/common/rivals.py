@@ -244,7 +244,7 @@ class EngineLoad(_FillingLoader):
 
     def start(self) -> Waitable:
         """Returns the future of the load."""
-        return self.engine.submit_load(self.template, None, strict=False, allow_missing=False, fallback=True)
+        return self.engine.load(self.template, None, strict=False, allow_missing=False, fallback=True)
 
     def close(self) -> None:
         """Close the engine."""

@@ -403,18 +403,6 @@ def test_a_step_of_the_wrong_kind_is_refused_at_once_and_not_after_the_wait_for_
 
 # -- nothing is left out ----------------------------------------------------------------------------
 
-ELSEWHERE = {
-    "submit_load(state)": "load",
-    "submit_load(step)": "load",
-    "submit_load(options)": "load",
-    "submit_read(step)": "read",
-    "submit_read(only)": "read",
-    "submit_read(path)": "read",
-    "submit_read(skip_untrusted)": "read",
-    "submit_read(with_report)": "read",
-    "submit_read(progress)": "read",
-}
-
 
 @pytest.mark.parametrize("face", [CheckpointEngine, SyncCheckpointEngine])
 def test_every_public_argument_is_tried_here(face: type) -> None:
@@ -426,7 +414,7 @@ def test_every_public_argument_is_tried_here(face: type) -> None:
         for name in inspect.signature(function).parameters
         if name != "self"
     }
-    assert arguments - ARGUMENTS.keys() - ELSEWHERE.keys() == set()
+    assert arguments - ARGUMENTS.keys() == set()
     assert set(inspect.signature(face).parameters) == OPENING.keys()
     assert {field.name for field in dataclasses.fields(EngineConfig)} == SETTINGS.keys()
 

@@ -26,7 +26,7 @@ STAGES = {
 
 
 def value(engine: CheckpointEngine) -> float:
-    state: Any = engine.submit_read(None, only=None).result(TIMEOUT)
+    state: Any = engine.read(None, only=None).result(TIMEOUT)
     return float(state["w"][0])
 
 
@@ -100,7 +100,7 @@ def test_a_deadline_ends_the_wait_for_what_the_first_save_tidies(root: Path, cal
     file.write_bytes(file.read_bytes().replace(weights(2)["w"].numpy().tobytes(), weights(9)["w"].numpy().tobytes()))
     (root / ".aio_ckpt/trash/old").mkdir()
     with gated_engine(root, stall_timeout_secs=TIMEOUT) as (engine, storage):
-        loading = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True)
+        loading = engine.load(weights(0), None, strict=False, allow_missing=False, fallback=True)
         assert loading.result(TIMEOUT).step == 1
         gate = storage.hold(call)
         with pytest.raises(StallError, match=rf"did not end within deadline_secs=0.2: it was {activity}"):

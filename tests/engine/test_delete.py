@@ -315,7 +315,7 @@ def test_a_step_that_is_protected_while_it_is_being_deleted_stays(root: Path) ->
         with pytest.raises(ProtectedStepError, match=r"unprotect\(1\)"):
             deletion.result(TIMEOUT)
         assert (engine.steps().result(), engine.protected_steps().result()) == ([1, 2], [1])
-        assert engine.submit_read(1, only=None).result(TIMEOUT)["w"][0] == 1
+        assert engine.read(1, only=None).result(TIMEOUT)["w"][0] == 1
 
 
 def test_a_deletion_waits_for_that_of_expired_steps(root: Path) -> None:

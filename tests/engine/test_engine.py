@@ -30,7 +30,7 @@ from aio_ckpt.storage import local as local_storage
 
 
 def value(engine: CheckpointEngine, step: int | None = None) -> float:
-    state: Any = engine.submit_read(step, only=None).result(TIMEOUT)
+    state: Any = engine.read(step, only=None).result(TIMEOUT)
     return float(state["w"][0])
 
 
@@ -321,7 +321,7 @@ def test_waiting_on_the_engines_own_thread_is_refused(root: Path) -> None:
             engine.wait_ready,
             lambda: engine.rollback(1).result(),
             lambda: engine.save(weights(2)),
-            lambda: engine.submit_load({}, None, strict=False, allow_missing=False, fallback=True),
+            lambda: engine.load({}, None, strict=False, allow_missing=False, fallback=True),
             engine.close_blocking,
             engine.terminate,
         ]

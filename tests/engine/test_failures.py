@@ -62,7 +62,7 @@ def test_a_failure_that_nobody_awaited_is_raised_once_by_the_next_save_which_is_
         assert caught.value.ticket.result(TIMEOUT).step == 1
         assert listing(root) == ["step_000000001"]
         assert engine.save(weights(3)).result(TIMEOUT).step == 2
-        state = engine.submit_read(1, only=None).result(TIMEOUT)
+        state = engine.read(1, only=None).result(TIMEOUT)
         assert state["w"][0] == 2, "the save of the call that raised holds the state of that call"
 
 
@@ -324,7 +324,7 @@ def test_a_done_callback_that_raises_anything_is_logged_and_ends_nothing(
         engine.save(weights(1), path=place).result(TIMEOUT)
         gate = storage.hold("sync")
         ticket, file = engine.save(weights(1)), engine.save_file(weights(1), tmp_path / "w.pt")
-        removal, loading = engine.remove(place), engine.submit_read(None, only=None, path=place)
+        removal, loading = engine.remove(place), engine.read(None, only=None, path=place)
         for work in (ticket.committed, file.committed, removal, loading):
             work.add_done_callback(told)
         gate.open()

@@ -34,8 +34,8 @@ def test_a_load_or_read_of_the_engine_finds_a_save_that_was_pending(root: Path, 
         gate = storage.hold("rename", "pending/*")
         engine.save(weights(2), step=2)
         gate.wait_reached()
-        loading = engine.submit_load(template := weights(0), step, **PLAIN)
-        reading = engine.submit_read(step, only=None)
+        loading = engine.load(template := weights(0), step, **PLAIN)
+        reading = engine.read(step, only=None)
         assert not any(waiting.done() for waiting in (loading, reading))
         gate.open()
         assert loading.result(TIMEOUT).step == 2
@@ -47,7 +47,7 @@ def test_a_load_waits_for_a_pending_step_that_it_names_by_its_path(root: Path) -
         gate = storage.hold("rename", "pending/*")
         engine.save(weights(2), step=2)
         gate.wait_reached()
-        loading = engine.submit_load(template := weights(0), None, path=root / "step_000000002", **PLAIN)
+        loading = engine.load(template := weights(0), None, path=root / "step_000000002", **PLAIN)
         gate.open()
         assert loading.result(TIMEOUT).step == 2
         assert float(template["w"][0]) == 2
@@ -59,8 +59,8 @@ def test_a_load_of_a_committed_step_waits_for_no_pending_one(root: Path) -> None
         gate = storage.hold("rename", "pending/*")
         engine.save(weights(2), step=2)
         gate.wait_reached()
-        assert engine.submit_load(weights(0), 1, **PLAIN).result(TIMEOUT).step == 1
-        assert float(engine.submit_read(1, only=None).result(TIMEOUT)["w"][0]) == 1
+        assert engine.load(weights(0), 1, **PLAIN).result(TIMEOUT).step == 1
+        assert float(engine.read(1, only=None).result(TIMEOUT)["w"][0]) == 1
 
 
 def test_a_pending_save_that_fails_fails_no_load_and_is_raised_by_the_next_save(root: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_pending_save_that_fails_fails_no_load_and_is_raised_by_the_next_save(
         storage.fail("rename", "pending/*", error := WriteError(errno.EIO, "the disk is gone", "x"))
         engine.save(weights(2), step=2)
         gate.wait_reached()
-        loading, named = (engine.submit_load(weights(0), step, **PLAIN) for step in (None, 2))
+        loading, named = (engine.load(weights(0), step, **PLAIN) for step in (None, 2))
         gate.open()
         assert loading.result(TIMEOUT).step == 1
         with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint of step 2"):
@@ -85,9 +85,9 @@ def test_a_load_that_waits_for_a_save_is_told_of(root: Path) -> None:
         gate = storage.hold("rename", "pending/*")
         engine.save(weights(1), step=1)
         gate.wait_reached()
-        loading = engine.submit_load(weights(0), None, **PLAIN)
+        loading = engine.load(weights(0), None, **PLAIN)
         lines.wait_for(r"load\(\) has waited \d+ s for the save of step 1, which is .*")
-        reading = engine.submit_read(None, only=None)
+        reading = engine.read(None, only=None)
         lines.wait_for(r"read\(\) has waited \d+ s for the save of step 1, which is .*")
         gate.open()
         assert loading.result(TIMEOUT).step == 1
@@ -142,7 +142,7 @@ def test_loads_that_wait_for_different_saves_end_in_any_order(root: Path) -> Non
         gate = storage.hold("rename", "pending/*")
         engine.save(weights(2), step=2)
         gate.wait_reached()
-        first: Future[Any] = engine.submit_load(weights(0), None, **PLAIN)
-        assert engine.submit_load(weights(0), 1, **PLAIN).result(TIMEOUT).step == 1
+        first: Future[Any] = engine.load(weights(0), None, **PLAIN)
+        assert engine.load(weights(0), 1, **PLAIN).result(TIMEOUT).step == 1
         gate.open()
         assert first.result(TIMEOUT).step == 2

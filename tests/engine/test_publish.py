@@ -34,7 +34,7 @@ async def storage() -> AsyncIterator[GatedStorage]:
 
 
 def value(engine: CheckpointEngine, step: int | None = None) -> float:
-    state = engine.submit_read(step, only=None).result(TIMEOUT)
+    state = engine.read(step, only=None).result(TIMEOUT)
     assert isinstance(state, dict)
     return float(state["w"][0])
 

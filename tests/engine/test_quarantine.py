@@ -189,7 +189,7 @@ def test_the_writer_sets_aside_at_once_and_durably(root: Path) -> None:
             engine.save(weights(step), step).result(TIMEOUT)
         damage(root, 2)
         storage.calls.clear()
-        report = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True).result(TIMEOUT)
+        report = engine.load(weights(0), None, strict=False, allow_missing=False, fallback=True).result(TIMEOUT)
         (entry,) = report.skipped
         assert [entry.quarantined] == aside(root)
         calls = [(call.name, call.path) for call in storage.calls]
@@ -241,7 +241,7 @@ def test_what_cannot_be_renamed_is_logged_and_the_load_is_good(root: Path, caplo
             engine.save(weights(step), step).result(TIMEOUT)
         damage(root, 2)
         storage.fail("rename", TWO, WriteError(errno.EACCES, "not yours", "x"))
-        load = lambda: engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True)  # noqa: E731
+        load = lambda: engine.load(weights(0), None, strict=False, allow_missing=False, fallback=True)  # noqa: E731
         with caplog.at_level(logging.WARNING, "aio_ckpt"):
             assert [entry.quarantined for entry in load().result(TIMEOUT).skipped] == [None]
         assert "step 2 is damaged but could not be set aside" in caplog.text
@@ -325,7 +325,7 @@ def odd_engine(root: Path) -> Iterator[tuple[CheckpointEngine, OddReads]]:
 
 
 def load(engine: CheckpointEngine, state: object, step: int | None = None):
-    future = engine.submit_load(state, step, strict=False, allow_missing=False, fallback=True)
+    future = engine.load(state, step, strict=False, allow_missing=False, fallback=True)
     return future.result(TIMEOUT)
 
 
@@ -335,7 +335,7 @@ def test_what_the_page_cache_has_wrong_is_read_again_from_the_disk(root: Path) -
         storage.cached_wrong = True
         assert load(engine, found := weights(0)).step == 2
         assert torch.equal(found["w"], weights(2)["w"])
-        read = engine.submit_read(None, only=None, skip_untrusted=False, with_report=False).result(TIMEOUT)
+        read = engine.read(None, only=None, skip_untrusted=False, with_report=False).result(TIMEOUT)
         assert torch.equal(read["w"], weights(2)["w"])
     assert aside(root) == []
 
@@ -429,17 +429,17 @@ def test_a_step_is_not_set_aside_while_a_save_exchanges_it(root: Path) -> None:
         gate = storage.hold("exchange")
         ticket = engine.save(weights(20), 2, overwrite=True)
         gate.wait_reached()
-        loading = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True)
+        loading = engine.load(weights(0), None, strict=False, allow_missing=False, fallback=True)
         storage.closed_one.wait(TIMEOUT)
         for _ in range(5):  # as much as a rename would take: it must be waiting
-            engine.submit_read(1, only=None).result(TIMEOUT)
+            engine.read(1, only=None).result(TIMEOUT)
         assert ("rename", root / TWO) not in [(call.name, call.path) for call in storage.begun]
         gate.open()
         assert ticket.result(TIMEOUT).step == 2
         report = loading.result(TIMEOUT)
         assert [entry.quarantined for entry in report.skipped] == [None] * len(report.skipped)
         assert engine.steps().result() == [1, 2]
-        assert float(engine.submit_read(2, only=None).result(TIMEOUT)["w"][0]) == 20
+        assert float(engine.read(2, only=None).result(TIMEOUT)["w"][0]) == 20
     assert aside(root) == []
 
 

@@ -330,7 +330,7 @@ def test_what_a_load_fell_back_to_is_not_deleted_by_a_pass_that_found_it_superfl
         engine.save(weights(3), 3).result(TIMEOUT)
         gate.wait_reached()  # 2 is next
         damage(root, 3)
-        report = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True).result(TIMEOUT)
+        report = engine.load(weights(0), None, strict=False, allow_missing=False, fallback=True).result(TIMEOUT)
         assert report.step == 2
         gate.open()
     assert committed(root) == [2]
@@ -412,7 +412,7 @@ def test_a_damaged_step_that_could_not_be_set_aside_is_none_of_the_kept(root: Pa
     data[data.index(weights(3)["w"].numpy().tobytes())] ^= 1
     file.write_bytes(data)
     with gated_engine(root, keep_last=2) as (engine, storage):
-        report = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True).result(TIMEOUT)
+        report = engine.load(weights(0), None, strict=False, allow_missing=False, fallback=True).result(TIMEOUT)
         assert report.step == 2
         storage.fail("rename", "step_000000003", WriteError(errno.EACCES, "no", "step_000000003"))
         engine.save(weights(4), 4).result(TIMEOUT)

@@ -490,9 +490,9 @@ def test_a_load_waits_for_the_pending_save_of_its_path(root: Path, tmp_path: Pat
         gate = storage.hold("exchange")
         engine.save(weights(2), path=tmp_path / "a")
         gate.wait_reached()
-        loading = engine.submit_load(template := weights(0), None, path=tmp_path / "a", **PLAIN)
-        reading = engine.submit_read(None, only=None, path=str(root / ".." / "a"))
-        engine.submit_read(None, only=None, path=tmp_path / "b")  # waits for nothing
+        loading = engine.load(template := weights(0), None, path=tmp_path / "a", **PLAIN)
+        reading = engine.read(None, only=None, path=str(root / ".." / "a"))
+        engine.read(None, only=None, path=tmp_path / "b")  # waits for nothing
         assert not loading.done()
         gate.open()
         loading.result(TIMEOUT)
@@ -505,7 +505,7 @@ def test_a_load_after_a_removal_finds_nothing(root: Path, tmp_path: Path) -> Non
         gate = storage.hold("rename", "pending/*")
         engine.save(weights(2), path=tmp_path / "b")
         engine.remove(tmp_path / "a")
-        loading = engine.submit_load(weights(0), None, path=tmp_path / "a", **PLAIN)
+        loading = engine.load(weights(0), None, path=tmp_path / "a", **PLAIN)
         gate.open()
         with pytest.raises(CheckpointNotFoundError):
             loading.result(TIMEOUT)

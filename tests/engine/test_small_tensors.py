@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def data_file(engine: CheckpointEngine) -> Path:
 
 def load(engine: CheckpointEngine, state: State, **changed: bool) -> LoadReport:
     options = {"strict": False, "allow_missing": False, "fallback": True} | changed
-    return engine.submit_load(state, None, **options).result(TIMEOUT)
+    return engine.load(state, None, **options).result(TIMEOUT)
 
 
 def zeros() -> State:
@@ -236,7 +235,7 @@ def test_ties_views_and_arrays_come_back_beside_small_tensors(tmp_path: Path) ->
     target["object"] = {"text": ""}
     target["permuted"] = torch.zeros(20, 30)
     target["complex"] = torch.zeros(9, dtype=torch.complex64).conj()
-    engine.submit_load(target, None, strict=True, allow_missing=False, fallback=False).result(TIMEOUT)
+    engine.load(target, None, strict=True, allow_missing=False, fallback=False).result(TIMEOUT)
     for name, value in state.items():
         assert torch.equal(target[name], value) if isinstance(value, torch.Tensor) else target[name] == value, name
     engine.close_blocking()
@@ -256,10 +255,9 @@ def test_memory_that_a_thread_of_a_given_up_load_still_reads_to_is_no_other_load
         return inner(numbers, offset, views)
 
     monkeypatch.setattr(datafile, "_read_fully", held_once)
-    given_up: Future[None] = Future()
-    first = engine.submit_load(zeros(), None, given_up, strict=False, allow_missing=False, fallback=True)
+    first = engine.load(zeros())
     assert begun.wait(TIMEOUT)
-    given_up.set_result(None)
+    first._give_up()
     try:
         state = zeros()
         load(engine, state)

@@ -208,7 +208,7 @@ def test_a_load_that_waits_for_the_disk_is_told_of(
         engine.save(weights(1)).result(TIMEOUT)
         gate = storage.hold(name, where)
         template = weights(0)
-        loading = engine.submit_load(template, None, strict=False, allow_missing=False, fallback=True)
+        loading = engine.load(template, None, strict=False, allow_missing=False, fallback=True)
         lines.wait_for(rf"{doing} \d+ s: the file system of {re.escape(str(root))}\S* is slow, or does not answer", 2)
         gate.open()
         assert loading.result(TIMEOUT).step == 1

@@ -113,7 +113,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path: Path) -> None:
             report = engine.save(kept).result(TIMEOUT)
         assert report.plan_hit
         assert report.image_bytes > 40 * (256 << 10)
-        back: Any = engine.submit_read(report.step, only=None).result(TIMEOUT)
+        back: Any = engine.read(report.step, only=None).result(TIMEOUT)
     assert back["object"] == kept["object"]
     for name, value in {**kept, **kept["many"]}.items():
         if name in ("many", "object"):

@@ -43,7 +43,7 @@ def committed(engine: SyncCheckpointEngine, state: object) -> SaveReport:
 
 
 def read(engine: SyncCheckpointEngine, step: int) -> dict[str, torch.Tensor]:
-    found = engine._submit_read(step, only=None).result(TIMEOUT)
+    found = engine.read(step)
     assert isinstance(found, dict)
     return found
 

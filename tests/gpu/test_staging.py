@@ -72,7 +72,7 @@ def filled(count: int, nbytes: int, value: float) -> dict[str, torch.Tensor]:
 
 
 def read(engine: CheckpointEngine, step: int) -> dict[str, Any]:
-    found = engine.submit_read(step, only=None).result(TIMEOUT)
+    found = engine.read(step, only=None).result(TIMEOUT)
     assert isinstance(found, dict)
     return found
 

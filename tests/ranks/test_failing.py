@@ -58,7 +58,7 @@ def fail_once(rank: int, count: int, root: Path, failing: int, at: tuple[str, st
         assert report is not None
         assert not report.plan_hit, "what a failed save planned is not trusted"
         template = zeroed(mixed_state(rank, count))
-        assert engine.submit_load(template, None, **OPTIONS).result(SECS).step == 3
+        assert engine.load(template, None, **OPTIONS).result(SECS).step == 3
         assert_same(template, mixed_state(rank, count, 3))
         dist.barrier()
     return told(error)
@@ -145,7 +145,7 @@ def fail_in_a_wave(rank: int, count: int, root: Path, failing: int) -> list[str]
                 if step != 2:
                     ticket.result(SECS)
         assert engine.steps().result() == [1, 3]
-        back: Any = engine.submit_read(3, only=None).result(SECS)
+        back: Any = engine.read(3, only=None).result(SECS)
         found.append(str(back[f"mine{rank}"].unique().tolist()))
         dist.barrier()
     return found

@@ -407,7 +407,7 @@ def call_different_things(rank: int, count: int, root: Path, kinds: tuple[str, s
             if kinds[rank] == "save":
                 engine.save(state_at(2), step=2).result(SECS)
             elif kinds[rank] == "load":
-                engine.submit_load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
+                engine.load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
             elif kinds[rank] == "delete":
                 engine.delete(1).result()
             else:
@@ -448,7 +448,7 @@ def open_and_close(rank: int, count: int, root: Path, times: int) -> None:
             engine.save({"x": torch.ones(number + 1), **state_at(step)}, step=step + 2).result(SECS)
             with pytest.raises(AioCkptError):
                 engine.save(state_at(step), step=1).result(SECS)
-            engine.submit_load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
+            engine.load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
             engine.rollback(step + 1).result()
             dist.barrier()
 

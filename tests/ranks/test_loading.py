@@ -9,7 +9,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from aio_ckpt.dcp import Reader
 from aio_ckpt.engine import group_load as joint
 from aio_ckpt.engine.fallback import FallbackSearch, Wanted, candidates
 from aio_ckpt.engine.group_load import LoadMember, _Action, _Instruction
+from aio_ckpt.engine.load import PendingLoad
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -47,7 +47,6 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
-from aio_ckpt.reports import LoadReport
 from aio_ckpt.restore import load as restore
 from aio_ckpt.restore.fetch_values import FetchedValues
 from aio_ckpt.restore.load_plan import LoadPlan
@@ -270,8 +269,10 @@ def state_of(value: float) -> dict[str, Any]:
     return {"w": torch.full((ELEMENTS,), float(value)), "k": value}
 
 
-def submit(engine: CheckpointEngine, state: object, given_up: Future[None] | None = None) -> Future[LoadReport]:
-    return engine.submit_load(state, None, given_up, **OPTIONS)
+def submit(engine: CheckpointEngine, state: Any) -> PendingLoad:
+    loading = engine.load(state, None, **OPTIONS)
+    assert isinstance(loading, PendingLoad)
+    return loading
 
 
 def kind_and_touched(error: BaseException | None) -> tuple[str, bool]:
@@ -356,7 +357,6 @@ def give_up(rank: int, count: int, root: Path, leaving: int, when: str) -> tuple
     with looking_engine(root) as (engine, storage):
         engine.save(state_of(1), step=1).result(TURN_SECS)
         dist.barrier()
-        given_up: Future[None] = Future()
         if rank != leaving:
             gate = storage.hold("list_dir")
             if when == "before the others come":
@@ -371,12 +371,12 @@ def give_up(rank: int, count: int, root: Path, leaving: int, when: str) -> tuple
             coordinator = engine._ctx.members.coordinator
             assert isinstance(coordinator, StoreCoordinator)
             sent = coordinator.messages_sent
-            load = submit(engine, state_of(0), given_up)
+            load = submit(engine, state_of(0))
             wait_until(lambda: coordinator.messages_sent > sent or rank == 0)  # that it takes part
             if when == "while the leader looks":
                 dist.barrier()
             sent = coordinator.messages_sent
-            given_up.set_result(None)
+            load._give_up()
             wait_until(lambda: coordinator.messages_sent > sent or rank == 0)  # that it leaves
             dist.barrier()
         error = load.exception(TURN_SECS)
@@ -399,13 +399,12 @@ def test_a_load_given_up_on_one_rank_ends_on_all_and_the_next_one_works(
 
 
 def give_up_unmet(rank: int, count: int, root: Path) -> tuple[str, bool]:
-    given_up: Future[None] = Future()
     if rank == 0:
         dist.barrier()
     engine = CheckpointEngine(root, EngineConfig(stall_timeout_secs=TURN_SECS, budget_bytes=64 << 20))
     if rank == 1:
-        load = submit(engine, state_of(0), given_up)
-        given_up.set_result(None)
+        load = submit(engine, state_of(0))
+        load._give_up()
         dist.barrier()
     else:
         load = submit(engine, state_of(0))
@@ -525,7 +524,7 @@ def load_while_saving(
             patch.setattr(joint, "candidates", later(gate, candidates))
         elif rank == 1:
             patch.setattr(restore, "fetch_values", tensors_later(gate))
-        load = engine.submit_load(state, step, **OPTIONS)
+        load = engine.load(state, step, **OPTIONS)
         if rank == 1:
             gate.wait_reached()
         elif late == "to match":
@@ -1011,8 +1010,8 @@ def load_beside_saves(rank: int, count: int, root: Path) -> tuple[list[int | Non
         engine.save(weights(1), step=1).result(SECS)
         gate = storage.hold("rename", "pending/*")  # the leader alone comes here
         engine.save(weights(2), step=2)
-        newest = engine.submit_load(template := weights(0), None, **OPTIONS)
-        first = engine.submit_load(weights(0), 1, **OPTIONS)
+        newest = engine.load(template := weights(0), None, **OPTIONS)
+        first = engine.load(weights(0), 1, **OPTIONS)
         assert first.result(SECS).step == 1
         assert not newest.done()
         dist.barrier()

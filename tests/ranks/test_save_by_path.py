@@ -24,7 +24,7 @@ def replace_and_remove(rank: int, count: int, top: Path) -> list[int]:
         engine.save(mixed_state(rank, count, 3), path=top / "best.ckpt")
         removal = engine.remove(top / "last.ckpt")
         step = engine.save(mixed_state(rank, count, 4)).step
-        loading = engine.submit_load(
+        loading = engine.load(
             template := zeroed(mixed_state(rank, count)),
             None,
             path=top / "best.ckpt",

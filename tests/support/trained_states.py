@@ -151,7 +151,7 @@ def check_checkpoint(
 ) -> dict[str, object]:
     """Returns what was found, which is what was wanted."""
     ticket.result(timeout)
-    found = on_host(weighed(engine._submit_read(ticket.step, only=None).result(timeout)))
+    found = on_host(weighed(engine.read(ticket.step)))
     given = on_host(wanted)
     assert found.keys() == given.keys(), f"step {ticket.step}: names {sorted(found.keys() ^ given.keys())}"
     wrong = [f"{path}: {found[path]}, not {given[path]}" for path in given if found[path] != given[path]]

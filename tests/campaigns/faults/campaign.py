@@ -285,14 +285,14 @@ class Loading:
 
 def _load(ground: Ground) -> object:
     target = state_of(0)
-    report = ground.engine.submit_load(target, None, strict=False, allow_missing=False, fallback=True).result(60)
+    report = ground.engine.load(target, None, strict=False, allow_missing=False, fallback=True).result(60)
     if report.skipped or report.step != max(ground.committed):
         raise AssertionError(f"it took step {report.step} and skipped {report.skipped}")
     return target
 
 
 def _read(ground: Ground) -> object:
-    return ground.engine.submit_read(None, only=None).result(60)
+    return ground.engine.read(None, only=None).result(60)
 
 
 LOADS = (Loading(name="load", run=_load), Loading(name="read", run=_read))

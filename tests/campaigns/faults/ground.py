@@ -231,7 +231,7 @@ class Ground:
 
     def read(self, step: int) -> object:
         """The state of a step, by another engine than the one under test."""
-        return self._reader.submit_read(step, only=None).result(WAIT_SECS)
+        return self._reader.read(step, only=None).result(WAIT_SECS)
 
     def _look_at_process(self) -> Iterator[str]:
         held = self._held()

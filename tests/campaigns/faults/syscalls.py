@@ -253,7 +253,7 @@ class _Reader:
 
     def holds(self, step: int, value: int) -> bool:
         """Whether it is that state, bit for bit."""
-        return is_state(self._engine.submit_read(step, only=None).result(_TIMEOUT_SECS), value)
+        return is_state(self._engine.read(step, only=None).result(_TIMEOUT_SECS), value)
 
     def look(self, committed: dict[int, int]) -> Iterator[str]:
         """What is wrong."""

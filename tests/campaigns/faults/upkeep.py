@@ -265,7 +265,7 @@ def _hurt(ground: Ground) -> None:
 
 def _load(ground: Ground) -> object:
     target = state_of(0)
-    submitted = ground.engine.submit_load(target, None, strict=False, allow_missing=False, fallback=True)
+    submitted = ground.engine.load(target, None, strict=False, allow_missing=False, fallback=True)
     return submitted.result(WAIT_SECS), target
 
 

@@ -264,7 +264,7 @@ def test_a_state_as_large_as_the_budget_goes_through_a_ring(tmp_path, budget_mib
         for _ in range(2):
             assert engine.save(state).result(TIMEOUT) is not None
         assert engine.lifetime.arena_bytes <= budget_mib * MIB
-        back = engine.submit_read(2, only=None).result(TIMEOUT)
+        back = engine.read(2, only=None).result(TIMEOUT)
     assert isinstance(back, dict)
     assert all(torch.equal(back[name], value) for name, value in state.items())
 
