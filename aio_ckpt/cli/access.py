@@ -20,7 +20,8 @@ from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Rea
 from aio_ckpt.format.names import LOCK_FILE, StepNames
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.runtime.portal import Executor, Portal
-from aio_ckpt.storage.local import LocalStorage, Storage
+from aio_ckpt.storage import local
+from aio_ckpt.storage.local import Storage
 
 T = TypeVar("T")
 _HOUSEKEEPING_THREADS = 2
@@ -33,7 +34,7 @@ def call(work: Callable[[Storage, Executor], Coroutine[Any, Any, T]], *, readers
     portal = Portal("aio_ckpt-cli", readers + _HOUSEKEEPING_THREADS)
     try:
         portal.start()
-        return portal.call(work, LocalStorage(portal.executor), portal.executor, timeout=None)
+        return portal.call(work, local.LocalStorage(portal.executor), portal.executor, timeout=None)
     finally:
         portal.close(_CLOSE_SECS)
 

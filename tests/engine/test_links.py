@@ -172,24 +172,6 @@ def test_a_link_in_the_place_of_a_lock_file_is_replaced(tmp_path: Path) -> None:
     assert key.read_text() == "the user's private key"
 
 
-@pytest.mark.parametrize("name", ["", "tensors", "journal", ".lock"])
-def test_a_link_in_the_partial_directory_of_an_export_is_refused(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    with SyncCheckpointEngine(root) as engine:
-        save(engine, 1)
-    partial, home = tmp_path / "out.pt.partial", tmp_path / "home"
-    home.mkdir()
-    (home / "file").write_text("mine")
-    if name:
-        partial.mkdir()
-    (partial / name).symlink_to(home / "file" if name else home)
-    assert cli.run(["export", str(root), str(tmp_path / "out.pt")]) == 2
-    assert "remove the link" in capsys.readouterr().err
-    assert content(home) == {"file": b"mine"}
-    assert not (tmp_path / "out.pt").exists()
-
-
 def test_a_link_in_the_place_of_the_work_file_of_a_trace_is_not_followed(root: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
