@@ -104,8 +104,3 @@ def step_dir_option(command: F) -> F:
 
 def _step_names(_: click.Context, __: click.Parameter, value: str) -> StepNames:
     return StepNames(EngineConfig(step_dir=value).step_dir)
-
-
-def example(line: str) -> str:
-    """Return the last line of a help text: an example."""
-    return f"Example: {line}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.cli.arguments import check_root, example, json_option, root_argument, step_dir_option
+from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
 from aio_ckpt.cli.console import Screen, plural
 from aio_ckpt.cli.listing import best_rule
 from aio_ckpt.config import KeepBest
@@ -40,7 +40,7 @@ class _Step(click.IntRange):
 _STEP = _Step(0)
 
 
-@click.command("protect", epilog=example("aio-ckpt protect runs/ckpt 100"))
+@click.command("protect", epilog="Example: aio-ckpt protect runs/ckpt 100")
 @root_argument
 @click.argument("step", type=_STEP)
 @step_dir_option
@@ -60,7 +60,7 @@ def protect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -
     _tell_protection(step, is_protected=True, as_json=as_json)
 
 
-@click.command("unprotect", epilog=example("aio-ckpt unprotect runs/ckpt 100"))
+@click.command("unprotect", epilog="Example: aio-ckpt unprotect runs/ckpt 100")
 @root_argument
 @click.argument("step", type=_STEP)
 @step_dir_option
@@ -83,7 +83,7 @@ def _tell_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
         screen.line(f"step {step} is {'protected' if is_protected else 'not protected'}")
 
 
-@click.command("rm", epilog=example("aio-ckpt rm runs/ckpt 100 200"))
+@click.command("rm", epilog="Example: aio-ckpt rm runs/ckpt 100 200")
 @root_argument
 @click.argument("steps", metavar="STEP...", type=_STEP, nargs=-1, required=True)
 @click.option("--allow-newest", is_flag=True, help="Delete the newest step, too.")
@@ -175,7 +175,7 @@ def _tell_deleted(steps: list[int], screen: Screen) -> None:
         screen.line("nothing to delete")
 
 
-@click.command("prune", epilog=example("aio-ckpt prune runs/ckpt --keep-last 3 --keep-every 1000"))
+@click.command("prune", epilog="Example: aio-ckpt prune runs/ckpt --keep-last 3 --keep-every 1000")
 @root_argument
 @click.option("--keep-last", type=click.IntRange(1), required=True, help="Newest steps to keep.")
 @click.option("--keep-every", type=click.IntRange(1), help="Keep the steps that are multiples of this, too.")
@@ -275,7 +275,7 @@ def _is_confirmed(*, to_stderr: bool) -> bool:
         raise click.ClickException("no answer on standard input, and nothing is deleted: give --yes") from error
 
 
-@click.command("rollback", epilog=example("aio-ckpt rollback runs/ckpt 100"))
+@click.command("rollback", epilog="Example: aio-ckpt rollback runs/ckpt 100")
 @root_argument
 @click.argument("step", type=_STEP)
 @step_dir_option

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from aio_ckpt.cli.arguments import Directory, example, json_option, step_dir_option
+from aio_ckpt.cli.arguments import Directory, json_option, step_dir_option
 from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, printable
 from aio_ckpt.cli.inspecting import LeafRow, leaves_of
 from aio_ckpt.config import EngineConfig
@@ -84,7 +84,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.only_in_a or self.only_in_b or self.kinds or self.values)
 
 
-@click.command("diff", epilog=example("aio-ckpt diff runs/a runs/b --values"))
+@click.command("diff", epilog="Example: aio-ckpt diff runs/a runs/b --values")
 @click.argument("a", type=Directory())
 @click.argument("b", type=Directory())
 @click.option("--values", is_flag=True, help="Read both, and show how far tensors of one name differ.")

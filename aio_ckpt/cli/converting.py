@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aio_ckpt.checks import check_path
-from aio_ckpt.cli.arguments import Directory, MistypedPathError, example, json_option, step_dir_option
+from aio_ckpt.cli.arguments import Directory, MistypedPathError, json_option, step_dir_option
 from aio_ckpt.cli.console import Screen, bytes_progress, printable
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
@@ -71,7 +71,7 @@ _trusted = click.option(
 _step = click.option("--step", type=click.IntRange(0), help="Its step in ROOT; by default its own, or the next one.")
 
 
-@click.command("export", epilog=example("aio-ckpt export runs/ckpt --to safetensors model.safetensors --branch model"))
+@click.command("export", epilog="Example: aio-ckpt export runs/ckpt --to safetensors model.safetensors --branch model")
 @click.argument("path", type=Directory(of_a_file="give a checkpoint, or take 'aio-ckpt convert'"))
 @click.argument("out", type=_Place(must_exist=False))
 @click.option("--to", "kind", type=click.Choice(sorted(_SUFFIXES)), help="Format; by default that of the suffix.")
@@ -92,7 +92,7 @@ def export_command(path: Path, out: Path, kind: str | None, names: StepNames, **
     _to_file(path, out, names, **options)
 
 
-@click.command("import", epilog=example("aio-ckpt import model.safetensors runs/ckpt --step 100"))
+@click.command("import", epilog="Example: aio-ckpt import model.safetensors runs/ckpt --step 100")
 @click.argument("file", type=_Place(must_exist=True))
 @click.argument("root", type=_Place(must_exist=False))
 @_step
@@ -107,7 +107,7 @@ def import_command(file: Path, root: Path, step: int | None, names: StepNames, *
     _to_step(file, root, names, step=step, trusted=trusted, as_json=as_json)
 
 
-@click.command("convert", epilog=example("aio-ckpt convert pytorch_model.bin model.safetensors"))
+@click.command("convert", epilog="Example: aio-ckpt convert pytorch_model.bin model.safetensors")
 @click.argument("source", type=_Place(must_exist=True))
 @click.argument("out", type=_Place(must_exist=False))
 @_step

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from aio_ckpt.cli.arguments import Directory, MistypedPathError, check_root, example, json_option, step_dir_option
+from aio_ckpt.cli.arguments import Directory, MistypedPathError, check_root, json_option, step_dir_option
 from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, printable
 from aio_ckpt.errors import (
     AioCkptError,
@@ -52,7 +52,7 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True):
     """Length of all its files, in bytes."""
 
 
-@click.command("cp", epilog=example("aio-ckpt cp runs/ckpt/step_000000100 /backup/ckpt"))
+@click.command("cp", epilog="Example: aio-ckpt cp runs/ckpt/step_000000100 /backup/ckpt")
 @click.argument("path", type=Directory())
 @click.argument("root", type=Directory(must_exist=False))
 @click.option("--step", type=click.IntRange(0), help="Its step there, if neither manifest nor directory tells it.")

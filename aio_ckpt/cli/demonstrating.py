@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from aio_ckpt.cli.arguments import example, json_option
+from aio_ckpt.cli.arguments import json_option
 from aio_ckpt.cli.console import Screen
 
 _MIN_STEPS = 20
 """With fewer steps, no save is certainly durable before the kill."""
 
 
-@click.command("demo", epilog=example("aio-ckpt demo --out /tmp/demo --steps 60"))
+@click.command("demo", epilog="Example: aio-ckpt demo --out /tmp/demo --steps 60")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("demo-out"), show_default=True, help="Directory.")
 @click.option("--steps", type=click.IntRange(_MIN_STEPS), default=100, show_default=True, help="Of training.")
 @click.option(

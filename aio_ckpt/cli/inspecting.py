@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from aio_ckpt.cli.arguments import Directory, example, json_option, step_dir_option
+from aio_ckpt.cli.arguments import Directory, json_option, step_dir_option
 from aio_ckpt.cli.console import Cells, Screen, extra_text, metrics_text, plural, printable, time_text
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.format.names import StepNames
@@ -88,7 +88,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     """Length of all of them, tied ones once, in bytes."""
 
 
-@click.command("inspect", epilog=example("aio-ckpt inspect runs/ckpt --only model --largest 10"))
+@click.command("inspect", epilog="Example: aio-ckpt inspect runs/ckpt --only model --largest 10")
 @click.argument("path", type=Directory())
 @click.option("--only", multiple=True, metavar="NAME", help="Leaf, branch above leaves, or pattern such as '*.bias'.")
 @click.option("--sort", type=click.Choice([*_KEYS]), default="name", show_default=True, help="Order of the leaves.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.cli.arguments import check_root, example, json_option, root_argument, step_dir_option
+from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
 from aio_ckpt.cli.console import (
     Cells,
     Screen,
@@ -50,7 +50,7 @@ def best_rule(_: click.Context, __: click.Parameter, value: str | None) -> KeepB
         raise click.BadParameter(str(error)) from error
 
 
-@click.command("ls", epilog=example("aio-ckpt ls runs/ckpt --best accuracy:max"))
+@click.command("ls", epilog="Example: aio-ckpt ls runs/ckpt --best accuracy:max")
 @root_argument
 @click.option(
     "--best",
@@ -180,7 +180,7 @@ def _totals(found: RootTable) -> str:
     return ", ".join([*parts, *(f"{count} {word}" for count, word in counts if count)])
 
 
-@click.command("du", epilog=example("aio-ckpt du runs/ckpt"))
+@click.command("du", epilog="Example: aio-ckpt du runs/ckpt")
 @root_argument
 @step_dir_option
 @json_option

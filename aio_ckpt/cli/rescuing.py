@@ -13,7 +13,6 @@ from aio_ckpt.cli.arguments import (
     Directory,
     MistypedPathError,
     check_root,
-    example,
     json_option,
     root_argument,
     step_dir_option,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from aio_ckpt.storage.local import Storage
 
 
-@click.command("rescue", epilog=example("aio-ckpt rescue runs/ckpt"))
+@click.command("rescue", epilog="Example: aio-ckpt rescue runs/ckpt")
 @root_argument
 @click.option("--shm-path", type=Directory(), multiple=True, help="Look here, too; the root tells where it was saved.")
 @click.option(
@@ -77,7 +76,7 @@ def rescue_command(
     return 1 if any(other.is_loss for other in report.refused) else 0
 
 
-@click.command("recover", epilog=example("aio-ckpt recover runs/dcp"))
+@click.command("recover", epilog="Example: aio-ckpt recover runs/dcp")
 @click.argument("directory", type=Directory())
 @json_option
 def recover_command(directory: Path, *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from aio_ckpt.cli.arguments import Directory, example, json_option, step_dir_option
+from aio_ckpt.cli.arguments import Directory, json_option, step_dir_option
 from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, printable
 from aio_ckpt.cli.listing import advice
 from aio_ckpt.config import MAX_WORKERS
@@ -38,7 +38,7 @@ class _Verified(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its writer deleted it before it was verified."""
 
 
-@click.command("verify", epilog=example("aio-ckpt verify runs/ckpt --workers 8"))
+@click.command("verify", epilog="Example: aio-ckpt verify runs/ckpt --workers 8")
 @click.argument("path", type=Directory())
 @click.option(
     "--workers", type=click.IntRange(1, MAX_WORKERS), default=4, show_default=True, help="Reads in flight at once."

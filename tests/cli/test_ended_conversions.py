@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import signal
+import tempfile
 
 import pytest
 import torch
@@ -127,6 +128,16 @@ def test_a_full_disk_says_what_is_needed_and_nothing_is_left(source, tmp_path, c
     code, _, err = called(capsys, "convert", source, tmp_path / "out.pt")
     assert (code, "a conversion needs room for its tensors" in err) == (1, True), err
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
+
+
+def test_a_place_that_cannot_be_written_is_named_with_a_way_on(source, tmp_path, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "tmp1234"))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    code, _, err = called(capsys, "convert", source, tmp_path / "out.pt")
+    assert (code, "tmp1234" in err) == (1, False)
+    assert f"{tmp_path}: Permission denied: give a path that this user may write to" in err
 
 
 def test_a_file_system_without_fallocate_will_do(source, state, tmp_path, capsys, monkeypatch):
