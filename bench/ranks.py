@@ -150,8 +150,8 @@ def _large(rank: int, count: int, folder: Path, mib: int, rounds: int) -> Figure
     return figures
 
 
-def _load(engine: CheckpointEngine, target: object) -> LoadReport:
-    return engine.submit_load(target, None, strict=False, allow_missing=False, fallback=True).result(_WAIT_SECS)
+def _load(engine: CheckpointEngine, target: dict[str, Any]) -> LoadReport:
+    return engine.submit_load(target).result(_WAIT_SECS)
 
 
 def _small(rank: int, count: int, folder: Path, tensors: int, rounds: int) -> Figures:

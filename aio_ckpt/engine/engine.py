@@ -820,9 +820,18 @@ class CheckpointEngine(BaseEngine):
     wait_ready = BaseEngine._wait_ready
     """:meth:`ready` that blocks."""
 
-    def submit_load(self, state: object, step: int | None = None, **options: Any) -> Future[LoadReport]:
-        """:meth:`load` that returns a ``concurrent.futures.Future`` of the report."""
-        return self._submit_load(state, LoadOptions(step=step, **options), Future())
+    def submit_load(
+        self, state: State, step: int | None = None, given_up: Future[None] | None = None, **options: Any
+    ) -> Future[LoadReport]:
+        """:meth:`load` that returns a ``concurrent.futures.Future`` of the report.
+
+        Args:
+            state: the template.
+            step: step of the checkpoint; None takes the newest that verifies.
+            given_up: future; once it is done, the load ends early.
+            options: other arguments of :meth:`load`.
+        """
+        return self._submit_load(state, LoadOptions(step=step, **options), given_up or Future())
 
     submit_read = BaseEngine._submit_read
     """:meth:`read` that returns a ``concurrent.futures.Future`` of the state. Give ``only``, which may be None."""

@@ -411,6 +411,7 @@ def test_a_step_of_the_wrong_kind_is_refused_at_once_and_not_after_the_wait_for_
 ELSEWHERE = {
     "submit_load(state)": "load",
     "submit_load(step)": "load",
+    "submit_load(given_up)": "of the faces",
     "submit_load(options)": "load",
     "submit_read(step)": "read",
     "submit_read(only)": "read",
