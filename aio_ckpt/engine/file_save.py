@@ -64,7 +64,7 @@ class FileSaves:
         self._lifetime = lifetime
         # A snapshot that can be rescued belongs to a step, so a file needs no memory with a name.
         staging = "auto" if ctx.config.shm_path is not None else ctx.config.staging
-        self._staging = StagingChoice(staging, is_named=False)
+        self._staging = StagingChoice(staging)
         self._files = FilePipeline(ctx=ctx, throttle=pipeline.throttle, trash=pipeline.trash)
         self._lock = Lock()
         self._pending: list[PendingFile] = []
@@ -240,15 +240,14 @@ class FileSaves:
         return copied
 
     def _lease(self, save: PendingFile, part: FilePart) -> Image:
-        lease = functools.partial(
-            lease_image,
+        image = lease_image(
             part.planned,
             part.tail_bytes,
             self._lifetime,
+            self._staging,
             timeout_secs=self._pipeline.slot_timeout_secs(part.planned.plan.layout.chunk_bytes),
             limit_secs=MAX_SECS,
         )
-        image = self._staging.take(part.planned.plan.source, lease)
         save.leases.append(image.lease)
         save.images.append(image)
         return image
