@@ -153,7 +153,7 @@ def write_rank(
         sources.planned,
         sources.stream_bytes,
         runtime.window,
-        runtime.arena_kind(sources.planned.plan.source),
+        runtime.choice,
         timeout_secs=config.stall_timeout_secs,
         limit_secs=MAX_SECS,
     )

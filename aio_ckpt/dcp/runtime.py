@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_kind
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
-from aio_ckpt.memory.arena import ArenaKind
+from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
 from aio_ckpt.plan.layout import chunk_bytes_for
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
@@ -46,6 +45,8 @@ class Runtime:
     """Memory of the window: the chunks of an image that are in memory while it is written."""
     staging: LifetimeManager
     """Memory of the stager, for whole states."""
+    choice: StagingChoice
+    """Kind of both memories."""
     throttle: WriteThrottle
     copy_engines: CopyEngines = field(default_factory=CopyEngines)
 
@@ -71,16 +72,8 @@ class Runtime:
                 window=LifetimeManager(budget_bytes=window_bytes, executor=executor, debug=config.debug),
                 throttle=WriteThrottle(config.max_write_bytes_per_sec),
                 staging=LifetimeManager(budget_bytes=staging_bytes, executor=executor, debug=config.debug),
+                choice=StagingChoice(config.staging),
             )
-
-    def arena_kind(self, source: torch.device | None) -> ArenaKind:
-        """Return the kind of memory for tensors from ``source``.
-
-        Unlike an engine, this does not ask the driver first, because most runtimes live for one call only.
-        """
-        if self.config.staging != "auto":
-            return self.config.staging
-        return "pageable" if source is None else "pinned"
 
     def close(self) -> None:
         """End the threads and close the memory. Idempotent."""

@@ -163,7 +163,7 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
         planned,
         0,
         runtime.staging,
-        runtime.arena_kind(planned.plan.source),
+        runtime.choice,
         timeout_secs=config.stall_timeout_secs,
         limit_secs=MAX_SECS,
     )

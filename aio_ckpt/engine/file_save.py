@@ -49,7 +49,7 @@ class FileSaves:
         self._lifetime = lifetime
         # A snapshot that can be rescued belongs to a step, so a file needs no memory with a name.
         staging = "auto" if ctx.config.shm_path is not None else ctx.config.staging
-        self._staging = StagingChoice(staging, is_named=False)
+        self._staging = StagingChoice(staging)
         self._pipeline = FilePipeline(ctx=ctx, runner=runner)
         self._plans = FilePlans(gather_bytes=ctx.config.gather_bytes, budget_bytes=lifetime.measure_budget)
         self._calls = 0
@@ -86,15 +86,14 @@ class FileSaves:
                 planned_file = plan_part()
             planned = planned_file.planned
             job.plan_hit = job.plan_hit and planned_file.plan_hit
-            lease = functools.partial(
-                lease_image,
+            image = lease_image(
                 planned,
                 planned_file.tail_bytes,
                 self._lifetime,
+                self._staging,
                 timeout_secs=self._runner.slot_timeout_secs(planned.plan.layout.chunk_bytes),
                 limit_secs=MAX_SECS,
             )
-            image = self._staging.take(planned.plan.source, lease)
             yield (
                 planned,
                 Part(

@@ -570,16 +570,15 @@ class SaveFrontend:
         return replace(planned, plan=plan)
 
     def _lease(self, planned: PlannedSave, objects: ObjectBytes, target: Target, deadline: Deadline) -> Image:
-        lease = functools.partial(
-            lease_image,
+        return lease_image(
             planned,
             len(objects.region),
             self.lifetime,
+            self._staging,
             timeout_secs=self._pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
             step=target if isinstance(target, int) else None,
         )
-        return self._staging.take(planned.plan.source, lease)
 
     def _tell_waves(self, image: Image, target: Target) -> None:
         """Log once that the state is saved in waves, so that ``save()`` takes as long as the disk."""

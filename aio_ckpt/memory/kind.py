@@ -47,13 +47,13 @@ def can_lock(source: torch.device) -> bool:
 
 
 class StagingChoice:
-    """Choice of the kind of memory for each save of one engine.
+    """Choice of the kind of memory for each save of one engine or face.
 
     ``auto`` asks the driver once, at the first save or ``prepare`` of a state with CUDA tensors. It does not ask when
     the engine is opened: a context on a device that this rank may never use would cost half a gigabyte.
     """
 
-    def __init__(self, staging: Staging, *, is_named: bool) -> None:
+    def __init__(self, staging: Staging, *, is_named: bool = False) -> None:
         """Set the kind. If ``is_named``, the memory needs a name (``shm_path``), which only shared memory can have."""
         self._staging: Staging = "shm" if is_named else staging
         self._auto_kind: ArenaKind | None = None
@@ -68,17 +68,17 @@ class StagingChoice:
             self._auto_kind = "pinned" if can_lock(source) else "pageable"
         return self._auto_kind
 
-    def take(self, source: torch.device | None, lease: Callable[[ArenaKind], T]) -> T:
-        """Return ``lease(kind)``. With ``auto``, fall back to pageable memory if the arena cannot be page-locked.
+    def take(self, source: torch.device | None, acquire: Callable[[ArenaKind], T]) -> T:
+        """Return ``acquire(kind)``. With ``auto``, fall back to pageable memory if the arena cannot be page-locked.
 
         A limit on locked memory may allow the one page of :func:`can_lock` and still refuse the arena of a state.
         """
         kind = self.kind(source)
         try:
-            return lease(kind)
+            return acquire(kind)
         except RuntimeError as error:
             if isinstance(error, AioCkptError) or kind != self._auto_kind or kind == "pageable":
                 raise
             _log.warning('staging="auto": pageable memory is taken from now on, for %s is refused: %s', kind, error)
             self._auto_kind = "pageable"
-        return lease("pageable")
+        return acquire("pageable")

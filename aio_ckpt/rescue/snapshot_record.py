@@ -14,11 +14,12 @@ from typing import Annotated, Any
 import msgspec
 from isal import isal_zlib
 
-from aio_ckpt.commit.manifests import object_entries, render_rank
+from aio_ckpt.commit.manifests import object_entries
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import BLOCK_BYTES, MAX_BYTES, PAGE_BYTES, TensorSpec
 from aio_ckpt.format.dcp_metadata_read import DTYPES
-from aio_ckpt.format.rank_manifest import RankManifest, decode_rank
+from aio_ckpt.format.rank_manifest import RankManifest, data_file_name, decode_rank, encode_rank
+from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import cut_chunks
@@ -26,7 +27,6 @@ from aio_ckpt.plan.planner import Plan
 from aio_ckpt.plan.values import ImageLayout, TensorItem
 from aio_ckpt.rescue.segment import SharedSegment, StoredSegment
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.write.result import WriteResult
 
 _VERSION = 1
 _log = logging.getLogger("aio_ckpt")
@@ -81,23 +81,16 @@ def store_record(
     Only raw bytes are summed, because the write may still render the headers and trailers.
     """
     layout, image_bytes = plan.layout, image.chunks[-1].stop
-    result = WriteResult(
-        image_bytes=image_bytes,
-        file_crc32=0,
-        sums=raw_sums(layout, memoryview(image.lease.arena.memory)),
-        mode="buffered",
-        chunks=0,
-        chunks_written=frozenset(),
-        items_patched=0,
-    )
-    manifest = render_rank(
-        plan,
-        object_entries(plan, objects),
-        result,
-        step=record.step,
+    manifest = encode_rank(
         save_id=record.save_id,
+        step=record.step,
         rank=0,
         world_size=1,
+        file=FileEntry(data_file_name(0), image_bytes, 0),
+        tensors=plan.tensors_static,
+        sums=raw_sums(layout, memoryview(image.lease.arena.memory)),
+        objects=object_entries(plan, objects),
+        skeleton=plan.skeleton,
     )
     whole = msgspec.structs.replace(
         record,

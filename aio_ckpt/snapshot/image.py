@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.arena import ArenaKind
+from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
@@ -83,7 +84,7 @@ def lease_image(
     planned: PlannedImage,
     objects_bytes: int,
     lifetime: LifetimeManager,
-    kind: ArenaKind,
+    staging: StagingChoice,
     *,
     timeout_secs: float,
     limit_secs: float,
@@ -91,15 +92,21 @@ def lease_image(
 ) -> Image:
     """Lease an arena for the image of one save. Block while earlier saves hold the budget; log lines name ``step``.
 
+    ``staging`` chooses the kind of the arena.
+
     Raises:
         BudgetExceededError: the image exceeds the budget, or the system lacks the memory.
         StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``, or ``limit_secs`` passed.
     """
-    layout = planned.plan.layout
-    spec = arena_spec(planned.plan, objects_bytes, kind, budget_bytes=lifetime.budget_bytes)
-    chunks = file_chunks(layout, image_bytes_of(planned.plan, objects_bytes))
-    slots = min(len(chunks), -(-spec.nbytes // layout.chunk_bytes))
-    lease = lifetime.acquire(spec, timeout_secs=timeout_secs, limit_secs=limit_secs, step=step)
+    plan, layout, budget_bytes = planned.plan, planned.plan.layout, lifetime.budget_bytes
+
+    def acquire(kind: ArenaKind) -> Lease:
+        spec = arena_spec(plan, objects_bytes, kind, budget_bytes=budget_bytes)
+        return lifetime.acquire(spec, timeout_secs=timeout_secs, limit_secs=limit_secs, step=step)
+
+    chunks = file_chunks(layout, image_bytes_of(plan, objects_bytes))
+    slots = min(len(chunks), ring_slots(chunks[-1].stop, layout.chunk_bytes, budget_bytes))
+    lease = staging.take(plan.source, acquire)
     try:
         return Image(
             lease=lease,

@@ -41,6 +41,7 @@ from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.names import ENGINE_DIRS, PENDING_DIR, StepNames
 from aio_ckpt.format.rank_manifest import data_file_name
 from aio_ckpt.leaves.objects import ObjectEncoder
+from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 from aio_ckpt.plan import layout
 from aio_ckpt.plan.planner import PlanCache
@@ -259,7 +260,12 @@ class World:
         planned = self.cache.resolve(flat)
         objects = self.encoder.encode(planned.objects)
         image = lease_image(
-            planned, len(objects.region), self.lifetime, "pageable", timeout_secs=_STALL_SECS, limit_secs=_STALL_SECS
+            planned,
+            len(objects.region),
+            self.lifetime,
+            StagingChoice("pageable"),
+            timeout_secs=_STALL_SECS,
+            limit_secs=_STALL_SECS,
         )
         deadline = Deadline(secs=rng.choice((None, None, rng.expovariate(5.0) + 0.01)), began=now)
         call = queue.next_number()

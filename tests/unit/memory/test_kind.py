@@ -40,7 +40,7 @@ def test_a_driver_that_refuses_to_register_leaves_pageable_memory_and_a_note(
         raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
 
     monkeypatch.setattr(arenas.device, "register_host_memory", refuse)
-    assert StagingChoice("auto", is_named=False).kind(CPU) == "pageable"
+    assert StagingChoice("auto").kind(CPU) == "pageable"
     assert "pinned memory cannot be used" in caplog.text
 
 
@@ -57,7 +57,7 @@ def test_auto_takes_pageable_memory_from_when_the_driver_refuses_to_lock_that_mu
             raise RuntimeError("CUDA error: out of memory")
         return kind
 
-    choice = StagingChoice("auto", is_named=False)
+    choice = StagingChoice("auto")
     assert [choice.take(CPU, take) for _ in range(2)] == ["pageable"] * 2
     assert taken == ["pinned", "pageable", "pageable"]
     assert "pageable memory is taken from now on" in caplog.text
@@ -76,7 +76,7 @@ def test_a_setting_of_the_users_and_errors_of_our_own_are_not_worked_around(
         raise EngineClosedError("closed") if setting == "auto" else RuntimeError("refused")
 
     with pytest.raises(RuntimeError):
-        StagingChoice(setting, is_named=False).take(CPU, take)
+        StagingChoice(setting).take(CPU, take)
     assert taken == ["pinned"]
 
 
@@ -88,12 +88,12 @@ def test_the_driver_is_asked_once_and_not_for_a_state_in_host_memory(monkeypatch
         return True
 
     monkeypatch.setattr(staging, "can_lock", counted)
-    choice = StagingChoice("auto", is_named=False)
+    choice = StagingChoice("auto")
     assert choice.kind(None) == "pageable"
     assert calls == []
     assert [choice.kind(GPU), choice.kind(GPU)] == ["pinned", "pinned"]
     assert calls == [GPU]
-    assert [StagingChoice("shm", is_named=False).kind(source) for source in (None, GPU)] == ["shm", "shm"]
+    assert [StagingChoice("shm").kind(source) for source in (None, GPU)] == ["shm", "shm"]
     assert [StagingChoice("auto", is_named=True).kind(source) for source in (None, GPU)] == ["shm", "shm"]
     assert calls == [GPU]
 
@@ -105,4 +105,4 @@ def test_without_memory_for_the_page_auto_is_pinned(monkeypatch: pytest.MonkeyPa
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(staging, "map_arena", refuse)
-    assert StagingChoice("auto", is_named=False).kind(GPU) == "pinned"
+    assert StagingChoice("auto").kind(GPU) == "pinned"

@@ -30,6 +30,7 @@ from aio_ckpt.leaves.objects import ObjectEncoder, decode_object
 from aio_ckpt.memory import host_copy as moves
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import CopyStreams
+from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.planner import PlannedSave
 from aio_ckpt.runtime.portal import Executor
@@ -165,7 +166,7 @@ def test_an_image_within_the_budget_is_whole_and_a_larger_one_is_a_ring() -> Non
     planned = plan_of(uniform(4, 4 * MIB, 1.0))
     for budget_bytes, slots, arena_bytes in ((32 * MIB, 5, 18 * MIB), (16 * MIB, 4, 16 * MIB)):
         manager = LifetimeManager(budget_bytes=budget_bytes, executor=executor, debug=False)
-        image = lease_image(planned, 0, manager, "pageable", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
+        image = lease_image(planned, 0, manager, StagingChoice("pageable"), timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
         assert (image.slots, len(image.chunks), image.is_whole) == (slots, 5, slots == 5)
         assert image.lease.arena.kind == "pageable"
         assert manager.stats.arena_bytes == arena_bytes
@@ -333,7 +334,7 @@ def test_an_object_that_pickle_cannot_store_is_refused_by_name() -> None:
 
 def test_an_image_of_objects_alone_has_chunks_too(manager: LifetimeManager) -> None:
     planned = plan_of({"text": "x"})
-    image = lease_image(planned, 9 * MIB, manager, "pageable", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
+    image = lease_image(planned, 9 * MIB, manager, StagingChoice("pageable"), timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
     assert image.chunks[-1].stop == 9 * MIB
     assert captured(planned, image) == [0, 1, 2]
     assert all(isinstance(future, Future) and not future.done() for future in image.written)
