@@ -29,7 +29,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, ReadError
 from aio_ckpt.integrations import checkpoint_folder
-from aio_ckpt.integrations.places import Expected, moved_names
+from aio_ckpt.integrations.places import Expected, Place, moved_names, replaced
 from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
@@ -38,7 +38,7 @@ KNOWN_TO_WORK = "transformers 5.17.0 and 5.23.0 with accelerate 1.15.0"
 
 try:
     from accelerate.utils import broadcast_object_list
-    from transformers import modeling_utils, trainer_utils
+    from transformers import trainer_utils
 except ImportError as missing:
     raise ImportError(
         f"aio_ckpt.integrations.huggingface needs transformers and accelerate ({KNOWN_TO_WORK} are known to work): "
@@ -335,9 +335,9 @@ class AioTrainerMixin:
                 stock_save(obj, f, *args, **kwargs)
 
         with (
-            _replaced(modeling_utils, "safe_save_file", save_weights),
-            _replaced(safetensors.torch, "save_file", save_weights),
-            _replaced(torch, "save", save),
+            replaced(Place(module="transformers.modeling_utils", name="safe_save_file"), save_weights),
+            replaced(Place(module="safetensors.torch", name="save_file"), save_weights),
+            replaced(Place(module="torch", name="save"), save),
         ):
             yield
 
@@ -357,16 +357,6 @@ class AioTrainerMixin:
 def trainer_of(mixin: AioTrainerMixin) -> Any:
     """Return the methods of the Trainer below the mixin."""
     return super(AioTrainerMixin, mixin)
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, function: Callable[..., None]) -> Iterator[None]:
-    stock = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, stock)
 
 
 def _take_sentinel(final: Path) -> bool:

@@ -159,10 +159,10 @@ class Run:
 @contextmanager
 def ours(folder: Path, rank: int, **settings: Any) -> Iterator[tuple[Any, Run]]:
     """A strategy and a run with a queue, on shared resources."""
-    from aio_ckpt.integrations.async_saves import Shared
+    from aio_ckpt.integrations.async_calls import SaverResources
     from aio_ckpt.integrations.megatron import AsyncCallsQueue, SaveStrategy
 
-    shared = Shared(EngineConfig(**{"budget_bytes": 64 << 20, "stall_timeout_secs": 60.0, **settings}))
+    shared = SaverResources(EngineConfig(**{"budget_bytes": 64 << 20, "stall_timeout_secs": 60.0, **settings}))
     queue = AsyncCallsQueue(shared=shared)
     try:
         yield SaveStrategy(shared=shared), Run(queue, folder, rank)
