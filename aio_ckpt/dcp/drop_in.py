@@ -23,7 +23,7 @@ from torch.futures import Future
 from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
 from aio_ckpt.checks import check_flag, check_kind, local_path, shown
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.installed import Installed
+from aio_ckpt.dcp.installed import Installed, same_handle
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.runtime import Face, Runtime, SharedRuntime
 from aio_ckpt.dcp.sources import Sources
@@ -59,7 +59,8 @@ def install(config: EngineConfig | None = None, *, package: bool = False) -> Ins
     places = dcp_globals(package=package)
     standing = _standing_in(places)
     if standing is not None:
-        return standing.again(config, lacks="" if package <= standing.package else "without package=True, ")
+        lacks = "" if package <= standing.package else "without package=True, "
+        return same_handle(standing, config, module="aio_ckpt.dcp", lacks=lacks)
     for place in places:
         if place.value is not None and not place.is_of_torch:
             raise ConfigError(
@@ -83,8 +84,6 @@ def default(config: EngineConfig | None = None, *, package: bool = False) -> Ite
 
 class Installation(Installed):
     """Handle of :func:`install`. The block of its ``with`` ends with :meth:`uninstall`."""
-
-    module = "aio_ckpt.dcp"
 
     def __init__(self, config: EngineConfig, package: bool, places: Sequence[DcpGlobal]) -> None:
         super().__init__(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from aio_ckpt.checks import shown
 from aio_ckpt.config import EngineConfig
@@ -25,25 +25,9 @@ class Place(Protocol):
 class Installed:
     """Handle of an ``install()``. The block of its ``with`` ends with :meth:`uninstall`."""
 
-    module: ClassVar[str]
-    """Module of the ``install()``."""
-
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._placed: list[tuple[Place, object, object]] = []
-
-    def again(self, config: EngineConfig | None, *, lacks: str = "") -> Self:
-        """Return this handle to a second ``install()``.
-
-        Raises:
-            ConfigError: the second call has another ``config``, or asks for what this installation ``lacks``.
-        """
-        if not lacks and config in (None, self.config):
-            return self
-        raise ConfigError(
-            f"{self.module} is installed already, {lacks}with {shown(self.config)}: "
-            "call uninstall() of its handle first"
-        )
 
     def uninstall(self) -> None:
         """Put back what stood in the places, unless another has changed one since then. Idempotent."""
@@ -65,3 +49,19 @@ class Installed:
     def _put(self, place: Place, ours: object) -> None:
         self._placed.append((place, ours, place.value))
         place.put(ours)
+
+
+_Handle = TypeVar("_Handle", bound=Installed)
+
+
+def same_handle(handle: _Handle, config: EngineConfig | None, *, module: str, lacks: str = "") -> _Handle:
+    """Return the ``handle`` of an earlier ``install()`` of ``module`` to a second one, which asks for ``config``.
+
+    Raises:
+        ConfigError: the second one has another ``config``, or asks for what the installation ``lacks``.
+    """
+    if not lacks and config in (None, handle.config):
+        return handle
+    raise ConfigError(
+        f"{module} is installed already, {lacks}with {shown(handle.config)}: call uninstall() of its handle first"
+    )

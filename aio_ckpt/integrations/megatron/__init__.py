@@ -16,6 +16,7 @@ from typing import Any
 
 from aio_ckpt.checks import check_kind
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.installed import same_handle
 from aio_ckpt.errors import ConfigError
 
 try:
@@ -65,7 +66,7 @@ def install(config: EngineConfig | None = None) -> Installation:
     check_kind("config", config, EngineConfig)
     standing = getattr(training.save_strategy.value, "owner", None)
     if isinstance(standing, Installation):
-        return standing.again(config)
+        return same_handle(standing, config, module=__name__)
     queue = training.queue.value
     if queue is not None and queue.get_num_unfinalized_calls():
         raise ConfigError("async saves of Megatron are pending: call install() before pretrain()")
@@ -74,8 +75,6 @@ def install(config: EngineConfig | None = None) -> Installation:
 
 class Installation(QueueInstalled):
     """Handle of :func:`install`. The block of its ``with`` ends with :meth:`uninstall`."""
-
-    module = __name__
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)

@@ -13,6 +13,7 @@ from typing import Any
 
 from aio_ckpt.checks import check_kind
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.installed import same_handle
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.async_calls import AsyncCallsQueue, QueueInstalled
 from aio_ckpt.integrations.nvrx.faces import faces, lend_members
@@ -53,14 +54,12 @@ def install(config: EngineConfig | None = None) -> Installation:
         )
     standing = getattr(replaced.AsyncCallsQueue.value, "owner", None)
     if isinstance(standing, Installation):
-        return standing.again(config)
+        return same_handle(standing, config, module=__name__)
     return Installation(config or EngineConfig())
 
 
 class Installation(QueueInstalled):
     """Handle of :func:`install`. The block of its ``with`` ends with :meth:`uninstall`."""
-
-    module = __name__
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
