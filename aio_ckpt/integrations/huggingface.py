@@ -120,7 +120,7 @@ class _Draft:
         for ticket in self.tickets.values():
             ticket.cancel()
             ticket.exception()
-        shutil.rmtree(self.drafts_dir, ignore_errors=True)
+        _clear_drafts(self.run_dir)
 
 
 class AioTrainerMixin:
@@ -160,7 +160,7 @@ class AioTrainerMixin:
                 sums |= {path.with_name(name): crc32 for name, crc32 in (report.crc32s if report else {}).items()}
             # Only now: beside the writes of the engine, each fsync of a small file would take long.
             checkpoint_folder.sync_files(Path(pending.folder), but=frozenset(sums))
-            checkpoint_folder.seal(Path(pending.folder), sums)
+            checkpoint_folder.write_checksums(Path(pending.folder), sums)
             checkpoint_folder.publish(Path(pending.folder), Path(pending.final))
         except BaseException:
             pending.discard()
@@ -227,6 +227,7 @@ class AioTrainerMixin:
             try:
                 if wanted is True:
                     folder, prefix = Path(trainer.args.output_dir), trainer_utils.PREFIX_CHECKPOINT_DIR
+                    checkpoint_folder.restore_replaced(folder / _DRAFTS, folder)
                     newest = checkpoint_folder.newest_verified(folder, prefix, _STATE)
                     answer[0] = True if newest is None else str(newest)
                 else:
@@ -258,7 +259,7 @@ class AioTrainerMixin:
         saves = trainer.args.should_save
         ends_soon = False
         if saves:
-            shutil.rmtree(draft.drafts_dir, ignore_errors=True)  # of a run that was killed
+            _clear_drafts(run_dir)  # of a run that was killed
             ends_soon = _take_sentinel(Path(draft.final))
         trainer.accelerator.wait_for_everyone()
         self._aio_draft = draft
@@ -357,6 +358,13 @@ class AioTrainerMixin:
 def trainer_of(mixin: AioTrainerMixin) -> Any:
     """Return the methods of the Trainer below the mixin."""
     return super(AioTrainerMixin, mixin)
+
+
+def _clear_drafts(run_dir: str) -> None:
+    """Delete the drafts of a run, once what they may hold of a replaced checkpoint is back in its place."""
+    drafts = Path(run_dir, _DRAFTS)
+    checkpoint_folder.restore_replaced(drafts, Path(run_dir))
+    shutil.rmtree(drafts, ignore_errors=True)
 
 
 def _take_sentinel(final: Path) -> bool:
