@@ -21,21 +21,20 @@ from aio_ckpt.errors import ConfigError
 
 try:
     _version = importlib.import_module("megatron.core").__version__
-except ImportError as missing:
+except ImportError as no_library:
     raise ImportError(
         "aio_ckpt.integrations.megatron needs megatron-core and triton: pip install megatron-core triton"
-    ) from missing
+    ) from no_library
 
 from aio_ckpt.integrations.async_calls import AsyncCallsQueue, QueueInstalled, SaverResources
 from aio_ckpt.integrations.megatron.names import (
     TRIED_TRAINING,
     core,
-    missing_in_core,
-    missing_in_training,
     training,
 )
 from aio_ckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy, our_reader
 from aio_ckpt.integrations.nvrx.faces import faces
+from aio_ckpt.integrations.places import missing
 
 __all__ = ["AsyncCallsQueue", "Installation", "LoadStrategy", "SaveStrategy", "install"]
 
@@ -78,7 +77,7 @@ class Installation(QueueInstalled):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.missing = [*missing_in_core(), *missing_in_training()]
+        self.missing = [*missing(core), *missing(training)]
         """Names that this Megatron lacks. If there is one, nothing is installed."""
         self._queue = AsyncCallsQueue(shared=self._shared)
         if self.missing:

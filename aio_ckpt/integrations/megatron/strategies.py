@@ -17,8 +17,8 @@ from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.async_calls import CommitWait, SaverResources
-from aio_ckpt.integrations.megatron.names import TRIED_CORE, core, missing_in_core
-from aio_ckpt.integrations.places import replaced
+from aio_ckpt.integrations.megatron.names import TRIED_CORE, core
+from aio_ckpt.integrations.places import missing, replaced
 
 _SaveBase: Any = core.save_strategy.value or object
 _LoadBase: Any = core.load_strategy.value or object
@@ -190,9 +190,8 @@ def _torch_state(by_key: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _check_core() -> None:
-    missing = missing_in_core()
-    if missing:
+    if lacking := missing(core):
         raise ConfigError(
-            f"this megatron.core has no {', '.join(map(str, missing))}: use one of the versions that were tried, "
+            f"this megatron.core has no {', '.join(map(str, lacking))}: use one of the versions that were tried, "
             f"{', '.join(TRIED_CORE)}, or a newer aio_ckpt"
         )
