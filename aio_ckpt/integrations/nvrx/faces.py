@@ -164,19 +164,14 @@ class _WriterFace(Writer):
             raise ConfigError(f"{self.path}: call save_state_dict_async_plan() with this writer first")
         return self._saved
 
-    # -- called by the original save_state_dict_async_plan() ----------------------------------------------
+    def _refuse(self, *args: Any) -> Any:
+        """Raise ConfigError: the original ``save_state_dict_async_plan`` has called a method of this writer."""
+        raise ConfigError(
+            "a writer of aio_ckpt was given to NVRx's own save_state_dict_async_plan(), which was imported before "
+            "install(): call install() before the imports from nvidia_resiliency_ext"
+        )
 
-    def prepare_write_data(self, plan: Any, planner: Any) -> None:
-        """Raise ConfigError: only our ``save_state_dict_async_plan`` works with this writer."""
-        raise _mixed_error()
-
-    def prepare_decentralized_global_plan(self, local_plan: Any) -> Any:
-        """Raise ConfigError, see :meth:`prepare_write_data`."""
-        raise _mixed_error()
-
-    def retrieve_write_results(self) -> Any:
-        """Raise ConfigError, see :meth:`prepare_write_data`."""
-        raise _mixed_error()
+    prepare_write_data = prepare_decentralized_global_plan = retrieve_write_results = _refuse
 
     @classmethod
     def register_shm_drain_callback(cls, fn: Any) -> None:
@@ -205,10 +200,3 @@ class _ReaderFace(Reader):
     @classmethod
     def clear_metadata_cache(cls, path: Path | None = None) -> None:
         """Do nothing: there is no cache."""
-
-
-def _mixed_error() -> ConfigError:
-    return ConfigError(
-        "a writer of aio_ckpt was given to NVRx's own save_state_dict_async_plan(), which was imported before "
-        "install(): call install() before the imports from nvidia_resiliency_ext"
-    )
