@@ -382,8 +382,8 @@ WITH_MEMBERS: dict[str, type] = {
 }
 """Classes whose methods and properties a user calls. Those of DCP's faces are called by DCP."""
 
-NOT_FOR_USERS = {"resolve", "fail"}
-"""Methods that the engine calls."""
+NOT_FOR_USERS = {"resolve", "fail", "agree"}
+"""Methods that the engine and the adapters call."""
 
 
 def _members_of(kind: type) -> set[str]:

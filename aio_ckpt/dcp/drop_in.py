@@ -12,8 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.metadata import Metadata
@@ -24,6 +23,7 @@ from torch.futures import Future
 from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
 from aio_ckpt.checks import check_flag, check_kind, local_path, shown
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.installed import Installed, same_handle
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.runtime import Face, Runtime, SharedRuntime
 from aio_ckpt.dcp.sources import Sources
@@ -59,12 +59,8 @@ def install(config: EngineConfig | None = None, *, package: bool = False) -> Ins
     places = dcp_globals(package=package)
     standing = _standing_in(places)
     if standing is not None:
-        if config in (None, standing.config) and package <= standing.package:
-            return standing
-        raise ConfigError(
-            f"aio_ckpt.dcp is installed already, with package={standing.package} and {shown(standing.config)}: call "
-            "uninstall() of its handle first"
-        )
+        lacks = "" if package <= standing.package else "without package=True, "
+        return same_handle(standing, config, module="aio_ckpt.dcp", lacks=lacks)
     for place in places:
         if place.value is not None and not place.is_of_torch:
             raise ConfigError(
@@ -86,11 +82,11 @@ def default(config: EngineConfig | None = None, *, package: bool = False) -> Ite
             handle.uninstall()
 
 
-class Installation:
+class Installation(Installed):
     """Handle of :func:`install`. The block of its ``with`` ends with :meth:`uninstall`."""
 
     def __init__(self, config: EngineConfig, package: bool, places: Sequence[DcpGlobal]) -> None:
-        self.config = config
+        super().__init__(config)
         self.package = package
         self._runtime = SharedRuntime(config)
         missing = [str(place) for place in places if place.value is None]
@@ -100,27 +96,15 @@ class Installation:
                 "this torch",
                 ", ".join(missing),
             )
-        self._placed = [(place, self._stand_in(place)) for place in places if place.value is not None]
-        for place, stand_in in self._placed:
-            place.put(stand_in)
+        self._writers: list[_StandIn] = []
+        for place in places:
+            if place.value is not None:
+                self._put(place, self._stand_in(place))
 
     def uninstall(self) -> None:
         """Put stock's classes back. Pending saves go on, and the threads end behind them. Idempotent."""
-        placed, self._placed = self._placed, []
-        for place, stand_in in placed:
-            if place.value is stand_in:
-                place.put(stand_in.stock)
-            else:
-                _log.warning("%s is %s by now, which stays", place, shown(place.value))
+        super().uninstall()
         self._runtime.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.uninstall()
 
     # -- what the stand-ins make ------------------------------------------------------------------
 
@@ -132,7 +116,10 @@ class Installation:
             "executor": (_Executor, self._executor),
         }
         ours, make = made[place.role]
-        return _StandIn(self, place.value, ours, functools.partial(make, place.value))
+        stand_in = _StandIn(self, place.value, ours, functools.partial(make, place.value))
+        if place.role == "writer":
+            self._writers.append(stand_in)
+        return stand_in
 
     def _writer(self, stock: Callable[..., Any], *args: Any, **given: Any) -> Any:
         make_stock = functools.partial(stock, *args, **given)
@@ -158,8 +145,7 @@ class Installation:
         return _Stager(functools.partial(stock, *args, **given), self.config).share(self._runtime)
 
     def _executor(self, stock: Callable[..., Any]) -> _Executor:
-        stand_ins = [stand_in for place, stand_in in self._placed if place.role == "writer"]
-        return _Executor(stock(), stand_ins[0] if stand_ins else None)
+        return _Executor(stock(), self._writers[0] if self._writers else None)
 
 
 def _standing_in(places: Sequence[DcpGlobal]) -> Installation | None:

@@ -48,7 +48,7 @@ from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.restore.options import LoadOptions
 from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, start_beside
+from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, Portal, start_beside
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
 from aio_ckpt.storage.local import Storage
@@ -445,16 +445,17 @@ class BaseEngine:
         name = f"the save timer {self._timers}"
         return AgreedTimer(self._ctx.members, self._portal, secs, name=name, now=time.monotonic)
 
-    def _agree(
+    def agree(
         self,
         works: Sequence[Work],
         *,
-        on_leader: Callable[[Storage, Failure | None], Awaitable[None]],
+        on_leader: Callable[[Executor, Storage, Failure | None], Awaitable[None]],
         what: str,
     ) -> AgreedWork:
         """Let all ranks agree how ``works`` end, if every rank calls this in the same order. ``close()`` waits for it.
 
-        ``on_leader`` gets the storage, and the first failure; see :class:`AgreedWork`. Messages name ``what``.
+        For adapters. ``on_leader`` gets the threads for I/O, the storage, and the first failure; see
+        :class:`AgreedWork`. Messages name ``what``.
         """
         self._agreements += 1
         agreed = AgreedWork(
@@ -462,7 +463,7 @@ class BaseEngine:
             self._portal,
             works,
             name=f"agreement {self._agreements} on {what}",
-            on_leader=functools.partial(on_leader, self._ctx.storage),
+            on_leader=functools.partial(on_leader, self._ctx.executor, self._ctx.storage),
         )
         self._agreed = [*(earlier for earlier in self._agreed if not earlier.ended.done()), agreed]
         return agreed

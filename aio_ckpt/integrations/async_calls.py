@@ -1,33 +1,143 @@
-"""``AsyncCallsQueue``: a queue of async calls whose ranks finalize, and fail, in the same poll."""
+"""Saves in the background, and a queue of async calls whose ranks finalize, and fail, in the same poll."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import logging
+import os
 import uuid
+import weakref
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import anyio
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aio_ckpt.checks import check_kind
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.installed import Installed
+from aio_ckpt.dcp.runtime import Face, SharedRuntime
+from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import AioCkptError, PeerFailedError, SaveCancelledError
-from aio_ckpt.integrations.async_saves import Committed, Shared
 from aio_ckpt.ranks.agreed_work import WORK_STAGE, AgreedWork, Failure, Work
 from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.store_coordinator import default_coordinator
-from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.runtime.futures import follow, outcome_of
+from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
+from aio_ckpt.runtime.priority import lower_priority
+
+T = TypeVar("T")
 
 _LEAVE_SECS = 10.0
 """Time that closing waits for the coordinator to leave."""
+_log = logging.getLogger("aio_ckpt")
+
+
+class CommitWait:
+    """Commit of a save, in the request that a queue gets: a finalize function, or an argument of ``async_fn``.
+
+    A queue of ours waits for it before it calls a finalize function. A call waits too.
+    """
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def __call__(self) -> None:
+        """Return once the checkpoint is committed. Raise the error of the save."""
+        self.future.result()
+
+
+class SaverResources:
+    """Memory, threads and process group. Each opens at its first use, and again if it is used after :meth:`close`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.runtime = SharedRuntime(config)
+        """Threads and memory of the writers, the readers and the stager."""
+        self._stager = _Stager(config).share(self.runtime)
+        self._lock = Lock()
+        self._portal: Portal | None = None
+        self._groups: tuple[Any, dict[Any, Any]] = (None, {})
+        """A world, and the groups of ours in it, by the group that has the same ranks."""
+
+    def portal(self) -> Portal:
+        """Return the portal. Its loop agrees with the other ranks; its one I/O thread saves, in the order of the calls.
+
+        One thread only, because every rank must make the collectives of two saves in the same order.
+        """
+        with self._lock:
+            if self._portal is None or self._portal.is_closed:
+                config = self.config
+                begin = functools.partial(lower_priority, config.thread_nice, config.thread_ioprio)
+                portal = Portal(f"aio_ckpt-calls-{uuid.uuid4().hex[:8]}", 1, begin)
+                with portal.opening():
+                    self._portal = portal
+            return self._portal
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Call ``work`` in the thread, behind earlier work."""
+        return self.portal().executor.submit(work)
+
+    def saved_now(self, save: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:
+        """Call ``save`` in this thread, behind earlier work, as there is no memory for a copy. Return its outcome."""
+        _log.warning(
+            "%s: saved before training goes on, as budget_bytes holds no copy of the state: raise budget_bytes "
+            "where there is memory",
+            path,
+        )
+        self.submit(lambda: None).result()  # the collectives of earlier saves come first, as on other ranks
+        return outcome_of(save, (Exception, CheckpointException))  # the latter is no Exception
+
+    def group(self, like: Any = None) -> Any:
+        """Return a gloo group that only the thread uses, with all ranks, or those of the group ``like``.
+
+        Its ranks make the first call together. Without a process group, this returns None.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        world = dist.group.WORLD
+        if self._groups[0] is not world:
+            self._groups = (world, {})
+        groups, like = self._groups[1], None if like is world else like
+        if like not in groups:
+            ranks = None if like is None else dist.get_process_group_ranks(like)
+            groups[like] = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+        return groups[like]
+
+    def copies(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return copies of ``tensors`` in staging memory; None if ``budget_bytes`` cannot hold them."""
+        return self._stager.copies(tensors)
+
+    def close(self) -> None:
+        """End the threads behind the work that was submitted, and free the memory behind its last user."""
+        with self._lock:
+            portal, self._portal = self._portal, None
+        if portal is not None and not portal.is_closed:
+            portal.executor.submit(lambda: None).exception()
+            portal.close(STOP_SECS)
+        self.runtime.close()
+
+
+class _Stager(Face):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, None)
+
+    def copies(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        with self._running() as runtime:
+            staging = plan_staging(runtime, {"tensors": tensors})
+            if not staging.fits:
+                return None
+            copied: list[torch.Tensor] = staging.copied(runtime)["tensors"]
+            return copied
 
 
 class AsyncCallsQueue:
@@ -42,25 +152,54 @@ class AsyncCallsQueue:
     of that request are not run.
 
     Args:
-        persistent: accepted; no process is started.
+        persistent, is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode: ignored: no process is started.
         config: ``stall_timeout_secs``, ``thread_nice`` and ``thread_ioprio`` are used.
         shared: resources to share with strategies.
     """
 
+    shared: ClassVar[SaverResources | None] = None
+    """Resources of the queues of this class. None: each has its own, unless it is given some."""
+    queues: ClassVar[list[weakref.ref[Any]]] = []
+    """Queues, in the order in which they were made, which is the same on all ranks."""
+
     def __init__(
-        self, persistent: bool = True, *, config: EngineConfig | None = None, shared: Shared | None = None
+        self,
+        persistent: bool = True,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+        *,
+        config: EngineConfig | None = None,
+        shared: SaverResources | None = None,
     ) -> None:
         check_kind("config", config, EngineConfig)
         self.persistent = persistent
         self.call_idx = -1
         """Number of the last call, from 0."""
-        self._shared = shared or Shared(config or EngineConfig())
+        self._shared = shared or self.shared or SaverResources(config or EngineConfig())
         self._calls: deque[_Call] = deque()
         self._members: Membership | None = None
         self._meeting: _Meeting | None = None
+        self.queues.append(weakref.ref(self))
 
     @classmethod
-    def warmup_persistent_caller(cls, rank: int, *args: Any, **options: Any) -> None:
+    def get_instances(cls) -> list[Any]:
+        """Return the queues that are alive. NVRx closes them for an in-process restart."""
+        return [queue for each in cls.queues if (queue := each()) is not None]
+
+    @classmethod
+    def warmup_persistent_caller(
+        cls,
+        rank: int,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+        **options: Any,
+    ) -> None:
         """Do nothing: there is no process to start."""
 
     def schedule_async_request(self, async_request: Any) -> int:
@@ -71,7 +210,7 @@ class AsyncCallsQueue:
         self.call_idx += 1
         request = async_request.freeze()
         given = (*request.finalize_fns, *(request.async_fn_args or ()))
-        works = [each.future for each in given if isinstance(each, Committed)]
+        works = [each.future for each in given if isinstance(each, CommitWait)]
         if request.async_fn is not None:
             args = list(request.async_fn_args)
             if request.preload_fn is not None:
@@ -218,3 +357,24 @@ def _failure_of(work: Work, rank: int) -> Failure | None:
     if isinstance(whole, CheckpointException) and whole.failures:
         rank = min(whole.failures)
     return Failure(rank, f"{type(error).__name__}: {error}")
+
+
+class QueueInstalled(Installed, ABC):
+    """Handle of an ``install()``. The block of its ``with`` ends with :meth:`uninstall`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._shared = SaverResources(config)
+
+    @abstractmethod
+    def _queues(self) -> Iterable[AsyncCallsQueue]:
+        """Return the queues that may hold pending calls."""
+
+    def uninstall(self) -> None:
+        """Finalize what is pending, and put the library's own back. Idempotent. Call it on all ranks."""
+        try:
+            for queue in self._queues():
+                queue.close()
+        finally:
+            super().uninstall()
+            self._shared.close()

@@ -28,6 +28,8 @@ from aio_ckpt.storage.local import exchange_directories
 
 SUMS_FILE = "checksums.sfv"
 """Name of the file of checksums."""
+_REPLACED = "-replaced"
+"""End of the name that a replaced checkpoint has for a moment, beside the draft."""
 _BLOCK_BYTES = 4 << 20
 _ZIPPED = (".pt", ".pth", ".bin")
 """Ends of the names of files that ``torch.save`` writes."""
@@ -45,7 +47,7 @@ def sync_files(folder: Path, *, but: frozenset[Path] = frozenset()) -> None:
             sync_path(path)
 
 
-def seal(folder: Path, known: Mapping[Path, int]) -> None:
+def write_checksums(folder: Path, known: Mapping[Path, int]) -> None:
     """Write the checksums of all files below ``folder``, and make them and all directories durable.
 
     Args:
@@ -70,12 +72,14 @@ def seal(folder: Path, known: Mapping[Path, int]) -> None:
 
 
 def publish(draft: Path, final: Path) -> None:
-    """Rename a sealed draft to ``final``, and make the rename durable. What was there is deleted afterwards.
+    """Rename a durable draft to ``final``, and make the rename durable. What was there is deleted afterwards.
+
+    If this ends between two renames, :func:`restore_replaced` brings back what was there.
 
     Raises:
         WriteError: the disk failed.
     """
-    replaced = draft.with_name(f"{draft.name}-replaced")
+    replaced = draft.with_name(f"{draft.name}{_REPLACED}")
     with translate_errors(WriteError, final):
         if final.exists():
             try:
@@ -88,6 +92,20 @@ def publish(draft: Path, final: Path) -> None:
             draft.rename(final)
     sync_path(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def restore_replaced(drafts: Path, folder: Path) -> None:
+    """Bring back each checkpoint of ``folder`` that is gone because :func:`publish` ended between two renames.
+
+    Raises:
+        WriteError: the disk failed.
+    """
+    for path in drafts.glob(f"*{_REPLACED}"):
+        final = folder / path.name.removesuffix(_REPLACED)
+        if not final.exists():
+            with translate_errors(WriteError, final):
+                path.rename(final)
+            sync_path(folder)
 
 
 def newest_verified(folder: Path, prefix: str, marker: str) -> Path | None:

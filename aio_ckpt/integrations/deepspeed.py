@@ -17,12 +17,14 @@ import functools
 import importlib
 import logging
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from aio_ckpt.checkpoint.torch_file import check_torch_file, is_zip
 from aio_ckpt.checks import check_kind, shown
+from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.integrations import checkpoint_folder, places
@@ -103,6 +105,7 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
         config = config or EngineConfig()
         self.config = dataclasses.replace(config, max_in_flight=max(config.max_in_flight, _MAX_FILES))
         self._engine: SyncCheckpointEngine | None = None
+        self._owner = Owner.of_this_process(uuid.uuid4().hex[:12])
         self._run = ""
         """Name of this run in the names of its drafts, the same on all ranks."""
         self._drafts = 0
@@ -133,9 +136,9 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
         save_dir = Path(os.path.abspath(info.save_dir))
         if self._engine is None:
             self._engine = SyncCheckpointEngine(save_dir / DRAFTS.rstrip("-"), self.config)  # makes nothing there
-            self._run = _of_first_rank(self._engine._ctx.owner.label)
+            self._run = _of_first_rank(self._owner.label)
         if save_dir not in self._cleared and _comm.get_rank() == 0:
-            clear_leftovers(save_dir, self._engine._ctx.owner)
+            clear_leftovers(save_dir, self._owner)
         self._cleared.add(save_dir)
         self._drafts += 1
         name = f"{DRAFTS}{self._run}-{self._drafts}"
@@ -188,7 +191,7 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
         Raises:
             PeerFailedError: a rank failed; on all ranks alike.
         """
-        self.seal()
+        self.agree()
         self.wait()
         return True
 
@@ -223,12 +226,11 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
 
     # -- what install() adds --------------------------------------------------------------------------
 
-    def seal(self) -> None:
+    def agree(self) -> None:
         """Let the ranks agree on the checkpoint whose files were given; it becomes visible in the background."""
         draft, self._written = self._written, None
         if draft is not None and self._engine is not None:
-            settle = functools.partial(draft.settle, self._engine._ctx.executor)
-            draft.agreed = self._engine._agree(draft.works, on_leader=settle, what=draft.what)
+            draft.agreed = self._engine.agree(draft.works, on_leader=draft.publish_or_remove, what=draft.what)
             self._pending = draft
 
     def abandon(self) -> None:
@@ -299,7 +301,7 @@ def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
         )
     ours = AioCheckpointEngine(stock, config)
     model_engine.checkpoint_engine = ours
-    model_engine.save_checkpoint = _sealing(model_engine.save_checkpoint, ours)
+    model_engine.save_checkpoint = _agreeing(model_engine.save_checkpoint, ours)
     model_engine.load_checkpoint = _waiting(model_engine.load_checkpoint, ours)
     for name in ("step", "train_batch"):  # a pipeline has the latter, and refuses the former
         if hasattr(model_engine, name):
@@ -322,7 +324,7 @@ def _why_not(model_engine: Any) -> str:
     return ""
 
 
-def _sealing(stock: Callable[..., Any], ours: AioCheckpointEngine) -> Callable[..., Any]:
+def _agreeing(stock: Callable[..., Any], ours: AioCheckpointEngine) -> Callable[..., Any]:
     @functools.wraps(stock)
     def save_checkpoint(*args: Any, **options: Any) -> Any:
         try:
@@ -330,7 +332,7 @@ def _sealing(stock: Callable[..., Any], ours: AioCheckpointEngine) -> Callable[.
         except BaseException:
             ours.abandon()
             raise
-        ours.seal()
+        ours.agree()
         return saved
 
     return save_checkpoint

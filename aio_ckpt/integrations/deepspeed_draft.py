@@ -43,7 +43,7 @@ class Draft:
     is_latest: bool
     """Whether ``latest`` is to name it."""
     stale: list[Path]
-    """Directories of earlier checkpoints that failed. No rank writes there any more once this one is settled."""
+    """Directories of earlier checkpoints that failed. No rank writes there once this one has ended."""
     what: str = ""
     """What the ranks call it: the path at which rank 0 makes it visible."""
     refusal: Exception | None = None
@@ -92,7 +92,7 @@ class Draft:
         place = Path(os.path.abspath(path))
         return self.folder / place.relative_to(self.final) if place.is_relative_to(self.final) else place
 
-    async def settle(self, executor: Executor, storage: Storage, failure: Failure | None) -> None:
+    async def publish_or_remove(self, executor: Executor, storage: Storage, failure: Failure | None) -> None:
         """On the leader: make the checkpoint visible, or remove what was written of it."""
         error: Exception | None = None
         try:

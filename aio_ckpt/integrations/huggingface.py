@@ -29,7 +29,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, ReadError
 from aio_ckpt.integrations import checkpoint_folder
-from aio_ckpt.integrations.places import Expected, moved_names
+from aio_ckpt.integrations.places import Expected, Place, moved_names, replaced
 from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
@@ -38,7 +38,7 @@ KNOWN_TO_WORK = "transformers 5.17.0 and 5.23.0 with accelerate 1.15.0"
 
 try:
     from accelerate.utils import broadcast_object_list
-    from transformers import modeling_utils, trainer_utils
+    from transformers import trainer_utils
 except ImportError as missing:
     raise ImportError(
         f"aio_ckpt.integrations.huggingface needs transformers and accelerate ({KNOWN_TO_WORK} are known to work): "
@@ -120,7 +120,7 @@ class _Draft:
         for ticket in self.tickets.values():
             ticket.cancel()
             ticket.exception()
-        shutil.rmtree(self.drafts_dir, ignore_errors=True)
+        _clear_drafts(self.run_dir)
 
 
 class AioTrainerMixin:
@@ -160,7 +160,7 @@ class AioTrainerMixin:
                 sums |= {path.with_name(name): crc32 for name, crc32 in (report.crc32s if report else {}).items()}
             # Only now: beside the writes of the engine, each fsync of a small file would take long.
             checkpoint_folder.sync_files(Path(pending.folder), but=frozenset(sums))
-            checkpoint_folder.seal(Path(pending.folder), sums)
+            checkpoint_folder.write_checksums(Path(pending.folder), sums)
             checkpoint_folder.publish(Path(pending.folder), Path(pending.final))
         except BaseException:
             pending.discard()
@@ -227,6 +227,7 @@ class AioTrainerMixin:
             try:
                 if wanted is True:
                     folder, prefix = Path(trainer.args.output_dir), trainer_utils.PREFIX_CHECKPOINT_DIR
+                    checkpoint_folder.restore_replaced(folder / _DRAFTS, folder)
                     newest = checkpoint_folder.newest_verified(folder, prefix, _STATE)
                     answer[0] = True if newest is None else str(newest)
                 else:
@@ -258,7 +259,7 @@ class AioTrainerMixin:
         saves = trainer.args.should_save
         ends_soon = False
         if saves:
-            shutil.rmtree(draft.drafts_dir, ignore_errors=True)  # of a run that was killed
+            _clear_drafts(run_dir)  # of a run that was killed
             ends_soon = _take_sentinel(Path(draft.final))
         trainer.accelerator.wait_for_everyone()
         self._aio_draft = draft
@@ -335,9 +336,9 @@ class AioTrainerMixin:
                 stock_save(obj, f, *args, **kwargs)
 
         with (
-            _replaced(modeling_utils, "safe_save_file", save_weights),
-            _replaced(safetensors.torch, "save_file", save_weights),
-            _replaced(torch, "save", save),
+            replaced(Place(module="transformers.modeling_utils", name="safe_save_file"), save_weights),
+            replaced(Place(module="safetensors.torch", name="save_file"), save_weights),
+            replaced(Place(module="torch", name="save"), save),
         ):
             yield
 
@@ -359,14 +360,11 @@ def trainer_of(mixin: AioTrainerMixin) -> Any:
     return super(AioTrainerMixin, mixin)
 
 
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, function: Callable[..., None]) -> Iterator[None]:
-    stock = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, stock)
+def _clear_drafts(run_dir: str) -> None:
+    """Delete the drafts of a run, once what they may hold of a replaced checkpoint is back in its place."""
+    drafts = Path(run_dir, _DRAFTS)
+    checkpoint_folder.restore_replaced(drafts, Path(run_dir))
+    shutil.rmtree(drafts, ignore_errors=True)
 
 
 def _take_sentinel(final: Path) -> bool:

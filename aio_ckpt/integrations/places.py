@@ -1,19 +1,16 @@
-"""Private names of other libraries: whether they have moved, and what of ours stands in their places."""
+"""Private names of other libraries: whether they have moved, and how one is replaced."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-import logging
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeAlias
 
-from aio_ckpt.checks import shown
-
-_log = logging.getLogger("aio_ckpt")
 _MISSING = object()
 
 Expected: TypeAlias = tuple[str, ...] | frozenset[str] | str | None
@@ -65,45 +62,30 @@ class Place:
     @property
     def value(self) -> Any:
         """Value of the attribute; None if there is none."""
-        value = self._value
-        return None if value is _MISSING else value
+        return value_of(f"{self.module}:{self.name}")
 
     @property
     def is_there(self) -> bool:
         """Whether the installed library has the attribute."""
-        return self._value is not _MISSING
+        return value_of(f"{self.module}:{self.name}", _MISSING) is not _MISSING
 
     def put(self, value: object) -> None:
         """Set the attribute."""
         setattr(importlib.import_module(self.module), self.name, value)
 
-    @property
-    def _value(self) -> Any:
-        return value_of(f"{self.module}:{self.name}", _MISSING)
-
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
 
-class Placed:
-    """Places that hold something of ours."""
-
-    def __init__(self) -> None:
-        self._placed: list[tuple[Place, object, object]] = []
-
-    def put(self, place: Place, ours: object) -> None:
-        """Set ``place`` until :meth:`restore`."""
-        self._placed.append((place, ours, place.value))
-        place.put(ours)
-
-    def restore(self) -> None:
-        """Put back what stood there. Idempotent. What another has put there since then stays, with a warning."""
-        placed, self._placed = self._placed, []
-        for place, ours, stock in reversed(placed):
-            if place.value is ours:
-                place.put(stock)
-            else:
-                _log.warning("%s is %s by now, which stays", place, shown(place.value))
+@contextlib.contextmanager
+def replaced(place: Place, ours: object) -> Iterator[None]:
+    """Set ``place`` for the block of a ``with``."""
+    stock = place.value
+    place.put(ours)
+    try:
+        yield
+    finally:
+        place.put(stock)
 
 
 def missing(namespace: type) -> list[Place]:

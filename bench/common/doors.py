@@ -134,8 +134,8 @@ def _dcp(job: Job) -> Door:
     placed = [*handle._placed]
 
     def put(*, is_ours: bool) -> None:
-        for place, stand_in in placed:
-            place.put(stand_in if is_ours else stand_in.stock)
+        for place, stand_in, stock in placed:
+            place.put(stand_in if is_ours else stock)
 
     def save(path: Path, *, is_ours: bool) -> Wait:
         put(is_ours=is_ours)  # the installation stands through all rounds, as in a script
@@ -341,7 +341,7 @@ def _megatron(job: Job) -> Door:
         gpt.stub_triton()
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]  # Megatron allocates there
     megatron = importlib.import_module("aio_ckpt.integrations.megatron")
-    shared = importlib.import_module("aio_ckpt.integrations.async_saves").Shared(EngineConfig())
+    shared = importlib.import_module("aio_ckpt.integrations.async_calls").SaverResources(EngineConfig())
     core = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     # Two layers of 12 matrices; bf16 with fp32 parameters and moments, or fp32 alone.
     hidden = round(((job.mib << 20) / (24 * (14 if job.is_cuda else 4))) ** 0.5 / 64) * 64 or 64

@@ -205,7 +205,7 @@ def save(trainer: Trainer, root: Path, step: int, strategy: Any, queue: Any, **o
 
 def trains(options: argparse.Namespace, first: int = 1, *, kills: bool = False) -> None:
     """Train to the end, or to the kill; save synchronously at one step and asynchronously at another."""
-    from aio_ckpt.integrations.async_saves import Shared
+    from aio_ckpt.integrations.async_calls import SaverResources
     from aio_ckpt.integrations.megatron import AsyncCallsQueue, SaveStrategy
 
     root: Path = options.root / ("reference" if options.part == "reference" else "killed")
@@ -214,7 +214,7 @@ def trains(options: argparse.Namespace, first: int = 1, *, kills: bool = False) 
     if resumes:
         first = (newest_of if options.part.endswith("stock") else loads_of_ours)(trainer, root) + 1
         assert first == ASYNC_AT + 1, first
-    shared = Shared(EngineConfig(stall_timeout_secs=60.0))
+    shared = SaverResources(EngineConfig(stall_timeout_secs=60.0))
     strategy, queue = SaveStrategy(shared=shared), AsyncCallsQueue(shared=shared)
     losses, secs, polls = {}, {}, 0
     for step in range(first, STEPS + 1):
@@ -241,11 +241,11 @@ def loads_of_ours(trainer: Trainer, root: Path) -> int:
     """Load the newest checkpoint by our reader, as ``install()`` lets ``load_checkpoint`` do."""
     import functools
 
-    from aio_ckpt.integrations.async_saves import Shared
+    from aio_ckpt.integrations.async_calls import SaverResources
     from aio_ckpt.integrations.megatron.names import core
     from aio_ckpt.integrations.megatron.strategies import our_reader, placed
 
-    ours = functools.partial(our_reader, Shared(EngineConfig()), core.reader.value)
+    ours = functools.partial(our_reader, SaverResources(EngineConfig()), core.reader.value)
     with placed(core.reader, ours), placed(core.common_reader, ours):
         return newest_of(trainer, root)
 

@@ -159,10 +159,10 @@ class Run:
 @contextmanager
 def ours(folder: Path, rank: int, **settings: Any) -> Iterator[tuple[Any, Run]]:
     """A strategy and a run with a queue, on shared resources."""
-    from aio_ckpt.integrations.async_saves import Shared
+    from aio_ckpt.integrations.async_calls import SaverResources
     from aio_ckpt.integrations.megatron import AsyncCallsQueue, SaveStrategy
 
-    shared = Shared(EngineConfig(**{"budget_bytes": 64 << 20, "stall_timeout_secs": 60.0, **settings}))
+    shared = SaverResources(EngineConfig(**{"budget_bytes": 64 << 20, "stall_timeout_secs": 60.0, **settings}))
     queue = AsyncCallsQueue(shared=shared)
     try:
         yield SaveStrategy(shared=shared), Run(queue, folder, rank)
@@ -449,9 +449,10 @@ def names_are_there(rank: int, count: int) -> tuple[str, list[str], list[str]]:
     import megatron.core
 
     from aio_ckpt.integrations.megatron import names
+    from aio_ckpt.integrations.places import missing
 
     of_training = [each for each in vars(names.training).values() if isinstance(each, names.Place)]
-    in_core, in_training = names.missing_in_core(), [place for place in of_training if not place.is_there]
+    in_core, in_training = missing(names.core), [place for place in of_training if not place.is_there]
     return megatron.core.__version__, list(map(str, in_core)), list(map(str, in_training))
 
 

@@ -13,6 +13,7 @@ from rank_processes import Ranks, engine_on
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import EngineClosedError, PeerFailedError, WriteError
 from aio_ckpt.ranks.agreed_work import AgreedWork, Failure
+from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
 SECS = 30.0
@@ -26,7 +27,7 @@ class Leader:
         self.found: list[Failure | None] = []
         self.error = error
 
-    async def __call__(self, storage: Storage, failure: Failure | None) -> None:
+    async def __call__(self, executor: Executor, storage: Storage, failure: Failure | None) -> None:
         self.found.append(failure)
         if self.error is not None:
             raise self.error
@@ -48,13 +49,13 @@ def ended_together(rank: int, count: int, root: Path) -> list[object]:
         for case, error in enumerate((None, FULL if rank == 1 else None)):
             work: Future[None] = Future()
             leader = Leader()
-            agreed = engine._agree([work], on_leader=leader, what=f"case {case}")
+            agreed = engine.agree([work], on_leader=leader, what=f"case {case}")
             told += [polls_until_done(agreed, work, rank, error), agreed.failure()]
             assert leader.found == [agreed.failure()] * (rank == 0)
             dist.barrier()
         done: Future[None] = Future()
         done.set_result(None)
-        refused = engine._agree([done], on_leader=Leader(FULL), what="the leader fails")
+        refused = engine.agree([done], on_leader=Leader(FULL), what="the leader fails")
         assert refused.is_done(blocking=True)
         told.append(refused.failure())
         assert (refused.leaders_error is FULL) == (rank == 0)
@@ -76,7 +77,7 @@ def left_alone(rank: int, count: int, root: Path) -> None:
             return
         done: Future[None] = Future()
         done.set_result(None)
-        agreed = engine._agree([done], on_leader=Leader(), what="nobody else comes")
+        agreed = engine.agree([done], on_leader=Leader(), what="nobody else comes")
         assert agreed.is_done(blocking=True)
         with pytest.raises(PeerFailedError, match="rank 1"):
             agreed.failure()
@@ -89,7 +90,7 @@ def test_a_rank_that_takes_no_part_is_named(tmp_path: Path, two: Ranks) -> None:
 def test_closing_waits_for_the_agreement_and_its_leader(tmp_path: Path) -> None:
     leader, work = Leader(), Future[None]()
     with SyncCheckpointEngine(tmp_path / "root") as engine:
-        agreed = engine._agree([work], on_leader=leader, what="files")
+        agreed = engine.agree([work], on_leader=leader, what="files")
         work.set_result(None)
     assert leader.found == [None]
     assert agreed.failure() is None
@@ -99,7 +100,7 @@ def test_closing_waits_for_the_agreement_and_its_leader(tmp_path: Path) -> None:
 def test_a_close_that_waits_for_the_agreement_names_it(tmp_path: Path) -> None:
     work = Future[None]()
     with ThreadPoolExecutor(1) as pool, SyncCheckpointEngine(tmp_path / "root") as engine, early_lines() as lines:
-        engine._agree([work], on_leader=Leader(), what="files")
+        engine.agree([work], on_leader=Leader(), what="files")
         closing = pool.submit(engine.close)
         lines.wait_for(r"close\(\) has waited \d+ s for other ranks: agreement 1 on files", 2)
         work.set_result(None)
@@ -108,14 +109,14 @@ def test_a_close_that_waits_for_the_agreement_names_it(tmp_path: Path) -> None:
 
 def test_an_exit_that_gives_the_agreement_up_names_it(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path / "root") as engine, early_lines() as lines:
-        engine._agree([Future()], on_leader=Leader(), what="files")
+        engine.agree([Future()], on_leader=Leader(), what="files")
         engine._shutdown.drain(0.0)
     assert "interpreter exit: other ranks did not end in drain_timeout_secs: agreement 1 on files" in lines.messages
 
 
 def test_work_of_an_engine_that_was_terminated_has_no_outcome(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path / "root") as engine:
-        agreed = engine._agree([Future()], on_leader=Leader(), what="files")
+        agreed = engine.agree([Future()], on_leader=Leader(), what="files")
         engine.terminate()
         assert agreed.is_done(blocking=True)
         with pytest.raises(EngineClosedError):
@@ -125,7 +126,7 @@ def test_work_of_an_engine_that_was_terminated_has_no_outcome(tmp_path: Path) ->
 def test_a_blocking_poll_names_what_it_waits_for(tmp_path: Path) -> None:
     work = Future[None]()
     with ThreadPoolExecutor(1) as pool, SyncCheckpointEngine(tmp_path / "root") as engine, early_lines() as lines:
-        agreed = engine._agree([work], on_leader=Leader(), what="files")
+        agreed = engine.agree([work], on_leader=Leader(), what="files")
         polling = pool.submit(agreed.is_done, blocking=True)
         lines.wait_for(r"agreement 1 on files has waited \d+ s for 1 of 1 works of this rank", 2)
         work.set_result(None)

@@ -14,29 +14,27 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from aio_ckpt.checks import check_kind, shown
+from aio_ckpt.checks import check_kind
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.installed import same_handle
 from aio_ckpt.errors import ConfigError
 
 try:
     _version = importlib.import_module("megatron.core").__version__
-except ImportError as missing:
+except ImportError as no_library:
     raise ImportError(
         "aio_ckpt.integrations.megatron needs megatron-core and triton: pip install megatron-core triton"
-    ) from missing
+    ) from no_library
 
-from aio_ckpt.integrations.async_calls import AsyncCallsQueue
-from aio_ckpt.integrations.async_saves import Shared
-from aio_ckpt.integrations.installed import Installed
+from aio_ckpt.integrations.async_calls import AsyncCallsQueue, QueueInstalled, SaverResources
 from aio_ckpt.integrations.megatron.names import (
     TRIED_TRAINING,
     core,
-    missing_in_core,
-    missing_in_training,
     training,
 )
 from aio_ckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy, our_reader
 from aio_ckpt.integrations.nvrx.faces import faces
+from aio_ckpt.integrations.places import missing
 
 __all__ = ["AsyncCallsQueue", "Installation", "LoadStrategy", "SaveStrategy", "install"]
 
@@ -67,24 +65,19 @@ def install(config: EngineConfig | None = None) -> Installation:
     check_kind("config", config, EngineConfig)
     standing = getattr(training.save_strategy.value, "owner", None)
     if isinstance(standing, Installation):
-        if config in (None, standing.config):
-            return standing
-        raise ConfigError(
-            f"aio_ckpt is installed in Megatron already, with {shown(standing.config)}: call uninstall() of its handle "
-            "first"
-        )
+        return same_handle(standing, config, module=__name__)
     queue = training.queue.value
     if queue is not None and queue.get_num_unfinalized_calls():
         raise ConfigError("async saves of Megatron are pending: call install() before pretrain()")
     return Installation(config or EngineConfig())
 
 
-class Installation(Installed):
+class Installation(QueueInstalled):
     """Handle of :func:`install`. The block of its ``with`` ends with :meth:`uninstall`."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.missing = [*missing_in_core(), *missing_in_training()]
+        self.missing = [*missing(core), *missing(training)]
         """Names that this Megatron lacks. If there is one, nothing is installed."""
         self._queue = AsyncCallsQueue(shared=self._shared)
         if self.missing:
@@ -96,7 +89,7 @@ class Installation(Installed):
                 ", ".join(TRIED_TRAINING),
             )
             return
-        put = self._placed.put
+        put = self._put
         put(training.save_strategy, _Strategies(self, self._shared))
         put(training.queue, self._queue)
         for place in (training.start_worker, training.start_worker_at_first):
@@ -130,7 +123,7 @@ class Installation(Installed):
 class _Strategies:
     """Object in the place of Megatron's class of save strategies. A call makes one of ours."""
 
-    def __init__(self, owner: Installation, shared: Shared) -> None:
+    def __init__(self, owner: Installation, shared: SaverResources) -> None:
         self.owner = owner
         self._shared = shared
 
@@ -145,7 +138,7 @@ def _start_no_worker(rank: int, *args: object, **options: object) -> None:
 class _AsyncStrategy:
     """Function in the place of Megatron's ``get_async_strategy``: whatever the strategy, ours save."""
 
-    def __init__(self, shared: Shared, stock: Callable[..., tuple[str, Any]]) -> None:
+    def __init__(self, shared: SaverResources, stock: Callable[..., tuple[str, Any]]) -> None:
         self._stock = stock
         self._names = faces(shared, lambda name: stock("nvrx", name)[1]) | {"AsyncRequest": core.request.value}
 

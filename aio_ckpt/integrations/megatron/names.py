@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aio_ckpt.integrations.places import Place, missing
+from aio_ckpt.integrations.places import Place
 
 TRIED_CORE = ("0.16.1", "0.19.2")
 """Versions of ``megatron.core`` that the strategies and the queue were tried with."""
@@ -49,13 +49,3 @@ class training:  # noqa: N801 - a namespace
     """``() -> bool``: whether the formats ``torch_dcp`` and ``fsdp_dtensor`` may be saved asynchronously."""
     reset_worker_at_restart = Place(module=f"{_TRAINING}.inprocess_restart", name="reset_persistent_async_worker")
     """The same function, as an in-process restart calls it."""
-
-
-def missing_in_core() -> list[Place]:
-    """Return the places that this ``megatron.core`` lacks."""
-    return missing(core)
-
-
-def missing_in_training() -> list[Place]:
-    """Return the places that this ``megatron.training`` lacks."""
-    return missing(training)

@@ -16,9 +16,9 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.integrations.async_saves import Committed, Shared
-from aio_ckpt.integrations.megatron.names import TRIED_CORE, core, missing_in_core
-from aio_ckpt.integrations.places import Place
+from aio_ckpt.integrations.async_calls import CommitWait, SaverResources
+from aio_ckpt.integrations.megatron.names import TRIED_CORE, core
+from aio_ckpt.integrations.places import missing, replaced
 
 _SaveBase: Any = core.save_strategy.value or object
 _LoadBase: Any = core.load_strategy.value or object
@@ -50,13 +50,13 @@ class SaveStrategy(_SaveBase):  # type: ignore[misc]
         version: int = 1,
         *args: Any,
         config: EngineConfig | None = None,
-        shared: Shared | None = None,
+        shared: SaverResources | None = None,
         **options: Any,
     ) -> None:
         _check_core()
         check_kind("config", config, EngineConfig)
         super().__init__(backend, version, *args, **options)
-        self._shared = shared or Shared(config or EngineConfig())
+        self._shared = shared or SaverResources(config or EngineConfig())
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
         """Save, and return once the checkpoint is committed.
@@ -87,7 +87,7 @@ class SaveStrategy(_SaveBase):  # type: ignore[misc]
             saved = shared.submit(functools.partial(save, _torch_state(by_key)))
         else:
             saved = shared.saved_now(functools.partial(save, _torch_state(by_key)), checkpoint_dir)
-        return core.request.value(None, (), [Committed(saved)])
+        return core.request.value(None, (), [CommitWait(saved)])
 
     def _by_key(self, state: Any) -> dict[str, list[Any]]:
         """Return what this rank saves, by key. The values are copies, so that their ``data`` may be set."""
@@ -120,12 +120,12 @@ class LoadStrategy(_LoadBase):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *args: Any, config: EngineConfig | None = None, shared: Shared | None = None, **options: Any
+        self, *args: Any, config: EngineConfig | None = None, shared: SaverResources | None = None, **options: Any
     ) -> None:
         _check_core()
         check_kind("config", config, EngineConfig)
         super().__init__(*args, **options)
-        self._shared = shared or Shared(config or EngineConfig())
+        self._shared = shared or SaverResources(config or EngineConfig())
 
     def load(self, *args: Any, **options: Any) -> Any:
         """Load as Megatron does, verified.
@@ -137,37 +137,28 @@ class LoadStrategy(_LoadBase):  # type: ignore[misc]
             return super().load(*args, **options)
 
     def load_tensors_metadata(self, *args: Any, **options: Any) -> Any:
-        """See Megatron."""
+        """Read the metadata as Megatron does, by our reader."""
         with self._reading():
             return super().load_tensors_metadata(*args, **options)
 
     def load_sharded_metadata(self, *args: Any, **options: Any) -> Any:
-        """See Megatron."""
+        """Read the metadata as Megatron does, by our reader."""
         with self._reading():
             return super().load_sharded_metadata(*args, **options)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        with placed(core.reader, functools.partial(our_reader, self._shared, core.reader.value)):
+        with replaced(core.reader, functools.partial(our_reader, self._shared, core.reader.value)):
             yield
 
 
-def our_reader(shared: Shared, stock: Callable[..., Any], checkpoint_dir: Path, *args: Any, **options: Any) -> Any:
+def our_reader(
+    shared: SaverResources, stock: Callable[..., Any], checkpoint_dir: Path, *args: Any, **options: Any
+) -> Any:
     """Return a reader of ours for Megatron's ``_get_filesystem_reader``; what ``stock`` makes for a URL."""
     if not Reader.validate_checkpoint_id(checkpoint_dir):
         return stock(checkpoint_dir, *args, **options)
     return Reader(checkpoint_dir, config=shared.config).share(shared.runtime)
-
-
-@contextmanager
-def placed(place: Place, value: object) -> Iterator[None]:
-    """Set ``place`` for the block."""
-    before = place.value
-    place.put(value)
-    try:
-        yield
-    finally:
-        place.put(before)
 
 
 class _SavePlanner(_Planner):  # type: ignore[misc]
@@ -199,9 +190,8 @@ def _torch_state(by_key: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _check_core() -> None:
-    missing = missing_in_core()
-    if missing:
+    if lacking := missing(core):
         raise ConfigError(
-            f"this megatron.core has no {', '.join(map(str, missing))}: use one of the versions that were tried, "
+            f"this megatron.core has no {', '.join(map(str, lacking))}: use one of the versions that were tried, "
             f"{', '.join(TRIED_CORE)}, or a newer aio_ckpt"
         )

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from aio_ckpt.checks import check_kind, shown
+from aio_ckpt.checks import check_kind
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.installed import same_handle
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.integrations.async_calls import AsyncCallsQueue
-from aio_ckpt.integrations.installed import Installed
+from aio_ckpt.integrations.async_calls import AsyncCallsQueue, QueueInstalled
 from aio_ckpt.integrations.nvrx.faces import faces, lend_members
 from aio_ckpt.integrations.nvrx.names import TRIED, changed, holders, replaced
 from aio_ckpt.integrations.places import Place, missing
@@ -54,16 +54,11 @@ def install(config: EngineConfig | None = None) -> Installation:
         )
     standing = getattr(replaced.AsyncCallsQueue.value, "owner", None)
     if isinstance(standing, Installation):
-        if config in (None, standing.config):
-            return standing
-        raise ConfigError(
-            f"aio_ckpt is installed in NVRx already, with {shown(standing.config)}: call uninstall() of its handle "
-            "first"
-        )
+        return same_handle(standing, config, module=__name__)
     return Installation(config or EngineConfig())
 
 
-class Installation(Installed):
+class Installation(QueueInstalled):
     """Handle of :func:`install`. The block of its ``with`` ends with :meth:`uninstall`."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -90,7 +85,7 @@ class Installation(Installed):
             )
         for name, face in ours.items():
             lend_members(originals[name], face)
-            self._placed.put(getattr(replaced, name), face)
+            self._put(getattr(replaced, name), face)
 
     def _queues(self) -> Iterable[AsyncCallsQueue]:
         queues: list[AsyncCallsQueue] = self._queue.get_instances()

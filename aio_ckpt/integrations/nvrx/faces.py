@@ -1,8 +1,8 @@
 """Names of NVRx's asynchronous checkpointing, on :class:`aio_ckpt.dcp.Writer`, its reader, and a queue of ours.
 
-``save_state_dict_async_plan`` plans and copies, and begins ``dcp.save`` in the thread of :class:`Shared`. The function
-that ``get_save_function_and_args`` returns is None, so any queue has nothing to run. A queue of ours waits for the
-commit, which is among the arguments; with any other queue, the finalize function waits.
+``save_state_dict_async_plan`` plans and copies, and begins ``dcp.save`` in the thread of :class:`SaverResources`. The
+function that ``get_save_function_and_args`` returns is None, so any queue has nothing to run. A queue of ours waits for
+the commit, which is among the arguments; with any other queue, the finalize function waits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ClassVar
@@ -23,15 +22,14 @@ from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.resolved import ResolvedPlanner
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.integrations.async_calls import AsyncCallsQueue
-from aio_ckpt.integrations.async_saves import Committed, Shared
+from aio_ckpt.integrations.async_calls import AsyncCallsQueue, CommitWait, SaverResources
 
 Path = str | os.PathLike[str]
 StockOf = Callable[[str], Any]
 """Function that returns the original of a name. It raises an error if there is none."""
 
 
-def faces(shared: Shared, stock_of: StockOf) -> dict[str, Any]:
+def faces(shared: SaverResources, stock_of: StockOf) -> dict[str, Any]:
     """Return the names. What they cannot serve, such as ``msc://``, goes to the original."""
     bound = {"shared": shared, "stock_of": staticmethod(stock_of)}
 
@@ -76,7 +74,7 @@ def faces(shared: Shared, stock_of: StockOf) -> dict[str, Any]:
             stock_of("save_state_dict_async_finalize")(storage_writer, global_metadata, dist_wrapper)
 
     return {
-        "AsyncCallsQueue": type("AsyncCallsQueue", (_QueueFace,), bound | {"queues": []}),
+        "AsyncCallsQueue": type("AsyncCallsQueue", (AsyncCallsQueue,), bound | {"queues": []}),
         "FileSystemWriterAsync": type("FileSystemWriterAsync", (_WriterFace,), bound),
         "CachedMetadataFileSystemReader": type("CachedMetadataFileSystemReader", (_ReaderFace,), bound),
         "save_state_dict_async_plan": save_state_dict_async_plan,
@@ -97,50 +95,13 @@ def lend_members(stock: Any, face: Any) -> None:
             setattr(face, name, value)
 
 
-class _QueueFace(AsyncCallsQueue):
-    """Queue with the arguments of NVRx's, which have no effect: there is no process."""
-
-    shared: ClassVar[Shared]
-    queues: ClassVar[list[weakref.ref[Any]]]
-    """Queues, in the order in which they were made, which is the same on all ranks."""
-
-    def __init__(
-        self,
-        persistent: bool = True,
-        is_daemon: bool = True,
-        cpu_priority: int = 10,
-        io_priority: int | None = None,
-        sigterm_timeout: float = 30.0,
-        cpu_shm_mode: bool = False,
-    ) -> None:
-        super().__init__(persistent, shared=self.shared)
-        self.queues.append(weakref.ref(self))
-
-    @classmethod
-    def warmup_persistent_caller(
-        cls,
-        rank: int,
-        is_daemon: bool = True,
-        cpu_priority: int = 10,
-        io_priority: int | None = None,
-        sigterm_timeout: float = 30.0,
-        cpu_shm_mode: bool = False,
-    ) -> None:
-        """Do nothing: there is no process to start."""
-
-    @classmethod
-    def get_instances(cls) -> list[Any]:
-        """Return the queues that are alive. NVRx closes them for an in-process restart."""
-        return [queue for each in cls.queues if (queue := each()) is not None]
-
-
 class _WriterFace(Writer):
     """Writer of one checkpoint. With ``use_msc``, or for a URL, the original is made.
 
     Only ``path`` and ``overwrite`` have an effect: the threads and the memory are those of all saves.
     """
 
-    shared: ClassVar[Shared]
+    shared: ClassVar[SaverResources]
     stock_of: ClassVar[StockOf]
     can_run_decentralized_global_plan = False
 
@@ -195,7 +156,7 @@ class _WriterFace(Writer):
 
     def get_save_function_and_args(self) -> tuple[None, None, list[Any]]:
         """Return (None, None, [the commit]): there is nothing for a queue to run."""
-        return None, None, [Committed(self._begun_save)]
+        return None, None, [CommitWait(self._begun_save)]
 
     @property
     def _begun_save(self) -> Future[None]:
@@ -203,19 +164,14 @@ class _WriterFace(Writer):
             raise ConfigError(f"{self.path}: call save_state_dict_async_plan() with this writer first")
         return self._saved
 
-    # -- called by the original save_state_dict_async_plan() ----------------------------------------------
+    def _refuse(self, *args: Any) -> Any:
+        """Raise ConfigError: the original ``save_state_dict_async_plan`` has called a method of this writer."""
+        raise ConfigError(
+            "a writer of aio_ckpt was given to NVRx's own save_state_dict_async_plan(), which was imported before "
+            "install(): call install() before the imports from nvidia_resiliency_ext"
+        )
 
-    def prepare_write_data(self, plan: Any, planner: Any) -> None:
-        """Raise ConfigError: only our ``save_state_dict_async_plan`` works with this writer."""
-        raise _mixed_error()
-
-    def prepare_decentralized_global_plan(self, local_plan: Any) -> Any:
-        """Raise ConfigError, see :meth:`prepare_write_data`."""
-        raise _mixed_error()
-
-    def retrieve_write_results(self) -> Any:
-        """Raise ConfigError, see :meth:`prepare_write_data`."""
-        raise _mixed_error()
+    prepare_write_data = prepare_decentralized_global_plan = retrieve_write_results = _refuse
 
     @classmethod
     def register_shm_drain_callback(cls, fn: Any) -> None:
@@ -229,7 +185,7 @@ class _WriterFace(Writer):
 class _ReaderFace(Reader):
     """Reader that verifies. For a URL, the original is made. No metadata is cached: the file may have been replaced."""
 
-    shared: ClassVar[Shared]
+    shared: ClassVar[SaverResources]
     stock_of: ClassVar[StockOf]
 
     def __new__(cls, path: Path, *args: Any, **given: Any) -> Any:
@@ -244,10 +200,3 @@ class _ReaderFace(Reader):
     @classmethod
     def clear_metadata_cache(cls, path: Path | None = None) -> None:
         """Do nothing: there is no cache."""
-
-
-def _mixed_error() -> ConfigError:
-    return ConfigError(
-        "a writer of aio_ckpt was given to NVRx's own save_state_dict_async_plan(), which was imported before "
-        "install(): call install() before the imports from nvidia_resiliency_ext"
-    )

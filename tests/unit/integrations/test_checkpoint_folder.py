@@ -15,7 +15,15 @@ from safetensors.torch import save_file
 
 from aio_ckpt import CorruptCheckpointError, ReadError, RootError, WriteError
 from aio_ckpt.integrations import checkpoint_folder
-from aio_ckpt.integrations.checkpoint_folder import SUMS_FILE, check, newest_verified, publish, seal, sync_files
+from aio_ckpt.integrations.checkpoint_folder import (
+    SUMS_FILE,
+    check,
+    newest_verified,
+    publish,
+    restore_replaced,
+    sync_files,
+    write_checksums,
+)
 
 STATE = "trainer_state.json"
 
@@ -28,7 +36,7 @@ def draft(place: Path, *, sealed: bool = True) -> Path:
     torch.save({"a": torch.arange(9)}, place / "optimizer.pt")
     save_file({"a": torch.arange(9)}, place / "model.safetensors")
     if sealed:
-        seal(place, {})
+        write_checksums(place, {})
     return place
 
 
@@ -42,7 +50,7 @@ def test_the_checksums_are_those_of_all_files(tmp_path: Path) -> None:
     folder = draft(tmp_path / "d", sealed=False)
     (folder / ".aio_ckpt-file-1").mkdir()
     (folder / ".aio_ckpt-file-1" / "model.safetensors").write_text("not committed")
-    seal(folder, {folder / "optimizer.pt": 0xAB})
+    write_checksums(folder, {folder / "optimizer.pt": 0xAB})
     lines = (folder / SUMS_FILE).read_text().splitlines()
     assert lines.pop().startswith("; 4 files, ")
     names = [line.rpartition(" ")[0] for line in lines]
@@ -166,6 +174,40 @@ def test_a_draft_takes_the_place_of_an_older_checkpoint(
     assert not (final / "old").exists()
     assert os.listdir(tmp_path / "drafts") == []
     check(final, STATE)
+
+
+class Killed(BaseException):
+    """End of the process."""
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_kill_beside_the_renames_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    def refuse(a: Path, b: Path) -> None:
+        raise RootError(errno.EINVAL, "this file system cannot exchange two directories", str(b))
+
+    def kill(*_: Path) -> None:
+        raise Killed
+
+    def rename(self: Path, target: Path) -> Path:
+        done = stock(self, target)
+        if renames == 1:
+            raise Killed
+        return done
+
+    final, new = draft(tmp_path / "checkpoint-1"), draft(tmp_path / "drafts" / "checkpoint-1")
+    (final / "old").touch()
+    stock = Path.rename
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(checkpoint_folder, "exchange_directories", refuse)
+        patch.setattr(checkpoint_folder, "sync_dir", kill)
+        patch.setattr(Path, "rename", rename)
+        publish(new, final)
+    assert final.exists() == (renames == 2)
+    restore_replaced(tmp_path / "drafts", tmp_path)
+    check(final, STATE)
+    assert (final / "old").exists() == (renames == 1)
 
 
 def test_a_failing_disk_is_a_write_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from aio_ckpt.integrations.places import Expected, Place, Placed, moved_names
+from aio_ckpt import EngineConfig
+from aio_ckpt.dcp.installed import Installed
+from aio_ckpt.integrations.places import Expected, Place, moved_names, replaced
 
 
 class Saver:
@@ -55,11 +57,16 @@ def test_what_stood_in_a_place_comes_back_unless_another_has_put_something_there
     library: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     name, saver = (Place(module="a_library", name=each) for each in ("NAME", "Saver"))
-    placed = Placed()
-    placed.put(name, "ours")
-    placed.put(saver, "ours, too")
-    library.Saver = "another's"
-    with caplog.at_level(logging.WARNING, "aio_ckpt"):
-        placed.restore()
+    with caplog.at_level(logging.WARNING, "aio_ckpt"), Installed(EngineConfig()) as installed:
+        installed._put(name, "ours")
+        installed._put(saver, "ours, too")
+        library.Saver = "another's"
     assert (name.value, saver.value) == ("meta.pt", "another's")
     assert 'a_library.Saver is "another\'s" by now, which stays' in caplog.text
+
+
+def test_a_place_is_replaced_for_a_block(library: ModuleType) -> None:
+    with pytest.raises(RuntimeError), replaced(Place(module="a_library", name="NAME"), "ours"):
+        assert library.NAME == "ours"
+        raise RuntimeError
+    assert library.NAME == "meta.pt"
