@@ -452,10 +452,14 @@ class BaseEngine:
         on_leader: Callable[[Executor, Storage, Failure | None], Awaitable[None]],
         what: str,
     ) -> AgreedWork:
-        """Let all ranks agree how ``works`` end, if every rank calls this in the same order. ``close()`` waits for it.
+        """Let all ranks agree how their work ends, for an adapter. Every rank calls this in the same order.
 
-        For adapters. ``on_leader`` gets the threads for I/O, the storage, and the first failure; see
-        :class:`AgreedWork`. Messages name ``what``.
+        ``close()`` waits for the agreement.
+
+        Args:
+            works: work of this rank that has begun.
+            on_leader: gets the threads for I/O, the storage, and the first failure, see :class:`AgreedWork`.
+            what: name of the work in messages.
         """
         self._agreements += 1
         agreed = AgreedWork(

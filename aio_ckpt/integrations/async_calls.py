@@ -312,24 +312,19 @@ async def _leave(meeting: _Meeting | None, coordinator: Coordinator) -> None:
     await coordinator.leave()
 
 
-class _Call:
+class _Call(AgreedWork):
     """Request in the queue, and its work on this rank."""
 
     def __init__(
         self, number: int, request: Any, works: Sequence[Future[Any]], members: Membership, portal: Portal
     ) -> None:
+        super().__init__(members, portal, works, name=f"async call {number}", failure_of=_failure_of)
         self.number = number
         self.request = request
-        self._works = works
-        self._agreed = AgreedWork(members, portal, works, name=f"async call {number}", failure_of=_failure_of)
-
-    def is_done(self, *, blocking: bool) -> bool:
-        """Count a poll, and return whether the call is done; see :class:`AgreedWork`."""
-        return self._agreed.is_done(blocking=blocking)
 
     def check(self) -> None:
         """Raise the error of the call, if it failed on any rank."""
-        failure = self._agreed.failure()
+        failure = self.failure()
         if failure is None:
             return
         raise PeerFailedError(

@@ -30,7 +30,7 @@ def test_both_engines_take_and_return_the_same(name: str) -> None:
 
 def test_no_call_of_the_async_engine_that_is_not_awaited_waits_for_the_disk_beyond_the_order_of_saves() -> None:
     plain = {name for name, value in vars(BaseEngine).items() if inspect.isfunction(value) and not name.startswith("_")}
-    in_order, without_a_disk = {"save", "save_file", "remove", "prepare"}, {"guard", "clear_cache", "stats"}
+    in_order, without_a_disk = {"save", "save_file", "remove", "prepare"}, {"guard", "clear_cache", "stats", "agree"}
     assert plain == in_order | without_a_disk | {"on_preemption", "terminate"}
 
 
