@@ -292,7 +292,7 @@ def _of(kinds: type | tuple[type, ...], made: Callable[..., object]) -> Callable
 # -- classes of other modules -----------------------------------------------------------------------
 
 
-def _namespace(owner: object) -> Mapping[str, object]:
+def namespace(owner: object) -> Mapping[str, object]:
     """Return the namespace of a module or class, without calling a ``__getattribute__`` of its own."""
     if isinstance(owner, types.ModuleType):
         held: Mapping[str, object] = types.ModuleType.__getattribute__(owner, "__dict__")
@@ -309,7 +309,7 @@ def find_class(module: object, qualname: object) -> type:
     found: Any = sys.modules.get(module) if type(module) is str else None
     parts = qualname.split(".") if type(qualname) is str else ()
     for part in parts:
-        found = _namespace(found).get(part)
+        found = namespace(found).get(part)
     if not parts or not isinstance(found, type):
         raise ClassNotImportedError(f"{module}.{qualname}")
     return found
@@ -353,7 +353,7 @@ def _combines_plainly(kind: type) -> bool:
     """Return whether a sum of flags of this class is made by code of the standard library alone."""
     if type(kind) is not enum.EnumMeta:
         return False
-    own = (_namespace(base) for base in kind.__mro__ if base.__module__ not in ("enum", "builtins"))
+    own = (namespace(base) for base in kind.__mro__ if base.__module__ not in ("enum", "builtins"))
     methods = [methods[name] for methods in own for name in _RUN_BY_SUMS & methods.keys()]
     has_plain_members = _attribute(kind, "_member_type_") in (object, int)
     return has_plain_members and all(getattr(method, "__func__", None) in _ITER_MEMBER for method in methods)
@@ -367,7 +367,7 @@ def is_named_tuple(kind: type) -> bool:
 
 def _attribute(kind: type, name: str) -> object:
     """Return a class attribute, by the namespaces of its classes alone; None if there is none."""
-    return next((_namespace(base)[name] for base in kind.__mro__ if name in _namespace(base)), None)
+    return next((namespace(base)[name] for base in kind.__mro__ if name in namespace(base)), None)
 
 
 def named_tuple(kind: Any, *parts: object) -> Any:

@@ -26,6 +26,7 @@ from aio_ckpt.leaves.harmless import (
     is_enum,
     is_named_tuple,
     named_tuple,
+    namespace,
 )
 
 _TENSOR_BYTES = 1024
@@ -78,7 +79,7 @@ class _ObjectUnpickler(SafeUnpickler):
         try:
             kind = find_class(module, name)
         except ClassNotImportedError:
-            is_known = hasattr(sys.modules.get(module), "__dict__") and name in vars(sys.modules[module])
+            is_known = name.partition(".")[0] in namespace(sys.modules.get(module))
             raise RefusedError(full_name if is_known else f"{full_name}, which is not imported here") from None
         if is_enum(kind):
             return Allowed(kind, functools.partial(enum_member, kind))

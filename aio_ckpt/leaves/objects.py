@@ -218,8 +218,8 @@ class ObjectEncoder:
     def __init__(self, *, trusted: bool) -> None:
         self._trusted = trusted
         self._known: dict[tuple[object, ...] | bytes, bytes] = {}
-        self._checked: set[frozenset[str]] = set()
-        """Names in a pickle for which it is known whether it can be read without trust."""
+        self._refused: dict[frozenset[str], str] = {}
+        """By the names in a pickle: the type in it that needs trust; '' if none does."""
         self._warned: set[str] = set()
         """Names of types that a warning named."""
 
@@ -255,17 +255,18 @@ class ObjectEncoder:
         for name, data in noted:
             self._add_if_unsafe(name, data, frozenset({name}), unsafe)
         if unsafe:
+            self._warned.update(unsafe.values())
             _warn([f"{name!r} (a {refused})" for name, refused in unsafe.items()])
         return ObjectBytes(region=b"".join(parts), spans=tuple(spans))
 
     def _add_if_unsafe(self, name: str, data: bytes, names: frozenset[str], unsafe: dict[str, str]) -> None:
         """Add an object to ``unsafe`` if a warning must say that it needs trust. ``names``: those in its pickle."""
-        if self._trusted or not names or names in self._checked:
+        if self._trusted or not names:
             return
-        self._checked.add(names)
-        refused = _refused_type(name, data)
+        if names not in self._refused:
+            self._refused[names] = _refused_type(name, data)
+        refused = self._refused[names]
         if refused and refused not in self._warned:
-            self._warned.add(refused)
             unsafe[name] = refused
 
 

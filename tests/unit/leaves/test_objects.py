@@ -297,9 +297,10 @@ def test_a_generator_of_numpy_goes_on_where_it_was(kind):
     generator.standard_normal(3)
     generator.integers(9, dtype=np.uint32)
     back = through_bytes({"g": generator, "same": generator.bit_generator})
-    assert back["g"].bit_generator is back["same"]
     assert np.array_equal(back["g"].standard_normal(5), generator.standard_normal(5))
-    assert np.array_equal(back["g"].spawn(2)[1].random(3), generator.spawn(2)[1].random(3))
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # numpy 1 stores neither its bit generator nor its seed
+        assert back["g"].bit_generator is back["same"]
+        assert np.array_equal(back["g"].spawn(2)[1].random(3), generator.spawn(2)[1].random(3))
 
 
 def test_other_generators_go_on_where_they_were():
@@ -384,9 +385,9 @@ class Pool:
 
 def generator(name, change):
     """A bit generator whose pickled state is changed."""
-    function, args, (state, seed) = getattr(np.random, name)(1).__reduce__()
-    change(state)
-    return Calls(function, *args, state=(state, seed))
+    function, args, state = getattr(np.random, name)(1).__reduce__()
+    change(state[0] if isinstance(state, tuple) else state)  # numpy 1 stores no seed
+    return Calls(function, *args, state=state)
 
 
 RECONSTRUCT = np.zeros(1).__reduce__()[0]

@@ -8,8 +8,10 @@ import errno
 import io
 import itertools
 import math
+import re
 import warnings
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -466,11 +468,17 @@ async def test_no_metadata_is_a_damaged_checkpoint_and_no_manifest_either_is_non
 
 
 async def test_an_object_that_needs_code_is_refused_by_name_unless_trusted(storage, tmp_path):
-    stock_save(tmp_path / "c", {"obj": {"x": np.arange(3)}})
+    stock_save(tmp_path / "c", {"obj": {"x": re.compile("a+")}})
     with pytest.raises(UnsafeObjectError, match=r"obj\.x.*trusted_objects=True"):
         await read(storage, tmp_path / "c")
     found = await read(storage, tmp_path / "c", trusted=True)
-    assert found["obj"]["x"].tolist() == [0, 1, 2]
+    assert found["obj"]["x"] == re.compile("a+")
+
+
+async def test_harmless_objects_that_stock_saved_need_no_trust(storage, tmp_path):
+    stock_save(tmp_path / "c", {"obj": {"x": np.arange(3), "at": Path("/a"), "none": b""}})
+    found = (await read(storage, tmp_path / "c"))["obj"]
+    assert (found["x"].tolist(), found["at"], found["none"]) == ([0, 1, 2], Path("/a"), b"")
 
 
 # -- slices and other layouts of ranks ----------------------------------------------------------------
