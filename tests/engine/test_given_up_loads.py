@@ -6,7 +6,6 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from gated_storage import TIMEOUT
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.runtime import futures
 from aio_ckpt.storage import data_file as datafile
+from aio_ckpt.ticket import Milestone
 
 ELEMENTS = 1000
 
@@ -91,20 +91,21 @@ async def test_a_cancelled_load_fills_nothing_after_it_returned(tmp_path: Path, 
 def test_a_second_ctrl_c_does_not_leave_a_load_behind(
     tmp_path: Path, held: HeldRead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, waits = empty_state(), []
+    state, waits, wait = empty_state(), list[float | None](), Milestone._wait
 
-    def interrupted(works: Any) -> Any:
-        waits.append(works)
-        if len(waits) == 1:
+    def interrupted(milestone: Milestone[Any], timeout: float | None) -> None:
+        waits.append(timeout)
+        if len(waits) == 2:
             raise KeyboardInterrupt
-        held.goes_on.set()
-        return wait(works)
+        if len(waits) > 2:
+            held.goes_on.set()
+        wait(milestone, timeout)
 
     def interrupt() -> None:
         held.begun.wait(TIMEOUT)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    monkeypatch.setattr(futures, "wait", interrupted)
+    monkeypatch.setattr(Milestone, "_wait", interrupted)
     with SyncCheckpointEngine(tmp_path) as engine:
         check_interrupted(engine, state, interrupt, held)
 

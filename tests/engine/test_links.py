@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from collections.abc import Callable
@@ -183,7 +182,7 @@ def test_a_removal_whose_fsync_fails_leaves_the_checkpoint_at_its_path_and_no_tr
         with pytest.raises(WriteError, match="no fsync"):
             engine.remove(path).result(TIMEOUT)
         assert not listing(root / TRASH_DIR)
-        assert asyncio.run(engine.load(weights(0), path=path)).step is not None
+        assert engine.load(weights(0), path=path).result(TIMEOUT).step is not None
         engine.remove(path).result(TIMEOUT)
         assert not path.exists()
 

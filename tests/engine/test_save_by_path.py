@@ -492,7 +492,7 @@ def test_a_load_waits_for_the_pending_save_of_its_path(root: Path, tmp_path: Pat
         gate.wait_reached()
         loading = engine.load(template := weights(0), None, path=tmp_path / "a", **PLAIN)
         reading = engine.read(None, only=None, path=str(root / ".." / "a"))
-        engine.read(None, only=None, path=tmp_path / "b")  # waits for nothing
+        assert engine.read(None, only=None, path=tmp_path / "b").exception(TIMEOUT) is not None  # waits for nothing
         assert not loading.done()
         gate.open()
         loading.result(TIMEOUT)

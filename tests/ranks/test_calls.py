@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import os
@@ -199,7 +198,7 @@ def save_fail_and_load(rank: int, count: int, root: Path) -> tuple[list[str], li
         if rank == 1:
             storage.fail("write_file", "aio_ckpt.1.bin", WriteError(errno.ENOSPC, "No space", "disk of one rank"))
         engine.save(counted_state(rank, 2), step=2).exception(SECS)
-        asyncio.run(engine.load(counted_state(rank, 0)))
+        engine.load(counted_state(rank, 0)).result(SECS)
         engine.close_blocking()
     of_steps = [record for record in lines.records if hasattr(record, "step")]
     assert {record.rank for record in of_steps} == {rank}

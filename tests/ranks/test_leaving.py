@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import hashlib
 import time
@@ -257,7 +256,7 @@ def roll_back_where_the_other_skips(rank: int, count: int, root: Path) -> tuple[
         ticket.result(SECS)
         began = time.monotonic()
         with pytest.raises(PeerFailedError) as raised:
-            engine.rollback(1).result() if rank else asyncio.run(engine.load(state_at(0)))
+            engine.rollback(1).result() if rank else engine.load(state_at(0)).result(SECS)
         secs = time.monotonic() - began
         dist.barrier()
     return str(raised.value), secs
@@ -279,7 +278,7 @@ def save_where_the_other_loads(rank: int, count: int, root: Path) -> str:
     with acting_engine(root, SHORT_SECS, on_failure="log") as (engine, _):
         engine.save(state_at(1), step=1).result(SECS)
         with pytest.raises(PeerFailedError) as raised:
-            asyncio.run(engine.load(state_at(0))) if rank else engine.save(state_at(2), step=2).result(SECS)
+            engine.load(state_at(0)).result(SECS) if rank else engine.save(state_at(2), step=2).result(SECS)
     return str(raised.value)
 
 

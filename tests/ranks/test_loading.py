@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import functools
 import os
@@ -822,7 +821,7 @@ def load(
     engine = CheckpointEngine(root, EngineConfig(stall_timeout_secs=READ_SECS), storage=storage)
     before = _disk_bytes()
     try:
-        asyncio.run(engine.load(template))  # type: ignore[arg-type]
+        engine.load(template).result(TURN_SECS)  # type: ignore[arg-type]
         read = _disk_bytes() - before
     finally:
         engine.terminate()
