@@ -1,4 +1,4 @@
-"""A reader of format 1.0, written from docs/format.md alone: standard library and msgpack, nothing of aio_ckpt."""
+"""A reader of format 1.0, written from docs/format.md alone: the standard library, nothing of aio_ckpt."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from msgspec import msgpack
 
 __all__ = ["Leaf", "StoredTensor", "read_checkpoint"]
 
@@ -56,12 +54,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, StoredTensor | bytes], list[A
     values: dict[str, StoredTensor | bytes] = {}
     states = []
     for rank, entry in enumerate(root["ranks"]):
-        manifest = msgpack.decode(_file(path, entry), strict=False)
+        manifest = unpacked(_file(path, entry))
         _check_version(manifest["format"])
         check(manifest["rank"] == rank, "rank")
         check(all(manifest[key] == root[key] for key in ("save_id", "step", "world_size")), "of another save")
         values |= _stored(manifest, b"" if manifest["file"] is None else _file(path, manifest["file"]))
-        states.append(_state(msgpack.decode(manifest["skeleton"]), "", rank, _Traversal()))
+        states.append(_state(unpacked(manifest["skeleton"]), "", rank, _Traversal()))
     return values, states
 
 
@@ -169,3 +167,45 @@ def _key(key: Any) -> Any:
         return complex(*map(float.fromhex, text))
     readers: dict[str, Any] = {"i": int, "b": lambda text: text == "1", "f": float.fromhex, "n": lambda _: None}
     return (readers | {"y": bytes.fromhex})[tag](text)
+
+
+# -- msgpack ----------------------------------------------------------------------------------------
+
+_NUMBERS = {
+    **{0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q"},
+    **{0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"},
+}
+_LENGTHS = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I", 0xD9: ">B", 0xDA: ">H", 0xDB: ">I"}
+_LENGTHS |= {0xDC: ">H", 0xDD: ">I", 0xDE: ">H", 0xDF: ">I"}
+
+
+def unpacked(data: bytes) -> Any:
+    """The value of a msgpack document (https://github.com/msgpack/msgpack/blob/master/spec.md)."""
+    value, end = _value(data, 0)
+    check(end == len(data), "bytes behind a msgpack document")
+    return value
+
+
+def _value(data: bytes, at: int) -> tuple[Any, int]:
+    code, at = data[at], at + 1
+    if code < 0x80 or code >= 0xE0:
+        return code - 256 * (code >= 0xE0), at
+    if code in (0xC0, 0xC2, 0xC3):
+        return {0xC0: None, 0xC2: False, 0xC3: True}[code], at
+    if code in _NUMBERS:
+        return struct.unpack_from(_NUMBERS[code], data, at)[0], at + struct.calcsize(_NUMBERS[code])
+    if code < 0xC0:
+        kind, length = (0xDE, code & 15) if code < 0x90 else (0xDC, code & 15) if code < 0xA0 else (0xD9, code & 31)
+    else:
+        check(code in _LENGTHS, f"msgpack code {code:#x}")
+        kind, (length,) = code, struct.unpack_from(_LENGTHS[code], data, at)
+        at += struct.calcsize(_LENGTHS[code])
+    if kind <= 0xC6:
+        return data[at : at + length], at + length
+    if kind <= 0xDB:
+        return data[at : at + length].decode(errors="surrogatepass"), at + length
+    items: list[Any] = []
+    for _ in range(length * (2 if kind >= 0xDE else 1)):
+        item, at = _value(data, at)
+        items.append(item)
+    return (dict(zip(items[::2], items[1::2], strict=True)) if kind >= 0xDE else items), at
