@@ -170,6 +170,8 @@ class Ledger:
         self._warned: set[str] = set()
         self._equal_in: int | str | None = None
         """Step or path of the newest save in which the tensors of all ranks were compared and were equal."""
+        self._of_lowest: set[str] = set()
+        """Names of tensors of which the lowest rank writes each part that it holds: those that differ or may differ."""
         self.is_comparison_due = False
         """Whether a rank has planned anew since, without sums of the other ranks."""
 
@@ -211,11 +213,13 @@ class Ledger:
             raise EmptyStateError("the states of all ranks hold no leaf: give at least one tensor or object")
         boxes = Boxes.of_rows(held)
         self.is_comparison_due = True  # unless all ranks have sent sums
-        unequal = self._compare(held, boxes, ObjectColumns.of(held.objects), reports)
+        strict = have_to_be_equal(held, boxes)
+        unequal = self._compare(held, boxes, ObjectColumns.of(held.objects), reports, strict)
         of_lowest = unequal | may_differ(held, boxes)
         if self._differing == "rank0":  # they may differ later, and the values of one rank belong together
-            of_lowest |= have_to_be_equal(held, boxes)
-        shares, items = assign(held, boxes, kept, of_lowest)
+            of_lowest[:] = True
+        self._of_lowest.update(_names_of(held, boxes, of_lowest))
+        shares, items = assign(held, boxes, kept, _boxes_of(held, boxes, self._of_lowest))
         replies = []
         for rank, (share, count) in enumerate(zip(shares, items, strict=True)):
             report = reports[rank]
@@ -245,21 +249,23 @@ class Ledger:
             self._objects = ids, ObjectColumns.of(object_names(plans))
         if any(vote.content.tensors for vote in votes):
             held = ShardTable.of(plans)
-            self._compare(held, Boxes.of_rows(held), self._objects[1], votes)
+            boxes = Boxes.of_rows(held)
+            # Each of the others is written by any rank, so that those of a mesh that drift apart would be mixed.
+            self._compare(held, boxes, self._objects[1], votes, ~_boxes_of(held, boxes, self._of_lowest))
         else:
             self._warn(self._objects[1].unequal({rank: vote.content.objects for rank, vote in enumerate(votes)}))
 
     def _compare(
-        self, held: ShardTable, boxes: Boxes, objects: ObjectColumns, reports: Sequence[PlanMsg | Vote]
+        self, held: ShardTable, boxes: Boxes, objects: ObjectColumns, reports: Sequence[PlanMsg | Vote], strict: Flags
     ) -> Flags:
         """Return, per box, whether its replicas differ. Warn of differences that are allowed.
 
         Raises:
-            DuplicateNameError: replicas differ that have to be equal.
+            DuplicateNameError: replicas of a ``strict`` box differ.
         """
         sums = {rank: report.content.tensors for rank, report in enumerate(reports) if report.content.tensors}
         unequal = unequal_replicas(held, boxes, sums)
-        if self._differing == "refuse" and (refused := unequal & have_to_be_equal(held, boxes)).any():
+        if self._differing == "refuse" and (refused := unequal & strict).any():
             raise _differ(_names_of(held, boxes, refused), self._equal_in)
         if all(rank in sums for rank in np.flatnonzero(np.diff(held.starts)).tolist()):
             self._equal_in, self.is_comparison_due = reports[0].target, False
@@ -276,7 +282,7 @@ class Ledger:
         if new:
             _log.warning(
                 "%d values differ between ranks that hold the same part of them, %s for example: each part is saved "
-                "as one rank has it; PerRank(value) saves one for each rank. CallEnd once for each name",
+                "as one rank has it; PerRank(value) saves one for each rank. Told once for each name",
                 len(new),
                 new[:_SHOWN],
             )
@@ -332,6 +338,14 @@ def _names_of(held: ShardTable, boxes: Boxes, chosen: Flags) -> list[str]:
     return sorted({held.names[name] for name in held.name[chosen[boxes.of]].tolist()})
 
 
+def _boxes_of(held: ShardTable, boxes: Boxes, names: Set[str]) -> Flags:
+    """Return, per box, whether it is a part of a tensor with one of ``names``."""
+    is_named = np.array([name in names for name in held.names], np.bool_)
+    chosen = np.zeros(boxes.count, np.bool_)
+    chosen[boxes.of[is_named[held.name]]] = True
+    return chosen
+
+
 def _differ(names: Sequence[str], equal_in: int | str | None) -> DuplicateNameError:
     """``equal_in``: the save in which the ranks were compared last; None if they never were."""
     doubt = ""
@@ -345,7 +359,9 @@ def _differ(names: Sequence[str], equal_in: int | str | None) -> DuplicateNameEr
         "load would give the values of one rank to all. Wrap what is of each rank's own in PerRank, as "
         "PerRank(optimizer) if nothing in it is sharded; give parts of one tensor as DTensor or Shard; or give names "
         "that differ, as torch's get_optimizer_state_dict() does. Buffers may differ if the state holds the module "
-        'itself. If rank 0\'s values are meant for all ranks, set EngineConfig(differing_replicas="rank0").' + doubt
+        "itself. DTensors that a mesh declares replicated (HSDP) may differ from the next save on, which stores those "
+        "of the lowest rank. If rank 0's values are meant for all ranks, set "
+        'EngineConfig(differing_replicas="rank0").' + doubt
     )
 
 

@@ -245,6 +245,31 @@ def test_an_object_that_is_equal_at_first_is_told_of_at_the_save_at_which_it_dif
     assert line.startswith("1 values differ between ranks that hold the same part of them, ['position']")
 
 
+def drift_apart(rank: int, count: int, root: Path) -> tuple[list[str], set[float]]:
+    names, mesh, told = [f"layer{number}" for number in range(8)], init_device_mesh("cpu", (2,)), list[str]()
+
+    def state(value: float) -> dict[str, DTensor]:
+        local = torch.full((50,), value)
+        return {name: DTensor.from_local(local.clone(), mesh, [Replicate()], run_check=False) for name in names}
+
+    with engine_on(root, SECS) as engine:
+        for step in (1, 2, 3, 4):
+            apart = 10.0 * rank if step > 1 else 0.0
+            error = engine.save(state(step + apart), step=step).exception(SECS)
+            told.append(type(error).__name__)
+            assert error is None or "which stores those of the lowest rank" in " ".join(str(error).split())
+        assert engine.steps() == [1, 3, 4]
+        engine.load(loaded := state(0.0))
+    return told, {float(loaded[name].to_local()[0]) for name in names}
+
+
+def test_declared_replicas_that_drift_apart_fail_one_save_and_are_never_mixed(two: Ranks, tmp_path: Path) -> None:
+    (of_leader, values), (of_other, others) = two.run(drift_apart, tmp_path)
+    assert of_leader == ["NoneType", "DuplicateNameError", "NoneType", "NoneType"]
+    assert of_other == ["NoneType", "PeerFailedError", "NoneType", "NoneType"]
+    assert values == others == {4.0}
+
+
 def save_of_rank_0(rank: int, count: int, root: Path) -> set[float]:
     names = [f"layer{number}" for number in range(8)]
     with engine_on(root, SECS, differing_replicas="rank0") as engine:
