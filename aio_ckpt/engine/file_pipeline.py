@@ -128,7 +128,7 @@ class FilePipeline:
 
 
 def what_is_there(error: BaseException | None) -> str:
-    """Return what stands at the path after a failed job."""
+    """Return what stands at the path after a failed save."""
     if isinstance(error, AioCkptError) and error.in_doubt:
         return "the new one may be in its place, and a power loss may undo that"
     return "what was at its path is unchanged"
