@@ -13,7 +13,7 @@ import anyio.lowlevel
 
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.runtime.limits import files_limit
-from aio_ckpt.runtime.waiting import disk_lines
+from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import Storage
@@ -90,7 +90,7 @@ class Files:
         """
         for name in sorted(set(names)):
             if name not in self.sizes:
-                with disk_lines(f"opening {name}", self.directory).on_loop():
+                with disk_warning(f"opening {name}", self.directory).on_loop():
                     async with self.use(name) as file:
                         self.sizes[name] = file.nbytes
             wanted = expected.get(name)

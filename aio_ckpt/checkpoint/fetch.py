@@ -19,7 +19,7 @@ from aio_ckpt.memory.cuda import begin_uploads, on_device, prefers_page_locked
 from aio_ckpt.memory.read_buffers import bounce_buffers, page_locked
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.runtime.waiting import disk_lines
+from aio_ckpt.runtime.waiting import disk_warning
 
 _COPIERS = 2
 """Requests that are verified and copied while the allowed number of reads stays in flight."""
@@ -113,7 +113,7 @@ class _Run:
                 with anyio.CancelScope(shield=True):
                     await self._report(request, buffer[: request.nbytes])
 
-        lines = disk_lines("reading", self._files.directory, idle_secs=lambda: time.monotonic() - self._last)
+        lines = disk_warning("reading", self._files.directory, idle_secs=lambda: time.monotonic() - self._last)
         with lines.on_loop():
             async with anyio.create_task_group() as group:
                 for buffer in buffers[: len(requests)]:

@@ -29,7 +29,7 @@ from aio_ckpt.format.root_manifest import (
 from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.runtime.waiting import disk_lines
+from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.state.names import compound_notes, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton, may_hold_compounds
 from aio_ckpt.storage.local import Storage, read_small_file
@@ -215,7 +215,7 @@ async def open_checkpoint(
         CorruptCheckpointError: a small file is missing, differs from the written one, or is of another step; names it.
         FormatVersionError: a newer major version wrote the checkpoint.
     """
-    lines = disk_lines("opening a checkpoint", path)
+    lines = disk_warning("opening a checkpoint", path)
     with lines.on_loop():
         root_data = await read_small_file(storage, path / root_name)
     if root_data is None:

@@ -483,7 +483,7 @@ class BaseEngine:
         """Block until ``save()`` would not have to wait for an earlier save."""
         self._portal.check_thread("ready()")
         queue = self._frontend.queue
-        lines = queue.lines("ready")
+        lines = queue.wait_warning("ready")
         while (settled := queue.settled_before_room) is not None:
             lines.wait_for([settled])
 
@@ -562,7 +562,7 @@ class CheckpointEngine(BaseEngine):
         If an earlier save fails meanwhile, this does not raise: the next ``save()`` or ``close()`` does.
         """
         queue = self._frontend.queue
-        with queue.lines("ready").on_loop():
+        with queue.wait_warning("ready").on_loop():
             while (settled := queue.settled_before_room) is not None:
                 await asyncio.wrap_future(follow(settled))
 

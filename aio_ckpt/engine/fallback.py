@@ -21,7 +21,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.error_notes import mark_modified, name_checkpoint
-from aio_ckpt.runtime.waiting import disk_lines
+from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.storage.local import names_in
 
 T = TypeVar("T")
@@ -206,7 +206,7 @@ async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.Commi
     if wanted.path is not None:
         return [await discovery.checkpoint_at(ctx.storage, wanted.path, ctx.names)]
     step = wanted.step
-    with disk_lines("looking for checkpoints", ctx.root, rank=ctx.rank).on_loop():
+    with disk_warning("looking for checkpoints", ctx.root, rank=ctx.rank).on_loop():
         committed, torn = await discovery.discover_all(ctx.storage, ctx.root, ctx.names)
     steps = [checkpoint.step for checkpoint in committed]
     chosen = [checkpoint for checkpoint in (*committed, *torn) if step in (None, checkpoint.step)]

@@ -100,7 +100,7 @@ class FileSaves:
                     name=planned_file.name,
                     layout=planned.plan.layout,
                     tail=bytes(planned_file.tail_bytes),
-                    seal=planned_file.seal,
+                    render_tail=planned_file.render_tail,
                     image=image,
                     chunks=CapturedChunks(len(image.chunks), job.stall),
                 ),

@@ -46,7 +46,7 @@ from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage, note_ticket
 from aio_ckpt.runtime.futures import failed, follow
 from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
-from aio_ckpt.runtime.waiting import WaitLines, call_text
+from aio_ckpt.runtime.waiting import WaitWarning, call_text
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
@@ -118,7 +118,7 @@ class JobQueue:
             StallError: there was no room by the deadline of this save, which names ``target`` if it is given.
             EngineClosedError: the engine is closed, or was closed meanwhile.
         """
-        began, lines = time.perf_counter(), self.lines(kind.kind, target, kind=kind)
+        began, lines = time.perf_counter(), self.wait_warning(kind.kind, target, kind=kind)
         while True:
             pause_secs = lines.pause_secs(deadline.left_secs(MAX_SECS))  # logs, so it is not under the lock
             with self._lock:
@@ -135,12 +135,12 @@ class JobQueue:
                 deadline.check(target, f"waiting for the save of {pending[0].title} to end")
                 self._changed.wait(pause_secs)
 
-    def lines(
+    def wait_warning(
         self, call: str, step: object = None, *, kind: type[Job] = Job, others: Callable[[], str] = lambda: ""
-    ) -> WaitLines:
-        """Return the lines about a wait of ``call``, of ``step`` if it is given, for the oldest job of ``kind``.
+    ) -> WaitWarning:
+        """Return the warning about a wait of ``call``, of ``step`` if it is given, for the oldest job of ``kind``.
 
-        If none is pending, the lines name what ``others`` returns, and otherwise deletions.
+        If none is pending, it names what ``others`` returns, and otherwise deletions.
         """
 
         def describe(waited: str) -> str:
@@ -152,7 +152,7 @@ class JobQueue:
                 )
             return f"{what} has waited {waited} for {others() or 'deletions in the background'}"
 
-        return WaitLines(describe, step=step if type(step) is int else None, rank=self._ctx.rank)
+        return WaitWarning(describe, step=step if type(step) is int else None, rank=self._ctx.rank)
 
     def check_open(self) -> None:
         """Raise EngineClosedError if no save may enter any more."""
@@ -205,7 +205,7 @@ class JobQueue:
 
     def wait_settled(self, step: object, through: int, deadline: Deadline) -> None:
         """Wait until no save of a call up to number ``through`` is pending. Errors name ``step`` if it is given."""
-        lines = self.lines("save", step, kind=SaveJob)
+        lines = self.wait_warning("save", step, kind=SaveJob)
         while True:
             pause_secs = lines.pause_secs(deadline.left_secs(MAX_SECS))
             with self._lock:
@@ -450,7 +450,7 @@ class JobQueue:
         A path that is none names no call. A call that fails ends the wait, too. The wait has no deadline of its own,
         because each pending save has its limits. ``call`` names the waiting call in lines of the log.
         """
-        with contextlib.suppress(ConfigError), self.lines(call).on_loop():
+        with contextlib.suppress(ConfigError), self.wait_warning(call).on_loop():
             place = None if path is None else check_path("path", path)
             for other, settled in calls:
                 if settled.done():

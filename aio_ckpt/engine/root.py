@@ -28,7 +28,7 @@ from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start_beside_or_here
-from aio_ckpt.runtime.waiting import WaitLines, call_within, disk_lines
+from aio_ckpt.runtime.waiting import WaitWarning, call_within, disk_warning
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import checked_path
 
@@ -391,8 +391,8 @@ class RootSession:
         if scope.cancelled_caught:
             _log.warning("%s: deleting expired steps did not end within %s s", self._ctx.root, limit)
 
-    def _lines(self, what: str) -> WaitLines:
-        return disk_lines(what, self._ctx.root, rank=self._ctx.rank)
+    def _lines(self, what: str) -> WaitWarning:
+        return disk_warning(what, self._ctx.root, rank=self._ctx.rank)
 
     def _call(
         self,

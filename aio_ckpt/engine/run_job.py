@@ -21,7 +21,7 @@ from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import watch_submissions
-from aio_ckpt.runtime.waiting import WaitLines
+from aio_ckpt.runtime.waiting import WaitWarning
 from aio_ckpt.write.part import Part, write_part
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.throttle import WriteThrottle
@@ -66,7 +66,7 @@ class JobRunner:
         if job.settled.done():
             raise SaveCancelledError(f"the save of {job.title} ended before its pipeline began")
         try:
-            with watch_submissions(job.threads.add), self._stall_lines(job).on_loop():
+            with watch_submissions(job.threads.add), self._stall_warning(job).on_loop():
                 return await self._watched(job, pipeline)
         except BaseException as error:
             cause, stage = first_cause(error), job.failing_stage
@@ -115,14 +115,14 @@ class JobRunner:
             with anyio.move_on_after(job.deadline.left_secs(idle_left)):
                 await job.stall.raise_failure()
 
-    def _stall_lines(self, job: Job) -> WaitLines:
-        """Return the lines about a save that makes no progress. A save that waits for another one has none."""
+    def _stall_warning(self, job: Job) -> WaitWarning:
+        """Return the warning about a save that makes no progress. A save that waits for another one has none."""
         whose = self._named(job)
 
         def describe(idle: str) -> str:
             return f"{whose} has made no progress for {idle}: it is {job.activity} under {job.place}"
 
-        return WaitLines(describe, waited_secs=lambda: job.stall.idle_secs, step=job.step, rank=self.ctx.rank)
+        return WaitWarning(describe, waited_secs=lambda: job.stall.idle_secs, step=job.step, rank=self.ctx.rank)
 
     def _named(self, job: Job) -> str:
         return f"the save of {job.title}" + (f" on rank {self.ctx.rank}" if self.ctx.world_size > 1 else "")

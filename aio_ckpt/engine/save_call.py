@@ -54,7 +54,7 @@ from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import Lock, Portal
-from aio_ckpt.runtime.waiting import call_within, disk_lines
+from aio_ckpt.runtime.waiting import call_within, disk_warning
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.progress import CapturedChunks
 from aio_ckpt.snapshot.replica_sums import content_sums
@@ -137,7 +137,7 @@ class SaveFrontend:
         ctx, members = self._ctx, self._ctx.members
 
         async def read_steps() -> list[int]:
-            with disk_lines("reading the steps", ctx.root, rank=ctx.rank).on_loop():
+            with disk_warning("reading the steps", ctx.root, rank=ctx.rank).on_loop():
                 found = await self._pipeline.quarantine.committed(ctx.storage, ctx.root, ctx.names)
             return [checkpoint.step for checkpoint in found]
 

@@ -18,7 +18,7 @@ from aio_ckpt.errors import StallError
 from aio_ckpt.runtime.exit_status import fail_at_exit
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import start_beside_or_here
-from aio_ckpt.runtime.waiting import WaitLines
+from aio_ckpt.runtime.waiting import WaitWarning
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -134,8 +134,8 @@ class Shutdown:
                 fail_at_exit()
             self._release_here()
 
-    def _lines(self, call: str) -> WaitLines:
-        return self._queue.lines(call, others=self._waits_for)
+    def _lines(self, call: str) -> WaitWarning:
+        return self._queue.wait_warning(call, others=self._waits_for)
 
     def _waits_for(self) -> str:
         """Return what is waited for beside saves; '' if it is deletions."""

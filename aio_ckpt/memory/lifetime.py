@@ -22,7 +22,7 @@ from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, SharedMemoryFactory, arena_capacity, map_arena
 from aio_ckpt.memory.available import available_bytes
 from aio_ckpt.runtime.portal import Condition, Executor, Lock
-from aio_ckpt.runtime.waiting import WaitLines, call_text
+from aio_ckpt.runtime.waiting import WaitWarning, call_text
 
 
 def ranks_on_host(world_size: int) -> int:
@@ -317,7 +317,7 @@ class LifetimeManager:
         being_mapped = sum(arena_capacity(spec.nbytes) for spec in self._being_mapped)
         return sum(arena.capacity for arena in self._arenas) + self._reserved_bytes + being_mapped
 
-    def _lines(self, spec: ArenaSpec, step: int | None) -> WaitLines:
+    def _lines(self, spec: ArenaSpec, step: int | None) -> WaitWarning:
         def describe(waited: str) -> str:
             stats = self.stats
             return (
@@ -325,7 +325,7 @@ class LifetimeManager:
                 f"earlier saves ({stats.leases}) hold {stats.arena_bytes} of budget_bytes={self.budget_bytes}"
             )
 
-        return WaitLines(describe, step=step, rank=self._rank)
+        return WaitWarning(describe, step=step, rank=self._rank)
 
     def _try_take(self, spec: ArenaSpec, began: float) -> Lease | None:
         if self._is_closed:

@@ -31,7 +31,7 @@ class FilePart:
     """Whether the plan was reused."""
     tail_bytes: int
     """Length of what follows the tensors."""
-    seal: Callable[[Sequence[int]], bytes] | None
+    render_tail: Callable[[Sequence[int]], bytes] | None
     """Function from the CRC32 of each tensor to what follows them; None if nothing does."""
 
 
@@ -126,7 +126,7 @@ def torch_content(obj: object, name: str, plans: FilePlans) -> FileContent:
             offsets=[item.item_offset for item in layout.items],
             lengths=[item.raw_bytes for item in layout.items],
         )
-        return FilePart(name=name, planned=planned, plan_hit=is_hit, tail_bytes=tail.nbytes, seal=tail.render)
+        return FilePart(name=name, planned=planned, plan_hit=is_hit, tail_bytes=tail.nbytes, render_tail=tail.render)
 
     return FileContent(parts=[plan])
 

@@ -196,9 +196,9 @@ def _plan(
     lay_out = functools.partial(_lay_out, metadata)
     planned, is_hit = plans.plan(("safetensors", number), names, lines, lay_out, header=metadata)
     if lines:
-        return FilePart(name=file, planned=planned, plan_hit=is_hit, tail_bytes=0, seal=None)
+        return FilePart(name=file, planned=planned, plan_hit=is_hit, tail_bytes=0, render_tail=None)
     header = render_header([], metadata)
-    return FilePart(name=file, planned=planned, plan_hit=is_hit, tail_bytes=len(header), seal=lambda _: header)
+    return FilePart(name=file, planned=planned, plan_hit=is_hit, tail_bytes=len(header), render_tail=lambda _: header)
 
 
 def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

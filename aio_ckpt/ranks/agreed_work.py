@@ -16,7 +16,7 @@ from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
-from aio_ckpt.runtime.waiting import WaitLines
+from aio_ckpt.runtime.waiting import WaitWarning
 from aio_ckpt.ticket import Milestone
 
 WORK_STAGE = "write"
@@ -115,7 +115,7 @@ class AgreedWork:
             raise self._errors[0].with_traceback(None)
         return found
 
-    def _lines(self) -> WaitLines:
+    def _lines(self) -> WaitWarning:
         """Return the lines about a blocking poll. Those about the other ranks are logged by the exchange."""
 
         def describe(waited: str) -> str:
@@ -123,7 +123,7 @@ class AgreedWork:
             whose = f"{left} of {len(self._works)} works of this rank" if left else "the other ranks"
             return f"{self.name} has waited {waited} for {whose}"
 
-        return WaitLines(describe, rank=self._members.coordinator.rank)
+        return WaitWarning(describe, rank=self._members.coordinator.rank)
 
     @property
     def _has_broken(self) -> bool:

@@ -21,7 +21,7 @@ from aio_ckpt.ranks.missing import SHOWN, Awaited, Heard, line_about, names_of
 from aio_ckpt.ranks.store import StoreClient, StoreKeys
 from aio_ckpt.runtime import waiting
 from aio_ckpt.runtime.futures import first_cause
-from aio_ckpt.runtime.waiting import WaitLines
+from aio_ckpt.runtime.waiting import WaitWarning
 
 T = TypeVar("T")
 
@@ -258,7 +258,7 @@ class Liveness(Coordinator):
         pauses = heartbeat_pauses(self.stall_secs)
         due = begun + next(pauses)
         call = self._call_in(topic)
-        lines = WaitLines(step=self._step_of(topic), rank=self.rank)
+        lines = WaitWarning(step=self._step_of(topic), rank=self.rank)
         self._waits.append(topic)
         try:
             while (found := await self._ask(find)) is None:

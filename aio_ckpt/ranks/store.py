@@ -19,7 +19,7 @@ from aio_ckpt.ranks.flag_watch import bell_key, flag_key
 from aio_ckpt.ranks.messages import REPLIES, Frame, Heartbeat, Reply, pack, unpack
 from aio_ckpt.ranks.store_values import SMALL_BYTES, Store, delete_value, found, put_value, value_of
 from aio_ckpt.runtime.portal import Executor, run_blocking, unwatched
-from aio_ckpt.runtime.waiting import WaitLines, duration_text
+from aio_ckpt.runtime.waiting import WaitWarning, duration_text
 
 T = TypeVar("T")
 _REPLIES_KEPT = 256
@@ -45,7 +45,7 @@ class StoreClient:
         """Make a request and block for at most ``wait_secs``; return its future, done or not. Log lines meanwhile."""
         future = self._open_executor().submit(question)
         limit = f"; this thread waits for {duration_text(wait_secs)} at most"
-        WaitLines(lambda waited: self._line(waited) + limit).wait_for([future], wait_secs)
+        WaitWarning(lambda waited: self._line(waited) + limit).wait_for([future], wait_secs)
         return future
 
     async def ask(self, question: Callable[[], T], *, limit_secs: float) -> T:
@@ -62,7 +62,7 @@ class StoreClient:
     async def limited(self, work: Awaitable[T], *, limit_secs: float) -> T:
         """Return the result of ``work``, a request to the store. Raises like :meth:`ask`."""
         try:
-            with anyio.fail_after(limit_secs), WaitLines(self._line).on_loop():
+            with anyio.fail_after(limit_secs), WaitWarning(self._line).on_loop():
                 return await work
         except TimeoutError as error:
             raise StallError(

@@ -211,7 +211,7 @@ async def _write_data(
     finally:
         lease.close()
     if result.sums != recorded.sums:
-        raise CorruptCheckpointError(f"{orphan.path.name}: torn: its bytes do not match the sums in its seal")
+        raise CorruptCheckpointError(f"{orphan.path.name}: torn: its bytes do not match its snapshot record")
     manifest = encode_rank(
         save_id=record.save_id,
         step=record.step,

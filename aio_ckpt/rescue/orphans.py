@@ -214,5 +214,5 @@ def _refusal(save: RescuableSave, committed: Mapping[int, str], taken: Mapping[i
     if step in taken:
         return refused(f"a later snapshot of step {step} is there", is_obsolete=taken[step], is_loss=False)
     if not record.metadata:
-        return refused("its .metadata is in no seal", is_obsolete=True, is_loss=True)
+        return refused("its .metadata is in no snapshot record", is_obsolete=True, is_loss=True)
     return None

@@ -232,7 +232,7 @@ def read_segment(path: Path) -> StoredSegment:
         if magic != _MAGIC:
             return faulty("no segment", is_damaged=True)
         if generation % 2 or not record_bytes:
-            return faulty("not sealed: its writer died before the snapshot was whole", is_damaged=False)
+            return faulty("no snapshot record: its writer died before the snapshot was whole", is_damaged=False)
         end = IMAGE_OFFSET + capacity + record_bytes
         if record_bytes > MAX_RECORD_BYTES or end > status.st_size:
             return faulty("its header does not fit its length", is_damaged=True)
@@ -242,7 +242,7 @@ def read_segment(path: Path) -> StoredSegment:
     finally:
         os.close(descriptor)
     if isal_zlib.crc32(record) != crc32:
-        return faulty("torn: its seal does not match its sum", is_damaged=True)
+        return faulty("torn: its snapshot record does not match its sum", is_damaged=True)
     return StoredSegment(
         path=path, generation=generation, capacity=capacity, record=record, modified_unix=modified_unix
     )

@@ -104,7 +104,7 @@ def store_record(
     try:
         segment.mark_valid(msgspec.msgpack.encode(whole))
     except OSError as error:
-        _log.warning("step %d could not be rescued: no room for its seal (%s)", record.step, error)
+        _log.warning("step %d could not be rescued: no room for its snapshot record (%s)", record.step, error)
 
 
 def decode_record(stored: StoredSegment) -> SnapshotRecord:
@@ -117,11 +117,13 @@ def decode_record(stored: StoredSegment) -> SnapshotRecord:
     try:
         record = _RECORDS.decode(stored.record)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{name}: no seal of version {_VERSION}: {error}") from error
+        raise CorruptCheckpointError(f"{name}: no snapshot record of version {_VERSION}: {error}") from error
     if record.version != _VERSION:
-        raise CorruptCheckpointError(f"{name}: a seal of version {record.version}, known here is {_VERSION}")
+        raise CorruptCheckpointError(f"{name}: a snapshot record of version {record.version}, known here is {_VERSION}")
     if record.generation != stored.generation:
-        raise CorruptCheckpointError(f"{name}: torn: sealed at generation {record.generation}, now {stored.generation}")
+        raise CorruptCheckpointError(
+            f"{name}: torn: recorded at generation {record.generation}, now {stored.generation}"
+        )
     if max(record.tensor_bytes + len(record.objects), record.image_bytes) > stored.capacity:
         raise CorruptCheckpointError(f"{name}: an image of {record.image_bytes} bytes in {stored.capacity}")
     return record
@@ -150,12 +152,12 @@ def layout_of(record: SnapshotRecord) -> tuple[RankManifest, ImageLayout]:
             entry.raw_bytes,
             entry.item_bytes,
         ):
-            raise CorruptCheckpointError(f"seal: {entry.fqns[0]!r} was laid out by another version")
+            raise CorruptCheckpointError(f"snapshot record: {entry.fqns[0]!r} was laid out by another version")
         items.append(item)
     end = max((item.item_offset + item.envelope.item_bytes for item in items), default=0)
     is_ordered = all(a.trailer_offset <= b.item_offset for a, b in itertools.pairwise(items))
     if end != record.tensor_bytes or not is_ordered:
-        raise CorruptCheckpointError("seal: its tensors are not laid out one behind the other")
+        raise CorruptCheckpointError("snapshot record: its tensors are not laid out one behind the other")
     return manifest, ImageLayout(
         items=tuple(items),
         chunk_bytes=record.chunk_bytes,

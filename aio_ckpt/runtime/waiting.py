@@ -1,7 +1,7 @@
 """Lines about waits that last: when they are due, and how they are logged.
 
-A blocked thread asks :meth:`WaitLines.pause_secs` how long it may sleep. A wait on an event loop is watched by
-:meth:`WaitLines.on_loop`, which costs one timer. Neither needs a thread of its own.
+A blocked thread asks :meth:`WaitWarning.pause_secs` how long it may sleep. A wait on an event loop is watched by
+:meth:`WaitWarning.on_loop`, which costs one timer. Neither needs a thread of its own.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def call_text(call: str, target: object = None) -> str:
     return f"{call}()" if target is None else f"{call}() of {title(target)}"
 
 
-class WaitLines:
-    """Lines about one wait, at WARNING. A wait that makes progress begins anew."""
+class WaitWarning:
+    """Warning about a wait that lasts: logged after 30 s, 60 s, 120 s and so on. Progress begins the wait anew."""
 
     def __init__(
         self,
@@ -136,9 +136,9 @@ class WaitLines:
         return True
 
 
-def disk_lines(
+def disk_warning(
     doing: str, path: Path, *, idle_secs: Callable[[], float] | None = None, rank: int | None = None
-) -> WaitLines:
+) -> WaitWarning:
     """Return the lines about work under ``path`` that waits for the disk.
 
     ``idle_secs`` returns the seconds since its last progress; None: the work is one step.
@@ -148,7 +148,7 @@ def disk_lines(
     def describe(waited: str) -> str:
         return f"{doing} {verb} {waited}: the file system of {path} is slow, or does not answer"
 
-    return WaitLines(describe, waited_secs=idle_secs, rank=rank)
+    return WaitWarning(describe, waited_secs=idle_secs, rank=rank)
 
 
 def call_within(limit_secs: float, call: Callable[[], T], doing: str, path: Path, *, rank: int | None = None) -> T:
@@ -158,6 +158,6 @@ def call_within(limit_secs: float, call: Callable[[], T], doing: str, path: Path
         StallError: the call did not end within ``limit_secs``. The thread is left behind.
     """
     work = start_beside_or_here(call)
-    if not disk_lines(doing, path, rank=rank).wait_for([work], limit_secs):
+    if not disk_warning(doing, path, rank=rank).wait_for([work], limit_secs):
         raise StallError(f"{doing} did not end within {limit_secs} s: the file system of {path} does not answer")
     return work.result()

@@ -12,7 +12,7 @@ from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CapturedChunks
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult
-from aio_ckpt.write.writer import ChunkPreparer, Seal, new_file, write_image
+from aio_ckpt.write.writer import ChunkPreparer, RenderTail, new_file, write_image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,7 +25,7 @@ class Part:
     """Places of the tensors in the file."""
     tail: bytes
     """Bytes that follow the tensors."""
-    seal: Seal | None = None
+    render_tail: RenderTail | None = None
     """Makes the bytes that take the place of ``tail``; None if ``tail`` is final."""
     renders_constants: bool = True
     """Whether the image lacks the constant bytes of the layout."""
@@ -57,7 +57,7 @@ async def write_part(
     image = part.image
     return await write_image(
         image,
-        ChunkPreparer(part.layout, part.tail, renders_constants=part.renders_constants, seal=part.seal),
+        ChunkPreparer(part.layout, part.tail, renders_constants=part.renders_constants, render_tail=part.render_tail),
         new_file(
             storage, path, image.chunks[-1].stop, writers=workers, settle_secs=settle_secs, on_activity=on_activity
         ),

@@ -26,7 +26,7 @@ from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult
 
-Seal: TypeAlias = Callable[[Sequence[int]], bytes]
+RenderTail: TypeAlias = Callable[[Sequence[int]], bytes]
 """Function from the CRC32 of each item to the bytes behind the items. Their length does not depend on the CRC32s."""
 
 
@@ -37,11 +37,11 @@ class ChunkPreparer:
     """
 
     def __init__(
-        self, layout: ImageLayout, objects: bytes, *, renders_constants: bool, seal: Seal | None = None
+        self, layout: ImageLayout, objects: bytes, *, renders_constants: bool, render_tail: RenderTail | None = None
     ) -> None:
-        """``seal`` makes the bytes that take the place of ``objects`` once all items are summed; see :data:`Seal`."""
+        """``render_tail`` makes what replaces ``objects`` once all items are summed; see :data:`RenderTail`."""
         self._layout = layout
-        self._seal = seal
+        self._render_tail = render_tail
         self._objects = objects
         self._renders_constants = renders_constants
         self._item_crc32s = np.zeros(len(layout.items), dtype="<u4")
@@ -89,8 +89,8 @@ class ChunkPreparer:
         end = begin + len(self._objects)
         start, stop = max(chunk.start, begin), min(chunk.stop, end)
         if start < stop:
-            if self._seal is not None:  # all items end before the objects, so that their sums are known by now
-                self._objects, self._seal = self._seal(self._item_crc32s.tolist()), None
+            if self._render_tail is not None:  # all items end before the objects, so that their sums are known by now
+                self._objects, self._render_tail = self._render_tail(self._item_crc32s.tolist()), None
             view[start - chunk.start : stop - chunk.start] = self._objects[start - begin : stop - begin]
         padding = max(chunk.start, end)
         if padding < chunk.stop:

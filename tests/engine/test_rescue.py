@@ -318,7 +318,7 @@ def test_a_snapshot_that_was_not_whole_is_refused_and_its_memory_given_back(
     code, told = called(capsys, root)
     assert (code, told["rescued"]) == (0, [])
     (refused,) = told["refused"]
-    assert "not sealed" in refused["reason"]
+    assert "no snapshot record" in refused["reason"]
     assert refused["is_removed"]
     assert (listing(root), segments_in(shm)) == ([step_dir(1)], [])
 
@@ -614,7 +614,7 @@ def test_the_next_engine_reclaims_what_nobody_can_commit(
     with SyncCheckpointEngine(root, EngineConfig(shm_path=shm if with_path else None)) as engine:
         assert engine.save(state(2)).result(TIMEOUT) is not None
         assert len(segments_in(shm)) == with_path
-    assert "not sealed: its writer died" in caplog.text
+    assert "no snapshot record: its writer died" in caplog.text
     assert segments_in(shm) == []
     assert listing(root) == [step_dir(1), step_dir(2)]
 
@@ -701,7 +701,7 @@ def test_it_is_sealed_from_the_staged_snapshot_to_the_commit_and_never_outside(r
             storage.release(gate)
             gate.open()
             ticket.result(TIMEOUT)
-            assert "not sealed" in read_segment(path).fault
+            assert "no snapshot record" in read_segment(path).fault
             assert segments_in(shm) == [path]
 
 
@@ -726,7 +726,7 @@ def test_it_is_not_sealed_while_anything_is_still_to_be_captured(
         assert held.wait(TIMEOUT)
         storage.wait_for("write", "*.distcp")
         (path,) = segments_in(shm)
-        assert "not sealed" in read_segment(path).fault
+        assert "no snapshot record" in read_segment(path).fault
         may_go.set()
         gate.wait_reached()
         assert read_segment(path).fault == ""
@@ -750,7 +750,7 @@ def test_a_save_that_failed_is_not_rescued(root: Path, shm: Path) -> None:
         storage.fail("sync", "*.distcp", WriteError(errno.EIO, "Input/output error", "x"))
         assert isinstance(engine.save(state(2)).exception(TIMEOUT), WriteError)
         (path,) = segments_in(shm)
-        assert "not sealed" in read_segment(path).fault
+        assert "no snapshot record" in read_segment(path).fault
         assert engine.lifetime.leases == 0
 
 
@@ -773,7 +773,7 @@ def test_no_room_for_the_seal_is_a_note_and_the_save_goes_on(
     monkeypatch.setattr(SharedSegment, "mark_valid", full)
     with SyncCheckpointEngine(root, EngineConfig(shm_path=shm)) as engine:
         assert engine.save(state(1)).result(TIMEOUT) is not None
-    assert "could not be rescued: no room for its seal" in caplog.text
+    assert "could not be rescued: no room for its snapshot record" in caplog.text
 
 
 # -- no room, bad settings ------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def unsealed(*, is_dead: bool = True, is_damaged: bool = False) -> OrphanSegment
         owner_is_dead=is_dead,
         stored=StoredSegment(path=path),
         record=None,
-        fault="torn" if is_damaged else "not sealed",
+        fault="torn" if is_damaged else "no snapshot record",
         is_damaged=is_damaged,
     )
 
@@ -92,7 +92,7 @@ UNTOLD = "nothing tells whether step 5, as it is committed, is what it was to re
 @pytest.mark.parametrize(
     ("found", "committed", "reason", "is_obsolete", "is_loss"),
     [
-        ([left(metadata=b"")], {}, "its .metadata is in no seal", True, True),
+        ([left(metadata=b"")], {}, "its .metadata is in no snapshot record", True, True),
         ([left(is_dead=False)], {}, "its trainer may be alive (s-1)", False, True),
         ([left()], {5: "s-1"}, "it is committed", True, False),
         ([left()], {5: "another"}, "step 5 is committed, which is not older", True, False),
@@ -124,7 +124,7 @@ def test_one_that_replaces_a_committed_step_is_committed() -> None:
 
 def test_several_saves_are_committed_in_the_order_of_their_steps() -> None:
     found = [left(step=7, save_id="s-2"), left(step=6), unsealed()]
-    assert outcome(found, {5: "x"}) == ([6, 7], [("not sealed", True, False)])
+    assert outcome(found, {5: "x"}) == ([6, 7], [("no snapshot record", True, False)])
 
 
 def test_of_two_saves_of_one_step_the_later_one_counts() -> None:
@@ -156,7 +156,7 @@ def test_behind_a_later_save_whose_trainer_may_be_alive_an_earlier_one_waits() -
 
 
 def test_what_is_not_sealed_is_obsolete_if_its_writer_is_dead_and_a_loss_if_it_was() -> None:
-    assert outcome([unsealed()]) == ([], [("not sealed", True, False)])
+    assert outcome([unsealed()]) == ([], [("no snapshot record", True, False)])
     assert outcome([unsealed(is_damaged=True)]) == ([], [("torn", True, True)])
     assert outcome([unsealed(is_dead=False)]) == ([], [("its trainer may be alive", False, False)])
 
@@ -298,7 +298,7 @@ def test_a_manifest_that_was_laid_out_otherwise_is_refused(shm: Path) -> None:
 def test_a_segment_is_odd_until_it_is_sealed_and_odd_again_when_it_is_not(shm: Path) -> None:
     segment = SharedSegment(shm / "s", 1 << 16)
     for generation in (2, 4, 6):
-        assert "not sealed" in read_segment(segment.path).fault
+        assert "no snapshot record" in read_segment(segment.path).fault
         assert segment.next_generation == generation
         segment.mark_valid(b"what it is" * generation)
         stored = read_segment(segment.path)

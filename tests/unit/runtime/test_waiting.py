@@ -15,7 +15,7 @@ import pytest
 from log_lines import LogLines, early_lines
 
 from aio_ckpt.runtime.portal import Portal
-from aio_ckpt.runtime.waiting import WaitLines, call_text, disk_lines, duration_text, next_line_secs
+from aio_ckpt.runtime.waiting import WaitWarning, call_text, disk_warning, duration_text, next_line_secs
 
 TIMEOUT = 20.0
 SECS = 0.02
@@ -53,7 +53,7 @@ def test_durations_are_for_people() -> None:
 
 def test_a_wait_is_told_of_when_it_has_doubled_and_anew_after_progress(caplog: pytest.LogCaptureFixture) -> None:
     waited = Waited()
-    lines = WaitLines(lambda text: f"waits for {text}", waited_secs=waited, step=5, rank=3)
+    lines = WaitWarning(lambda text: f"waits for {text}", waited_secs=waited, step=5, rank=3)
     pauses = []
     for waited.secs in (0, 29, 30, 45, 60, 119, 500, 10, 31, 59, 60):
         pauses.append(lines.pause_secs(100))
@@ -66,7 +66,7 @@ def test_a_wait_is_told_of_when_it_has_doubled_and_anew_after_progress(caplog: p
 
 def test_a_record_has_no_step_where_none_is_known(caplog: pytest.LogCaptureFixture) -> None:
     waited = Waited()
-    lines = WaitLines(lambda text: text, waited_secs=waited)
+    lines = WaitWarning(lambda text: text, waited_secs=waited)
     waited.secs = 30
     lines.pause_secs()
     assert not hasattr(caplog.records[0], "step")
@@ -75,14 +75,14 @@ def test_a_record_has_no_step_where_none_is_known(caplog: pytest.LogCaptureFixtu
 
 def test_an_empty_line_is_not_logged_and_comes_no_sooner_than_the_next(caplog: pytest.LogCaptureFixture) -> None:
     waited = Waited()
-    lines = WaitLines(lambda text: "", waited_secs=waited)
+    lines = WaitWarning(lambda text: "", waited_secs=waited)
     waited.secs = 30
     assert lines.pause_secs() == 30
     assert not caplog.messages
 
 
 async def test_a_wait_on_a_loop_is_told_of_until_it_ends(heard: LogLines) -> None:
-    with WaitLines(lambda text: "it waits").on_loop():
+    with WaitWarning(lambda text: "it waits").on_loop():
         await asyncio.to_thread(heard.wait_for, "it waits", 3)
     told = len(heard.records)
     await asyncio.sleep(20 * SECS)  # the time in which the next line would come
@@ -92,7 +92,7 @@ async def test_a_wait_on_a_loop_is_told_of_until_it_ends(heard: LogLines) -> Non
 async def test_a_wait_that_has_ended_keeps_nothing_alive() -> None:
     waits_for = Waited()
     kept = weakref.ref(waits_for)
-    with WaitLines(lambda text: text, waited_secs=waits_for).on_loop():
+    with WaitWarning(lambda text: text, waited_secs=waits_for).on_loop():
         await asyncio.sleep(0)
     gc.disable()
     try:
@@ -104,7 +104,7 @@ async def test_a_wait_that_has_ended_keeps_nothing_alive() -> None:
 
 def test_futures_are_told_of_until_they_are_done(heard: LogLines) -> None:
     first, second = Future[None](), Future[None]()
-    lines = WaitLines(lambda text: "it waits")
+    lines = WaitWarning(lambda text: "it waits")
 
     def resolve() -> None:
         first.set_result(None)
@@ -125,7 +125,7 @@ def test_futures_are_told_of_until_they_are_done(heard: LogLines) -> None:
 def test_a_system_call_that_hangs_is_told_of_from_the_loop(heard: LogLines) -> None:
     portal = Portal("waiting", 1)
     with portal.opening():
-        with disk_lines("taking the lock", Path("/ckpt/100% {a}"), rank=1).beside(portal):
+        with disk_warning("taking the lock", Path("/ckpt/100% {a}"), rank=1).beside(portal):
             text = r"taking the lock has taken \d+ s: the file system of /ckpt/100% \{a\} is slow, or does not answer"
             assert heard.wait_for(text, 2).rank == 1
         portal.close(TIMEOUT)
