@@ -323,7 +323,7 @@ class SaveFrontend:
         if not has_room and when_busy == "skip":
             return None, through
         if not has_room:
-            raise BusyError("saves are pending on some rank: await engine.ready() first, or raise max_queue")
+            raise BusyError("saves are pending on some rank: await engine.ready() first, or raise max_in_flight")
         queue.wait_for_room(SaveJob, target, "wait", deadline)
         return time.perf_counter() - began, through
 

@@ -50,8 +50,8 @@ def save_when_busy(rank: int, count: int, root: Path, when_busy: str) -> list[st
             train(step)
             try:
                 ticket = engine.save(counted_state(rank, step), step=step)
-            except BusyError:
-                found.append("busy")
+            except BusyError as error:
+                found.append("busy" if "raise max_in_flight" in str(error) else str(error))
                 continue
             found.append("skipped" if ticket.skipped else "saved")
             if found[-1] == "saved":
