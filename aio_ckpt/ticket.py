@@ -22,7 +22,7 @@ from aio_ckpt.checks import MAX_SECS, check_wait, shown
 from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.reports import Progress, SaveReport, title
 
-__all__ = ["Milestone", "PendingCall", "SaveTicket", "settle"]
+__all__ = ["Milestone", "PendingCall", "SaveTicket", "settle", "settle_with"]
 
 T = TypeVar("T")
 
@@ -169,21 +169,11 @@ class PendingCall(Milestone[T]):
     a RuntimeWarning does.
     """
 
-    def __init__(self, name: str, portal_check: Callable[[str], None]) -> None:
+    def __init__(self, name: str, portal_check: Callable[[str], None], work: Future[T]) -> None:
+        """The outcome is that of ``work``."""
         super().__init__(name, portal_check)
         self._was_waited_for = False
-
-    def follow(self, work: Future[T]) -> None:
-        """Take over the outcome of ``work``, which nobody cancels."""
-
-        def take(done: Future[T]) -> None:
-            error = EngineClosedError("the engine was closed") if done.cancelled() else done.exception()
-            if error is None:
-                self.resolve(done.result())
-            else:
-                self.fail(error)
-
-        work.add_done_callback(take)
+        settle_with(self, work)
 
     def __await__(self) -> Generator[Any, None, T]:
         self._was_waited_for = True
@@ -346,6 +336,19 @@ class SaveTicket:
         if self.committed.done():
             return "committed" if self.committed.state == "reached" else self.committed.state
         return "staged" if self.staged.state == "reached" else "pending"
+
+
+def settle_with(milestone: Milestone[T], work: Future[T]) -> None:
+    """Settle ``milestone`` with the outcome of ``work`` once that is done. Cancelled work means a closed engine."""
+
+    def take(done: Future[T]) -> None:
+        error = EngineClosedError("the engine was closed") if done.cancelled() else done.exception()
+        if error is None:
+            milestone.resolve(done.result())
+        else:
+            milestone.fail(error)
+
+    work.add_done_callback(take)
 
 
 def settle(ticket: SaveTicket, outcome: SaveReport | BaseException) -> None:

@@ -491,9 +491,7 @@ class BaseEngine:
         """Run ``call``, which blocks, in a thread of its own. ``name`` is used in messages."""
         self._portal.check_thread(name)
         work = start_beside(call, *args, **kwargs)
-        pending: PendingCall[T] = PendingCall(name, self._portal.check_thread)
-        pending.follow(work)
-        return pending
+        return PendingCall(name, self._portal.check_thread, work)
 
     async def _going_on(self, load: Callable[[], Awaitable[T]], path: object) -> T:
         """Return the result of ``load``. If no path is given, note that this run goes on from the steps of its root."""
@@ -679,9 +677,7 @@ class CheckpointEngine(BaseEngine):
         names, before = selection(only), self._frontend.before_load("read", step, path)
         read = functools.partial(self._loader.read, wanted, names, skip_untrusted, with_report, progress, before=before)
         work = self._portal.submit(self._going_on, read, path)
-        reading: PendingCall[Any] = PendingCall("read()", self._portal.check_thread)
-        reading.follow(work)
-        return reading
+        return PendingCall("read()", self._portal.check_thread, work)
 
     # -- steps --------------------------------------------------------------------------------------
 

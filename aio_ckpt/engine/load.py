@@ -274,9 +274,8 @@ class PendingLoad(PendingCall[LoadReport]):
 
     def __init__(self, portal_check: Callable[[str], None], work: Future[LoadReport], given_up: Future[None]) -> None:
         """``given_up`` ends ``work`` early once it is done."""
-        super().__init__("load()", portal_check)
+        super().__init__("load()", portal_check, work)
         self._given_up = given_up
-        self.follow(work)
 
     async def _wait_in_loop(self) -> None:
         """Wait. Further cancellations, as a cancel scope of anyio sends them again and again, do not end it early."""

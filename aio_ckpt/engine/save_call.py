@@ -60,7 +60,7 @@ from aio_ckpt.snapshot.progress import CapturedChunks
 from aio_ckpt.snapshot.replica_sums import content_sums
 from aio_ckpt.state.flatten import FlatState, check_not_empty, flatten
 from aio_ckpt.state.leaf_faults import naming_all_faults
-from aio_ckpt.ticket import Milestone, SaveTicket
+from aio_ckpt.ticket import Milestone, SaveTicket, settle_with
 from aio_ckpt.write.part import Part
 
 _log = logging.getLogger("aio_ckpt")
@@ -682,18 +682,10 @@ def _take_none() -> None:
 
 def _milestone_of(work: Future[None] | None, portal: Portal) -> Milestone[None]:
     milestone: Milestone[None] = Milestone("prepare()", portal.check_thread)
-
-    def settle(done: Future[None]) -> None:
-        error = EngineClosedError("the engine was closed") if done.cancelled() else done.exception()
-        if error is None:
-            milestone.resolve(None)
-        else:
-            milestone.fail(error)
-
     if work is None:
         milestone.resolve(None)
     else:
-        work.add_done_callback(settle)
+        settle_with(milestone, work)
     return milestone
 
 
