@@ -1,4 +1,4 @@
-"""Loads to CUDA tensors. Needs a GPU: skipped elsewhere; tests/engine/test_device_load.py runs the same path."""
+"""Loads to CUDA tensors. Skipped without a GPU; tests/engine/loading/test_device_load.py runs the same path."""
 
 from __future__ import annotations
 

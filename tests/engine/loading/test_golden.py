@@ -29,7 +29,7 @@ from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
 
 

@@ -36,7 +36,7 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import Storage
-from tests.engine.test_steps import value
+from tests.engine.root.test_steps import value
 
 NAMES = StepNames(EngineConfig().step_dir)
 ONE, TWO, THREE = (f"step_{step:09d}" for step in (1, 2, 3))

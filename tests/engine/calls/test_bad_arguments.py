@@ -26,7 +26,7 @@ from aio_ckpt import (
 )
 from aio_ckpt.errors import AioCkptError, BusyError, CheckpointNotFoundError, ConfigError, RootError, StepOrderError
 from aio_ckpt.ticket import Milestone
-from tests.engine.test_bad_input import everything
+from tests.engine.calls.test_bad_input import everything
 
 
 class Plain:
