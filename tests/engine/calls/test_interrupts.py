@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.engine import engine, file_save, job_queue
 from aio_ckpt.engine import root as keeper
 from aio_ckpt.engine import save_call as saver
-from aio_ckpt.engine.job import Job
+from aio_ckpt.engine.job import Job, SaveJob
+from aio_ckpt.errors import SaveCancelledError
 from aio_ckpt.memory import lifetime
 from aio_ckpt.plan import planner as plan
 from aio_ckpt.runtime import deadline, futures, portal
@@ -158,6 +160,29 @@ def test_wherever_ctrl_c_comes_in_the_first_save_the_root_and_the_memory_are_fre
             is_over = interrupt.left > 0
             check_intact(opened, interrupt)
     assert at > 100
+
+
+def test_a_save_that_ctrl_c_ends_while_it_copies_is_cancelled_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[SaveJob] = []
+    enter = job_queue.JobQueue.enter
+
+    def remember(*args: object, **kwargs: object) -> SaveJob:
+        entered.append(enter(*args, **kwargs))
+        return entered[-1]
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with SyncCheckpointEngine(tmp_path) as opened:
+        with monkeypatch.context() as patch:
+            patch.setattr(job_queue.JobQueue, "enter", remember)
+            patch.setattr(job_queue, "capture", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                opened.save({"a": torch.zeros(5000)})
+        assert isinstance(entered[0].ticket.exception(TIMEOUT), SaveCancelledError)
+        assert [name for name in os.listdir(tmp_path) if not name.startswith(".aio_ckpt")] == []
 
 
 def test_closing_ends_the_lease_that_ctrl_c_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

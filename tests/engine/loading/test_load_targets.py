@@ -75,6 +75,8 @@ def views() -> dict[str, tuple[Any, Any]]:
     line, square, array = torch.zeros(12), torch.zeros(6, 6), np.zeros(6, np.float32)
     shared = torch.zeros(6)
     return {
+        "the same tensor": (line, line),
+        "slices": (line[:4], line[2:6]),
         "the same strided view": (line[::2], line[::2]),
         "strided views, shifted": (line[:10:2][:5], line[2:12:2]),
         "columns": (square[:, 0:3], square[:, 2:5]),

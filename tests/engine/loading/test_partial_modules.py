@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import aio_ckpt
 from aio_ckpt import LoadReport, SyncCheckpointEngine
-from aio_ckpt.errors import TemplateMismatchError
+from aio_ckpt.errors import TemplateMismatchError, UnexpectedNameError
 
 Load = Callable[..., LoadReport]
 
@@ -93,6 +93,16 @@ def test_a_stateful_value_gets_what_is_not_stored_from_itself_and_types_stay(tmp
     assert sorted(report.missing) == ["s.count.4", "s.list.0.u", "s.new"]
     assert (type(two.state["count"]), two.state["count"]) == (Counter, Counter({3: 1, 4: 1}))
     assert (two.state["list"], two.state["other"], two.state["new"]) == ([{"t": torch.ones(1), "u": 5}], [1], 6)
+
+
+# -- unexpected ---------------------------------------------------------------------------------------
+
+
+def test_strict_finds_a_name_beside_a_template_that_has_a_name_inside_a_module(tmp_path: Path) -> None:
+    model, more = torch.nn.Linear(2, 2), torch.ones(4)
+    path = saved(tmp_path / "x", {"a": model, "a.extra": more, "zzz": more}, "ours")
+    with pytest.raises(UnexpectedNameError, match="zzz"):
+        aio_ckpt.load(path, {"a": model, "a.extra": more.clone()}, strict=True)
 
 
 # -- another shape ------------------------------------------------------------------------------------

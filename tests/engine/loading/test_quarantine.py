@@ -206,22 +206,27 @@ def test_reading_without_a_template_sets_aside_too(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "hurt",
+    ("hurt", "proof"),
     [
-        pytest.param(lambda path: (path / "__0_0.distcp").unlink(), id="no data file"),
-        pytest.param(lambda path: (path / "__0_0.distcp").write_bytes(b"short"), id="another length"),
-        pytest.param(lambda path: (path / "aio_ckpt.0.bin").unlink(), id="no manifest"),
-        pytest.param(lambda path: (path / "aio_ckpt.0.bin").write_bytes(bytes(99)), id="another manifest"),
-        pytest.param(lambda path: (path / ".metadata").write_bytes(b"x"), id="another metadata"),
-        pytest.param(lambda path: (path / "aio_ckpt.json").unlink(), id="no root manifest"),
+        pytest.param(lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: missing", id="no data file"),
+        pytest.param(
+            lambda path: (path / "__0_0.distcp").write_bytes(b"short"), "__0_0.distcp: 5 bytes", id="another length"
+        ),
+        pytest.param(lambda path: (path / "aio_ckpt.0.bin").unlink(), "aio_ckpt.0.bin: missing", id="no manifest"),
+        pytest.param(
+            lambda path: (path / "aio_ckpt.0.bin").write_bytes(bytes(99)), "aio_ckpt.0.bin: ", id="another manifest"
+        ),
+        pytest.param(lambda path: (path / ".metadata").write_bytes(b"x"), ".metadata: ", id="another metadata"),
+        pytest.param(lambda path: (path / "aio_ckpt.json").unlink(), "aio_ckpt.json: missing", id="no root manifest"),
     ],
 )
-def test_every_proof_is_one(root: Path, hurt: Callable[[Path], None]) -> None:
+def test_each_damage_proves_that_a_checkpoint_is_damaged(root: Path, hurt: Callable[[Path], None], proof: str) -> None:
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2)
         hurt(root / TWO)
         (entry,) = engine.load(weights(0)).skipped
         assert entry.quarantined is not None
+        assert proof in str(entry.error)
 
 
 def test_a_mere_reader_moves_nothing(root: Path) -> None:

@@ -565,6 +565,22 @@ def test_a_lock_that_the_process_lost_is_taken_again_or_missed(tmp_path: Path, h
         assert f"locked by another writer, process {os.getpid()} on " in child.stdout.readline()
 
 
+def test_a_checkpoint_that_is_replaced_has_an_owner_when_it_takes_the_pending_name(tmp_path: Path) -> None:
+    with gated_engine(tmp_path) as (engine, storage):
+        engine.save(weights(1), 5).result(TIMEOUT)
+        seen: list[bool] = []
+        exchange = storage.exchange
+
+        async def look(pending: Path, final: Path) -> None:
+            seen.extend((path / OWNER_FILE).exists() for path in (pending, final))
+            await exchange(pending, final)
+
+        storage.exchange = look  # type: ignore[method-assign]
+        engine.save(weights(2), 5, overwrite=True).result(TIMEOUT)
+        assert seen == [True, True]
+        assert not (tmp_path / "step_000000005" / OWNER_FILE).exists()
+
+
 def test_a_root_that_was_removed_and_made_anew_is_saved_into(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with SyncCheckpointEngine(root) as engine:

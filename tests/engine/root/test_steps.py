@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import errno
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.errors import (
     BusyError,
     CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
     RootError,
     SaveCancelledError,
     StepOrderError,
@@ -172,6 +176,18 @@ def test_a_step_may_be_any_kind_of_whole_number(engine: SyncCheckpointEngine, ro
     assert engine.rollback(step) == [4]
     assert engine.save(weights(3), step, overwrite=True).result(TIMEOUT).step == 3
     assert [name for name in listing(root) if "abandoned/" not in name] == ["step_000000001", "step_000000003"]
+
+
+@pytest.mark.parametrize("step", [2**62 + 1, 10**30, pytest.param(10**5000, id="huge")])
+def test_a_step_that_no_manifest_holds_is_refused(engine: SyncCheckpointEngine, root: Path, step: int) -> None:
+    for call in (
+        lambda: engine.save(weights(1), step),
+        lambda: engine.load(weights(1), step),
+        lambda: engine.read(step),
+    ):
+        with pytest.raises(StepOrderError, match="at most"):
+            call()
+    assert not root.exists()
 
 
 def test_step_zero_is_a_step(engine: SyncCheckpointEngine) -> None:
@@ -336,6 +352,14 @@ def test_rollback_puts_later_steps_aside_and_deletes_nothing(engine: SyncCheckpo
     assert engine.save(weights(9)).result(TIMEOUT).step == 2
 
 
+def test_rollback_sets_every_directory_of_a_later_step_aside(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 1, 2, 3)
+    shutil.copytree(root / "step_000000003", root / "step-3")
+    assert engine.rollback(2) == [3]
+    assert engine.steps() == [1, 2]
+    save(engine, 3)
+
+
 def test_rollback_to_a_step_that_is_not_there_says_which_are(engine: SyncCheckpointEngine) -> None:
     save(engine, 1, 3)
     with pytest.raises(CheckpointNotFoundError, match=r"rollback\(2\).*committed are \[1, 3\]"):
@@ -435,13 +459,33 @@ def test_of_two_directories_of_one_step_ours_is_taken(root: Path) -> None:
         assert value(other) == 70
 
 
-@pytest.mark.parametrize("step_dir", ["ckpt.{step}", "{step}", "{step:04d}-model", "run[1]_{step}"])
+@pytest.mark.parametrize("step_dir", ["ckpt.{step}", "{step}", "{step:04d}-model", "run[1]_{step}", "run_{step:d}"])
 def test_a_step_dir_of_ones_own_is_written_and_found(root: Path, step_dir: str) -> None:
     with SyncCheckpointEngine(root, EngineConfig(step_dir=step_dir)) as engine:
         save(engine, 12)
         assert listing(root) == [step_dir.format(step=12)]
         assert engine.steps() == [12]
         assert value(engine) == 12
+
+
+NOT_FOUND_AGAIN = [
+    "{step:x}",
+    "{step:+d}",
+    "{step:>8}",
+    "{{a}}{step}",
+    "{step:.2f}",
+    "{step:08b}",
+    "{step:zz}",
+    "x\0{step}",
+    5,
+    None,
+]
+
+
+@pytest.mark.parametrize("step_dir", NOT_FOUND_AGAIN)
+def test_a_step_dir_whose_names_could_not_be_found_again_is_refused(step_dir: object) -> None:
+    with pytest.raises(ConfigError, match="step_dir="):
+        EngineConfig(step_dir=step_dir)  # type: ignore[arg-type]
 
 
 def test_the_longest_step_dir_has_room_for_the_largest_step_and_for_a_rollback(root: Path) -> None:
@@ -459,6 +503,24 @@ def test_a_save_without_a_step_after_the_largest_one_names_the_remedy(engine: Sy
         engine.save(weights(2))
     engine.rollback(1)
     assert engine.save(weights(2)).result(TIMEOUT).step == 2
+
+
+def test_a_directory_beyond_the_largest_step_is_no_checkpoint(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, MAX_STEP)
+        (root / f"step_{MAX_STEP}").rename(root / f"step_{MAX_STEP}0")
+        assert engine.steps() == []
+    with SyncCheckpointEngine(root) as again:
+        assert again.save(weights(1)).result(TIMEOUT).step == 1
+
+
+def test_directories_that_exchanged_their_names_are_refused(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 1, 2)
+    one, two, aside = root / "step_000000001", root / "step_000000002", root / "aside"
+    for source, target in ((one, aside), (two, one), (aside, two)):
+        os.rename(source, target)
+    with pytest.raises(CorruptCheckpointError, match="holds step 2 by its manifest"):
+        engine.read(1)
 
 
 def test_steps_written_before_step_dir_was_changed_are_still_found(engine: SyncCheckpointEngine, root: Path) -> None:
