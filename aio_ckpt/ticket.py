@@ -7,6 +7,8 @@ If a wait is given up (a cancelled await, ``asyncio.timeout``, a timeout), the s
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
@@ -17,7 +19,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from aio_ckpt.callbacks import CallbackSafeFuture
 from aio_ckpt.checks import MAX_SECS, check_wait, shown
 from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.reports import Progress, SaveReport, title
@@ -25,6 +26,7 @@ from aio_ckpt.reports import Progress, SaveReport, title
 __all__ = ["Milestone", "PendingCall", "SaveTicket", "settle", "settle_with"]
 
 T = TypeVar("T")
+_log = logging.getLogger("aio_ckpt")
 
 
 class Milestone(Generic[T]):
@@ -39,7 +41,7 @@ class Milestone(Generic[T]):
         """``name`` is used in errors. ``portal_check(what)`` raises on the engine's threads and in a forked child."""
         self.name = name
         self._check = portal_check
-        self._future: Future[T] = CallbackSafeFuture()
+        self._future: Future[T] = Future()
         self._traceback: TracebackType | None = None
         self._observed = False
 
@@ -105,7 +107,7 @@ class Milestone(Generic[T]):
         Args:
             fn: function of one argument, this milestone. What it returns is ignored.
         """
-        self._future.add_done_callback(lambda _: fn(self))
+        self._future.add_done_callback(lambda _: _call(fn, self))
 
     def resolve(self, value: T) -> bool:
         """Set the outcome to reached, with ``value``. If there is an outcome, keep it and return False."""
@@ -204,6 +206,16 @@ class PendingCall(Milestone[T]):
 
 
 _AWAIT_IT = "write await in front of the call, or call .result() behind it where no event loop runs"
+
+
+def _call(fn: Callable[[Milestone[T]], object], milestone: Milestone[T]) -> None:
+    """Call ``fn(milestone)``, and log every error. Raised, it would end the thread or the loop that set the outcome."""
+    try:
+        fn(milestone)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C, which comes to the main thread alone
+        _log.exception("a callback of a finished wait raised, which changes nothing else")
 
 
 def _set_if_pending(waiter: asyncio.Future[None]) -> None:

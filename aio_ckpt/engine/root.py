@@ -328,7 +328,10 @@ class RootSession:
     def check_place(self, path: Path, deadline: Deadline) -> None:
         """Raise ConfigError if no checkpoint can be saved or removed at ``path``; see :func:`by_path.check_place`."""
         ctx, what = self._ctx, f"looking at {path}"
-        check = functools.partial(run_blocking, ctx.executor, by_path.check_place, path, ctx.root, ctx.names)
+
+        async def check() -> None:
+            await run_blocking(ctx.executor, by_path.check_place, path, ctx.root, ctx.names)
+
         self._call(check, what=what, deadline=deadline)
 
     def protect(self, step: int) -> None:

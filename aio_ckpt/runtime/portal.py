@@ -35,7 +35,6 @@ import anyio._backends._asyncio
 import anyio.abc
 import anyio.to_thread
 
-from aio_ckpt.callbacks import CallbackSafeFuture
 from aio_ckpt.errors import (
     AioCkptError,
     EngineClosedError,
@@ -65,8 +64,8 @@ _OWNER = threading.local()
 
 # -- submissions ----------------------------------------------------------------------------------
 
-ON_SUBMIT: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("aio_ckpt_on_submit", default=None)
-"""Callback that gets every future that this context submits to an :class:`Executor`; None: no callback."""
+ON_SUBMIT: contextvars.ContextVar[tuple[Watcher, ...]] = contextvars.ContextVar("aio_ckpt_on_submit", default=())
+"""Callbacks that get every future that this context submits to an :class:`Executor`."""
 
 
 @contextlib.contextmanager
@@ -77,25 +76,17 @@ def watch_submissions(callback: Watcher) -> Iterator[None]:
     future has resolved. Watchers nest; the outer one is called first. ``callback`` must not raise, because the work is
     already queued.
     """
-    outer = ON_SUBMIT.get()
-
-    def both(future: Future[Any]) -> None:
-        if outer is not None:
-            outer(future)
-        callback(future)
-
-    with _watched_by(both):
+    token = ON_SUBMIT.set((*ON_SUBMIT.get(), callback))
+    try:
         yield
-
-
-def unwatched() -> contextlib.AbstractContextManager[None]:
-    """Report no submission in the block to a watcher. The work must touch no lent bytes: no lender waits for it."""
-    return _watched_by(None)
+    finally:
+        ON_SUBMIT.reset(token)
 
 
 @contextlib.contextmanager
-def _watched_by(watcher: Watcher | None) -> Iterator[None]:
-    token = ON_SUBMIT.set(watcher)
+def unwatched() -> Iterator[None]:
+    """Report no submission in the block to a watcher. The work must touch no lent bytes: no lender waits for it."""
+    token = ON_SUBMIT.set(())
     try:
         yield
     finally:
@@ -156,8 +147,9 @@ class Executor(concurrent.futures.Executor):
             EngineClosedError: the executor was shut down.
             EngineForkedError: the threads belong to another process, of which this one is a fork.
         """
-        _check_process(self._pid, self._name)
-        future: Future[T] = CallbackSafeFuture()
+        if os.getpid() != self._pid:
+            raise _fork_refusal(self._pid, self._name)
+        future: Future[T] = Future()
         work = future, functools.partial(fn, *args, **kwargs)
         with self._lock:
             if self._is_closed:
@@ -165,8 +157,7 @@ class Executor(concurrent.futures.Executor):
                     f"{self._name}: closed, no more I/O (cannot schedule new futures after shutdown)"
                 )
             self._queue.put(work)
-        watcher = ON_SUBMIT.get()
-        if watcher is not None:
+        for watcher in ON_SUBMIT.get():
             watcher(future)
         return future
 
@@ -224,9 +215,9 @@ def _run_one(future: Future[Any], fn: Callable[[], Any]) -> None:
         del future, fn  # an error's traceback holds this frame, which would close a cycle through the future
 
 
-async def run_blocking(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+def run_blocking(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
     """Return ``fn(*args)``, called in a thread. A cancelled await ends at once, but a call that has begun runs on."""
-    return await asyncio.get_running_loop().run_in_executor(executor, fn, *args)
+    return asyncio.get_running_loop().run_in_executor(executor, fn, *args)
 
 
 def start_beside(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -252,7 +243,7 @@ def start_beside_or_here(fn: Callable[[], T]) -> Future[T]:
     try:
         return start_beside(fn)
     except SystemLimitError:
-        future: Future[T] = CallbackSafeFuture()
+        future: Future[T] = Future()
         _run_one(future, fn)
         return future
 
@@ -276,9 +267,8 @@ def _own_thread(owner: object, begin: Begin | None = None) -> None:
 def _nothing() -> None: ...
 
 
-def _check_process(pid: int, name: str) -> None:
-    if os.getpid() != pid:
-        raise EngineForkedError(f"{name} was opened by process {pid}, this is its fork: open an engine of its own here")
+def _fork_refusal(pid: int, name: str) -> EngineForkedError:
+    return EngineForkedError(f"{name} was opened by process {pid}, this is its fork: open an engine of its own here")
 
 
 # -- the portal -----------------------------------------------------------------------------------
@@ -325,7 +315,8 @@ class Portal:
             RuntimeError: the portal was started before.
             SystemLimitError: the system refuses a thread for the loop, or every other one, or the loop's own files.
         """
-        _check_process(self._pid, self.name)
+        if os.getpid() != self._pid:
+            raise _fork_refusal(self._pid, self.name)
         if self._thread is not None or self._is_closing:
             raise RuntimeError(f"{self.name}: a portal is started once")
         thread = threading.Thread(target=self._run, name=f"{self.name}-loop", daemon=True)
@@ -352,7 +343,8 @@ class Portal:
     @property
     def executor(self) -> Executor:
         """Executor for blocking calls, to be passed to :func:`run_blocking`."""
-        _check_process(self._pid, self.name)
+        if os.getpid() != self._pid:
+            raise _fork_refusal(self._pid, self.name)
         if self._executor is None:
             raise EngineClosedError(f"{self.name}: not started")
         return self._executor
@@ -368,7 +360,8 @@ class Portal:
         Raises:
             WrongThreadError: the caller runs on the loop's thread or on a thread of the executor.
         """
-        _check_process(self._pid, self.name)
+        if os.getpid() != self._pid:
+            raise _fork_refusal(self._pid, self.name)
         if getattr(_OWNER, "value", None) is self:
             raise WrongThreadError(
                 f"{what} on the engine's own thread {threading.current_thread().name!r} would wait for itself"
@@ -386,8 +379,9 @@ class Portal:
         Raises:
             EngineClosedError: the portal is closed.
         """
-        _check_process(self._pid, self.name)
-        future: Future[T] = CallbackSafeFuture()
+        if os.getpid() != self._pid:
+            raise _fork_refusal(self._pid, self.name)
+        future: Future[T] = Future()
         if on_done is not None:
             future.add_done_callback(on_done)
         # The future is added before its task is scheduled, so that a loop that ends in between resolves it.
@@ -424,7 +418,8 @@ class Portal:
 
     def post(self, fn: Callable[[*Ts], object], *args: *Ts) -> None:
         """Call ``fn(*args)`` soon on the loop, from any thread. If the loop has ended, do nothing."""
-        _check_process(self._pid, self.name)
+        if os.getpid() != self._pid:
+            raise _fork_refusal(self._pid, self.name)
         self._schedule(fn, *args)
 
     def at_exit(self, callback: Callable[[], object]) -> None:
@@ -432,7 +427,8 @@ class Portal:
 
         It is not called if the portal is closed by then, nor in a forked child.
         """
-        _check_process(self._pid, self.name)
+        if os.getpid() != self._pid:
+            raise _fork_refusal(self._pid, self.name)
         hook = functools.partial(self._run_at_exit, callback)
         if multiprocessing.parent_process() is None:
             atexit.register(hook)

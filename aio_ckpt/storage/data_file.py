@@ -43,17 +43,21 @@ if TYPE_CHECKING:
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
+def translated(kind: type[WriteError | ReadError], path: Path, error: OSError) -> WriteError | ReadError:
+    """Return an error of the system as ``kind``, with errno, message, remedy and path."""
+    text = with_remedy(error, writes=kind is WriteError)
+    return kind(error.errno or errno.EIO, text, error.filename or str(path), None, error.filename2)
+
+
 @contextlib.contextmanager
 def translate_errors(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]:
-    """Turn OSError into ``kind`` with errno, message, remedy and path. The cause is kept."""
+    """Raise an OSError of the block as :func:`translated`. The cause is kept."""
     try:
         yield
     except AioCkptError:
         raise
     except OSError as error:
-        name = error.filename or str(path)
-        text = with_remedy(error, writes=kind is WriteError)
-        raise kind(error.errno or errno.EIO, text, name, None, error.filename2) from error
+        raise translated(kind, path, error) from error
 
 
 # -- descriptors and the threads that use them ----------------------------------------------------

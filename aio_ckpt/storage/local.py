@@ -5,19 +5,21 @@ Errors of the operating system are translated here: WriteError and ReadError kee
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import functools
 import os
 import shutil
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 from aio_ckpt.config import DirectIO
 from aio_ckpt.errors import AioCkptError, MismatchError, ReadError, RootError, WriteError
-from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
+from aio_ckpt.runtime.portal import Executor, run_owned
 from aio_ckpt.storage.data_file import (
     CreatedFile,
     DataFile,
@@ -25,12 +27,16 @@ from aio_ckpt.storage.data_file import (
     ReadFile,
     open_regular_file,
     translate_errors,
+    translated,
 )
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import make_dirs
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+Coro: TypeAlias = Coroutine[Any, Any, T]
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -62,6 +68,15 @@ class Storage:
         self._executor = executor
         self._direct_io = direct_io
 
+    async def _run(self, kind: type[WriteError | ReadError], path: Path, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Return ``fn(*args)``, called in a thread. Raise an OSError about ``path`` as ``kind``."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, fn, *args)
+        except AioCkptError:
+            raise
+        except OSError as error:
+            raise translated(kind, path, error) from error
+
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
         """Create ``path`` for ``writers`` concurrent writes, in the first mode of :data:`WriteMode` that works.
 
@@ -89,95 +104,80 @@ class Storage:
             opened = await run_owned(self._executor, OpenedFile.open, path, direct_io, dispose=OpenedFile.close)
             return ReadFile(path, opened, self._executor, reads_cached=page_cache == "take" and is_chosen)
 
-    async def write_file(self, path: Path, *parts: bytes) -> None:
+    def write_file(self, path: Path, *parts: bytes) -> Coro[None]:
         """Create ``path`` exclusively, write one part after the other, and fsync. If that fails, remove the file."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, _write_file, path, parts)
+        return self._run(WriteError, path, _write_file, path, parts)
 
-    async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
+    def read_file(self, path: Path, *, max_bytes: int) -> Coro[bytes]:
         """Return the bytes of the whole file.
 
         Raises:
             MismatchError: the file is longer than ``max_bytes``; no memory was taken for it.
         """
-        with translate_errors(ReadError, path):
-            return await run_blocking(self._executor, _read_file, path, max_bytes)
+        return self._run(ReadError, path, _read_file, path, max_bytes)
 
-    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
+    def make_dir(self, path: Path, *, parents: bool = False) -> Coro[None]:
         """Create a directory, which must not exist. With ``parents``, it may exist, and new directories are durable."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, make_dirs if parents else os.mkdir, path)
+        return self._run(WriteError, path, make_dirs if parents else os.mkdir, path)
 
-    async def sync_dir(self, path: Path) -> None:
+    def sync_dir(self, path: Path) -> Coro[None]:
         """Make the names in the directory ``path`` durable."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, sync_dir, path)
+        return self._run(WriteError, path, sync_dir, path)
 
     async def list_dir(self, path: Path) -> list[str]:
         """Return the names in ``path``, sorted."""
-        with translate_errors(ReadError, path):
-            return sorted(await run_blocking(self._executor, os.listdir, path))
+        return sorted(await self._run(ReadError, path, os.listdir, path))
 
     async def exists(self, path: Path) -> bool:
         """Return whether ``path`` exists. Links are followed. Only "not found" counts as False; other errors raise."""
         return await self.status(path) is not None
 
-    async def status(self, path: Path) -> FileStatus | None:
+    def status(self, path: Path) -> Coro[FileStatus | None]:
         """Return the status of ``path``; None if it does not exist. Symbolic links are followed."""
-        with translate_errors(ReadError, path):
-            return await run_blocking(self._executor, _status, path)
+        return self._run(ReadError, path, _status, path)
 
-    async def is_link(self, path: Path) -> bool:
+    def is_link(self, path: Path) -> Coro[bool]:
         """Return whether ``path`` is a symbolic link, whatever it leads to."""
-        with translate_errors(ReadError, path):
-            return await run_blocking(self._executor, _is_link, path)
+        return self._run(ReadError, path, _is_link, path)
 
     async def free_bytes(self, path: Path) -> int:
         """Return the bytes that this user may still write to the file system of ``path``. Quotas may allow less."""
-        with translate_errors(ReadError, path):
-            found = await run_blocking(self._executor, os.statvfs, path)
+        found = await self._run(ReadError, path, os.statvfs, path)
         return found.f_bavail * found.f_frsize
 
-    async def touch(self, path: Path) -> None:
+    def touch(self, path: Path) -> Coro[None]:
         """Set the modification time of an existing file to the file system's present time. Not durable.
 
         If ``path`` is a symbolic link, its own time is set. No time is passed, so a file server takes its own clock.
         """
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, functools.partial(os.utime, path, follow_symlinks=False))
+        return self._run(WriteError, path, functools.partial(os.utime, path, follow_symlinks=False))
 
-    async def set_mode(self, path: Path, mode: int) -> None:
+    def set_mode(self, path: Path, mode: int) -> Coro[None]:
         """Set the permissions of a file or directory, as ``os.chmod`` does."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, os.chmod, path, mode)
+        return self._run(WriteError, path, os.chmod, path, mode)
 
-    async def rename(self, src: Path, dst: Path) -> None:
+    def rename(self, src: Path, dst: Path) -> Coro[None]:
         """Rename a file or directory. Raises WriteError (EEXIST) if ``dst`` exists, of whatever type."""
-        with translate_errors(WriteError, dst):
-            await run_blocking(self._executor, _rename_no_replace, src, dst)
+        return self._run(WriteError, dst, _rename_no_replace, src, dst)
 
-    async def exchange(self, a: Path, b: Path) -> None:
+    def exchange(self, a: Path, b: Path) -> Coro[None]:
         """Swap two names in one step. Raises RootError if the file system cannot."""
-        with translate_errors(WriteError, b):
-            await run_blocking(self._executor, exchange_directories, a, b)
+        return self._run(WriteError, b, exchange_directories, a, b)
 
-    async def replace(self, src: Path, dst: Path) -> None:
+    def replace(self, src: Path, dst: Path) -> Coro[None]:
         """Rename a file to ``dst``, and replace the file that has that name."""
-        with translate_errors(WriteError, dst):
-            await run_blocking(self._executor, os.replace, src, dst)
+        return self._run(WriteError, dst, os.replace, src, dst)
 
-    async def remove_file(self, path: Path) -> None:
+    def remove_file(self, path: Path) -> Coro[None]:
         """Remove a file. Do nothing if it does not exist."""
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, path.unlink, True)
+        return self._run(WriteError, path, path.unlink, True)
 
-    async def remove_tree(self, path: Path) -> None:
+    def remove_tree(self, path: Path) -> Coro[None]:
         """Remove a directory and all below it. Do nothing if it does not exist.
 
         Symbolic links are removed, ``path`` included. What they lead to stays.
         """
-        with translate_errors(WriteError, path):
-            await run_blocking(self._executor, _remove_tree, path)
+        return self._run(WriteError, path, _remove_tree, path)
 
     def lock(self, path: Path) -> RootLock:
         """Take the writer's lock without waiting. If the file or its directory does not exist, create it.

@@ -107,8 +107,7 @@ class SimThreads(Executor):
         """Queue ``fn`` and tell the context's watcher."""
         future: Future[T] = Future()
         self._waiting.append((future, lambda: fn(*args, **kwargs)))
-        watcher = ON_SUBMIT.get()
-        if watcher is not None:
+        for watcher in ON_SUBMIT.get():
             watcher(future)
         self._begin()
         return future

@@ -75,10 +75,10 @@ def test_a_blocked_thread_goes_on_at_its_deadline() -> None:
 
 async def test_a_question_leaves_the_watcher_as_it_was() -> None:
     connection, told = StoreClient("ranks", host_rank=0), list[object]()
-    token = ON_SUBMIT.set(told.append)
+    token = ON_SUBMIT.set((told.append,))
     try:
         assert await connection.ask(lambda: 7, limit_secs=SECS) == 7
-        assert ON_SUBMIT.get() == told.append
+        assert ON_SUBMIT.get() == (told.append,)
         assert not told
     finally:
         ON_SUBMIT.reset(token)

@@ -386,10 +386,14 @@ async def test_a_cancelled_await_leaves_its_thread_running_and_the_watcher_knows
 
 async def test_watchers_nest_and_end_with_their_block(executor: Executor) -> None:
     calls: list[str] = []
+
+    async def in_a_thread() -> None:
+        await run_blocking(executor, int)
+
     with watch_submissions(lambda _: calls.append("outer")):
         with watch_submissions(lambda _: calls.append("inner")):
             await run_blocking(executor, int)
-        await asyncio.create_task(run_blocking(executor, int))
+        await asyncio.create_task(in_a_thread())
     await run_blocking(executor, int)
     assert calls == ["outer", "inner", "outer"]
 
