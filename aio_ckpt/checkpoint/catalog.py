@@ -98,11 +98,6 @@ class StoredObject(msgspec.Struct, frozen=True, eq=False, gc=False):
     is_transformed: bool
     """Whether the object was written through a stream extension of DCP."""
 
-    @classmethod
-    def of_item(cls, unparsed: UnparsedItem) -> StoredObject:
-        """Return an item that is no plain tensor as an object, which ``torch.load`` reads as a whole."""
-        return cls(unparsed.name, unparsed.file, unparsed.item_offset, unparsed.item_bytes, None, is_transformed=False)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:

@@ -6,8 +6,8 @@ A manifest of aio_ckpt holds the place of the raw bytes of a tensor; stock DCP h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import (
@@ -29,6 +29,7 @@ from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.memory.read_buffers import address_of
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
+L = TypeVar("L", bound=Item | StoredObject)
 Ends: TypeAlias = dict[int, tuple[bytearray, bytearray]]
 """First and last bytes of items, by the ``id`` of the item."""
 
@@ -107,16 +108,39 @@ def descriptors_of(place: StorageInfo) -> Sequence[str]:
 # -- from both ends to items ----------------------------------------------------------------------
 
 
-async def parse_items(
-    files: Files, unparsed_items: Sequence[UnparsedItem], *, executor: Executor, readers: int
-) -> dict[int, Item]:
-    """Read both ends of each item and parse its envelope. Returns the parsed items by the ``id`` of the given ones.
+async def locate(
+    files: Files,
+    stored: Sequence[Item | UnparsedItem | StoredObject],
+    lengths: Mapping[str, int | None],
+    parse: Callable[[UnparsedItem, bytearray, bytearray], L],
+    *,
+    executor: Executor,
+    readers: int,
+) -> list[Item | StoredObject | L]:
+    """Measure the files of stored values, check that each value lies inside its file, and parse the envelopes.
+
+    Args:
+        lengths: length of each file by its manifest; None if none tells it.
+        parse: :func:`parse_item`, or :func:`parse_or_object`.
 
     Raises:
-        CorruptCheckpointError: an item lies outside its file, is damaged, or contradicts the metadata.
+        CorruptCheckpointError: a value lies outside its file, is damaged, or contradicts the metadata.
+        UnsupportedLeafError: see ``parse``.
+        ReadError: the operating system could not read.
     """
+    await files.measure({each.file for each in stored}, lengths)
+    for each in stored:
+        if isinstance(each, StoredObject):
+            check_inside(each.name, each.file, each.offset, each.nbytes, files.sizes)
+    unparsed_items = [each for each in stored if isinstance(each, UnparsedItem)]
+    if not unparsed_items:
+        return list(stored)  # type: ignore[arg-type]  # none is an UnparsedItem
     ends = await read_ends(files, unparsed_items, executor=executor, readers=readers)
-    return await run_blocking(executor, _parse_all, unparsed_items, ends)
+
+    def parsed() -> list[Item | StoredObject | L]:
+        return [parse(each, *ends[id(each)]) if isinstance(each, UnparsedItem) else each for each in stored]
+
+    return await run_blocking(executor, parsed)
 
 
 async def read_ends(files: Files, unparsed_items: Sequence[UnparsedItem], *, executor: Executor, readers: int) -> Ends:
@@ -149,10 +173,6 @@ def check_inside(name: str, file: str, offset: int, nbytes: int, sizes: Mapping[
         raise MismatchError(
             f"{file}: {name!r} at bytes {offset} to {offset + nbytes} is not inside the file of {sizes[file]} bytes"
         )
-
-
-def _parse_all(unparsed_items: Sequence[UnparsedItem], ends: Ends) -> dict[int, Item]:
-    return {id(unparsed): parse_item(unparsed, *ends[id(unparsed)]) for unparsed in unparsed_items}
 
 
 def parse_item(unparsed: UnparsedItem, head: bytearray, tail: bytearray) -> Item:
@@ -190,6 +210,15 @@ def parse_item(unparsed: UnparsedItem, head: bytearray, tail: bytearray) -> Item
         is_conj=found.is_conj,
         is_neg=found.is_neg,
     )
+
+
+def parse_or_object(unparsed: UnparsedItem, head: bytearray, tail: bytearray) -> Item | StoredObject:
+    """Do :func:`parse_item`, but return an item that is no plain tensor as an object, which ``torch.load`` reads."""
+    try:
+        return parse_item(unparsed, head, tail)
+    except UnsupportedLeafError:
+        name, file, start, nbytes = unparsed.name, unparsed.file, unparsed.item_offset, unparsed.item_bytes
+        return StoredObject(name, file, start, nbytes, None, is_transformed=False)
 
 
 def check_zip(name: str, data: bytes) -> bool:

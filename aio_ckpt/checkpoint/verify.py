@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,19 +18,18 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from aio_ckpt.checkpoint.catalog import StoredObject, UnparsedItem
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
-from aio_ckpt.checkpoint.foreign_items import Ends, check_inside, check_zip, parse_item, read_ends
+from aio_ckpt.checkpoint.foreign_items import Ends, check_inside, check_zip, parse_item, parse_or_object, read_ends
 from aio_ckpt.checkpoint.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
-from aio_ckpt.checkpoint.requests import PieceRows, ReadRequest, ReassemblyBuffer
+from aio_ckpt.checkpoint.requests import REQUEST_BYTES_MAX, PieceRows, ReadRequest, ReassemblyBuffer, cut_requests
 from aio_ckpt.errors import (
     AioCkptError,
     CorruptCheckpointError,
     FormatVersionError,
     ReadError,
     SystemLimitError,
-    UnsupportedLeafError,
 )
-from aio_ckpt.format.constants import PAGE_BYTES, TensorSpec, align_up
+from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.format.dcp_metadata_read import DTYPES
 from aio_ckpt.format.rank_manifest import RankManifest, block_sums
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, FileEntry, decode_root, rank_manifest_name
@@ -39,7 +39,8 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state.skeleton import decode_skeleton
 from aio_ckpt.storage.local import Storage, read_small_file
 
-_CHUNK_BYTES = 16 << 20
+_PART_BYTES = 2 << 20
+"""Most bytes of a file that are summed at once."""
 _ITEMS_AT_ONCE = 1024
 """Most items of plain DCP whose ends are in memory at once: 40 KiB each."""
 
@@ -263,7 +264,7 @@ class _Verification:
     # -- plain DCP ----------------------------------------------------------------------------------
 
     async def _record_ranges(
-        self, unparsed_items: Sequence[UnparsedItem]
+        self, unparsed_items: Iterable[UnparsedItem]
     ) -> tuple[list[_CheckedRange], list[StoredObject]]:
         """Return the ranges to check of plain tensors, and the other tensors (such as subclasses) as objects.
 
@@ -282,13 +283,11 @@ class _Verification:
                 ends = await read_ends(self.files, few, executor=self.executor, readers=self.readers)
             for unparsed in few if ends else ():
                 with _collecting(self.faults, unparsed.file, unparsed.name):
-                    try:
-                        item = parse_item(unparsed, *ends[id(unparsed)])
-                    except UnsupportedLeafError:
-                        others.append(StoredObject.of_item(unparsed))
-                        continue
-                    if item.record_crc32 is not None:
-                        ranges.append(_CheckedRange(item.raw_offset, item.raw_bytes, item.record_crc32, unparsed.name))
+                    found = parse_or_object(unparsed, *ends[id(unparsed)])
+                    if isinstance(found, StoredObject):
+                        others.append(found)
+                    elif found.record_crc32 is not None:
+                        ranges.append(_CheckedRange(found.raw_offset, found.raw_bytes, found.record_crc32, found.name))
         return ranges, others
 
     async def _check_zips(self, file: str, objects: Iterable[StoredObject]) -> None:
@@ -313,33 +312,36 @@ class _Verification:
 
         Returns None if a part of the file could not be read. The ranges in that part are not compared.
         """
-        nbytes = self.files.sizes[file]
-        parts = _cut(ranges, nbytes)
-        requests = [_checksum_request(file, chunk) for chunk in parts]
-        failed: set[int] = set()
+        cuts = _cuts(ranges, self.files.sizes[file])
+        sums = ReassemblyBuffer(label=file, start=0, nbytes=cuts[-1], pieces_left=len(cuts) - 1)
+        sums.sums = [(0, 0)] * (len(cuts) - 1)
+        rows = PieceRows(
+            [
+                (start, stop - start, -1, 0, 0, file, sums, number)
+                for number, (start, stop) in enumerate(itertools.pairwise(cuts))
+            ]
+        )
+        unread: set[int] = set()
 
         def on_read(request: ReadRequest, error: AioCkptError | None) -> None:
             if error is not None:
-                failed.add(request.start)
+                unread.update(request.pieces.positions.tolist())
                 self.faults.append(fault_of(error, file=file, tensor=None))
-            self.on_progress(min(request.stop, nbytes) - request.start)
+            self.on_progress(int(request.pieces.nbytes.sum()))
 
+        requests = cut_requests(file, rows.ascending(), REQUEST_BYTES_MAX) if rows.rows else []
         await fetch(self.files, requests, executor=self.executor, readers=self.readers, verify=True, on_read=on_read)
-        total: int | None = 0
-        sums: dict[int, int | None] = {}
-        for request, chunk in zip(requests, parts, strict=True):
-            is_read = request.start not in failed
-            for (number, _, _), (crc32, part_bytes) in zip(chunk, request.pieces.reassemblies[0].sums, strict=True):
-                part_sum = crc32 if is_read else None
-                if number >= 0:
-                    sums[number] = _combine(sums.get(number, 0), part_sum, part_bytes)
-                if number == _WHOLE or chunk[0][0] != _WHOLE:
-                    total = _combine(total, part_sum, part_bytes)
-        for number, checked in enumerate(ranges):
-            if sums.get(number) not in (None, checked.crc32):
-                where = f"bytes {checked.start} to {checked.start + checked.nbytes} of the file"
-                self._note(file, checked.name, f"{where} do not match their CRC32")
-        return total
+
+        def sum_of(start: int, stop: int) -> int | None:
+            parts = range(bisect_left(cuts, start), bisect_left(cuts, stop))
+            return None if unread.intersection(parts) else _combine_all(sums.sums[part] for part in parts)
+
+        for checked in ranges:
+            stop = checked.start + checked.nbytes
+            if sum_of(checked.start, stop) not in (None, checked.crc32):
+                message = f"bytes {checked.start} to {stop} of the file do not match their CRC32"
+                self._note(file, checked.name, message)
+        return sum_of(0, cuts[-1])
 
     def _note(self, file: str, tensor: str | None, message: str) -> None:
         self.faults.append(Fault(file=file, tensor=tensor, message=message))
@@ -349,10 +351,6 @@ class _Verification:
 
 _Place: TypeAlias = tuple[str, int, int]
 """(file, offset, length)."""
-
-_Part: TypeAlias = tuple[int, int, int]
-"""(number of the range, or ``_GAP`` or ``_WHOLE``; start; stop): a part of a chunk, by file offsets."""
-_GAP, _WHOLE = -1, -2
 
 
 def _places_of(manifest: RankManifest) -> dict[MetadataIndex, _Place]:
@@ -396,58 +394,13 @@ def _checked_ranges(manifest: RankManifest) -> list[_CheckedRange]:
     return ranges
 
 
-def _cut(ranges: Sequence[_CheckedRange], nbytes: int) -> list[list[_Part]]:
-    """Return, for each chunk of the file, the parts of the ranges inside it, and the gaps between them.
+def _cuts(ranges: Iterable[_CheckedRange], nbytes: int) -> list[int]:
+    """Return the ascending offsets that cut a file into parts to sum. Each range is one part, or several.
 
-    If parts overlap, which no writer makes, the first part is the whole chunk, and there are no gaps.
+    The parts have at most ``_PART_BYTES``, also if ranges overlap.
     """
-    parts: list[list[_Part]] = [[] for _ in range(0, nbytes, _CHUNK_BYTES)]
-    for number, checked in enumerate(ranges):
-        stop = checked.start + checked.nbytes
-        for chunk in range(checked.start // _CHUNK_BYTES, -(-stop // _CHUNK_BYTES)):
-            low = max(checked.start, chunk * _CHUNK_BYTES)
-            parts[chunk].append((number, low, min(stop, (chunk + 1) * _CHUNK_BYTES)))
-    starts = range(0, nbytes, _CHUNK_BYTES)
-    return [
-        _filled(found, start, min(start + _CHUNK_BYTES, nbytes)) for start, found in zip(starts, parts, strict=True)
-    ]
-
-
-def _filled(parts: Sequence[_Part], start: int, stop: int) -> list[_Part]:
-    filled: list[_Part] = []
-    position = start
-    for part in sorted(parts, key=lambda part: part[1]):
-        _, low, high = part
-        if low < position:
-            return [(_WHOLE, start, stop), *parts]
-        if low > position:
-            filled.append((_GAP, position, low))
-        filled.append(part)
-        position = high
-    if position < stop:
-        filled.append((_GAP, position, stop))
-    return filled
-
-
-def _checksum_request(file: str, parts: Sequence[_Part]) -> ReadRequest:
-    """Return the request that reads one chunk. The ``sums`` of its buffer get the CRC32 of each part, in order."""
-    start, stop = parts[0][1], max(high for _, _, high in parts)
-    buffer = ReassemblyBuffer(label=file, start=start, nbytes=stop - start)
-    buffer.sums, buffer.pieces_left = [(0, 0)] * len(parts), len(parts)
-    rows = PieceRows()
-    for index, (_, low, high) in enumerate(parts):
-        rows.rows.append((low, high - low, -1, 0, 0, file, buffer, index))
-    return ReadRequest(file=file, start=start, stop=align_up(stop, PAGE_BYTES), pieces=rows.ascending())
-
-
-def _combine(first: int | None, second: int | None, nbytes: int) -> int | None:
-    """Return the CRC32 of two consecutive runs of bytes, the second ``nbytes`` long.
-
-    None if either could not be read.
-    """
-    if first is None or second is None:
-        return None
-    return int(isal_zlib.crc32_combine(first, second, nbytes))
+    starts = {checked.start for checked in ranges}
+    return sorted({*range(0, nbytes, _PART_BYTES), nbytes, *starts, *(each.start + each.nbytes for each in ranges)})
 
 
 def _combine_all(parts: Iterable[tuple[int, int]]) -> int:

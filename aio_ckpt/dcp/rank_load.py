@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,42 +21,26 @@ from aio_ckpt.checkpoint.catalog import Item, StoredObject, UnparsedItem, items_
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch, synchronize
 from aio_ckpt.checkpoint.foreign_items import (
-    Ends,
-    check_inside,
     check_object_zip,
     descriptors_of,
-    parse_item,
+    locate,
+    parse_or_object,
     place_of,
-    read_ends,
     stored_at,
     unparsed_item_of,
 )
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.dcp.runtime import Runtime, peers_on_host
-from aio_ckpt.errors import (
-    CorruptCheckpointError,
-    TemplateMismatchError,
-    UnsupportedLeafError,
-)
-from aio_ckpt.format.rank_manifest import RankManifest
-from aio_ckpt.format.root_manifest import METADATA_FILE, FileEntry
+from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError
+from aio_ckpt.format.rank_manifest import ObjectEntry, RankManifest
+from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.leaves.tensor_memory import span_of
 from aio_ckpt.restore.page_cache import is_read_by_several
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import run_blocking
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True, kw_only=True)
-class _Located:
-    """Places of the items of a plan. Each was checked to lie inside its file."""
-
-    items: dict[MetadataIndex, Item] = field(default_factory=dict)
-    """Tensors whose raw bytes are known."""
-    streams: dict[MetadataIndex, StoredObject] = field(default_factory=dict)
-    """Objects, and tensors that only ``torch.load`` or a stream extension can read."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,18 +55,20 @@ class Load:
     def run(self, plan: LoadPlan, planner: LoadPlanner, transforms: Any) -> None:
         """Read all items of the plan. The planner is called on this thread only. See :meth:`Reader.read_data`."""
         located = self._wait(lambda: self._locate(plan))
+        items = {index: stored for index, stored in located.items() if isinstance(stored, Item)}
         targets = [
             (item, _target(item, planner))
             for item in plan.items
-            if item.type is LoadItemType.TENSOR and item.storage_index in located.items
+            if item.type is LoadItemType.TENSOR and item.storage_index in items
         ]
         rounds = _rounds(targets)
         plans = [ReadPlan() for _ in range(max(rounds, default=0) + 1)]
         for (item, target), number in zip(targets, rounds, strict=True):
-            plans[number].add_part(located.items[item.storage_index], item.storage_offsets, target)
+            plans[number].add_part(items[item.storage_index], item.storage_offsets, target)
         streams: dict[MetadataIndex, bytes] = {}
-        for index, stored in located.streams.items():
-            plans[0].add_object(stored, lambda data, index=index: streams.__setitem__(index, data))  # type: ignore[misc]
+        for index, stored in located.items():
+            if isinstance(stored, StoredObject):  # an object, or a tensor that only torch.load or an extension reads
+                plans[0].add_object(stored, functools.partial(streams.__setitem__, index))
         devices = {target.device for _, target in targets if not target.is_cpu}
         synchronize(devices)
         for reads in plans:
@@ -123,42 +110,36 @@ class Load:
 
     # -- places of the items ----------------------------------------------------------------------
 
-    async def _locate(self, plan: LoadPlan) -> _Located:
+    async def _locate(self, plan: LoadPlan) -> dict[MetadataIndex, Item | StoredObject]:
+        """Return where each item of the plan is stored. Each was checked to lie inside its file."""
         places = self.metadata.storage_data
         wanted = {item.storage_index: place_of(item.storage_index, places) for item in plan.items}
         check_boxes(_boxes(self.metadata, {index.fqn for index in wanted}))
         used = {place.relative_path for place in wanted.values()}
-        manifests = {ours.file.name: ours for ours in self.checkpoint.ranks if ours.file and ours.file.name in used}
-        located = _Located()
+        manifests = [ours for ours in self.checkpoint.ranks if ours.file is not None and ours.file.name in used]
+        lengths = {ours.file.name: ours.file.nbytes for ours in manifests if ours.file is not None}
         config, executor = self.runtime.config, self.runtime.portal.executor
+        stored: Mapping[MetadataIndex, Item | UnparsedItem | StoredObject]
+        if self.checkpoint.is_plain_dcp:
+            stored = {index: self._stored(index, place) for index, place in wanted.items()}
+        else:
+            stored = await run_blocking(executor, _stored_by_manifests, wanted, manifests)
         async with self._files() as files:
-            await files.measure(used, {name: ours.file.nbytes for name, ours in manifests.items() if ours.file})
-            for index, place in wanted.items():
-                check_inside(index.fqn, place.relative_path, place.offset, place.length, files.sizes)
-            if self.checkpoint.is_plain_dcp:
-                unparsed_items = self._unparsed_items(wanted, located)
-                ends = await read_ends(files, list(unparsed_items.values()), executor=executor, readers=config.workers)
-                await run_blocking(executor, _parse, unparsed_items, ends, located)
-            else:
-                await run_blocking(executor, _locate_ours, wanted, manifests, located)
-        return located
+            located = await locate(
+                files, [*stored.values()], lengths, parse_or_object, executor=executor, readers=config.workers
+            )
+        return dict(zip(stored, located, strict=True))
 
-    def _unparsed_items(
-        self, wanted: Mapping[MetadataIndex, StorageInfo], into: _Located
-    ) -> dict[MetadataIndex, UnparsedItem]:
-        """Return the tensors of plain DCP whose envelope must be parsed; add the other items to ``into.streams``."""
-        unparsed_items: dict[MetadataIndex, UnparsedItem] = {}
-        for index, place in wanted.items():
-            entry = self.metadata.state_dict_metadata.get(index.fqn)
-            if isinstance(entry, TensorStorageMetadata) and not descriptors_of(place):
-                offsets = tuple(index.offset or (0,) * len(entry.size))
-                chunks = [chunk for chunk in entry.chunks if tuple(chunk.offsets) == offsets]
-                if not chunks:
-                    raise CorruptCheckpointError(f"{METADATA_FILE}: {index.fqn!r} has no chunk at {offsets}")
-                unparsed_items[index] = unparsed_item_of(index.fqn, entry, chunks[0], place)
-            else:
-                into.streams[index] = stored_at(index.fqn, place)
-        return unparsed_items
+    def _stored(self, index: MetadataIndex, place: StorageInfo) -> UnparsedItem | StoredObject:
+        """Return an item of plain DCP: a tensor whose envelope must be parsed, or an object."""
+        entry = self.metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(entry, TensorStorageMetadata) or descriptors_of(place):
+            return stored_at(index.fqn, place)
+        offsets = tuple(index.offset or (0,) * len(entry.size))
+        chunk = next((chunk for chunk in entry.chunks if tuple(chunk.offsets) == offsets), None)
+        if chunk is None:
+            raise CorruptCheckpointError(f"{METADATA_FILE}: {index.fqn!r} has no chunk at {offsets}")
+        return unparsed_item_of(index.fqn, entry, chunk, place)
 
     # -- values for the planner -------------------------------------------------------------------
 
@@ -224,38 +205,27 @@ def _rounds(targets: Sequence[tuple[ReadItem, torch.Tensor]]) -> list[int]:
     return [rounds.get((str(target.device), item.dest_index.fqn), 0) for item, target in targets]
 
 
-def _locate_ours(
-    wanted: Mapping[MetadataIndex, StorageInfo], manifests: Mapping[str, RankManifest], into: _Located
-) -> None:
-    """Add the places of all ``wanted`` items to ``into``, by the manifests, because these hold the checksums.
+def _stored_by_manifests(
+    wanted: Mapping[MetadataIndex, StorageInfo], manifests: Iterable[RankManifest]
+) -> dict[MetadataIndex, Item | StoredObject]:
+    """Return the ``wanted`` items by the manifests, because these hold the checksums.
 
     Raises:
         CorruptCheckpointError: ``.metadata`` has another place for an item.
     """
-    items = {name: _items_by_place(ours, ours.file) for name, ours in manifests.items() if ours.file is not None}
-    objects = {(name, entry.offset): entry for name, ours in manifests.items() for entry in ours.objects}
+    held: dict[tuple[str, int, int], Item | ObjectEntry] = {}
+    for ours in manifests:
+        if ours.file is not None:
+            columns, files = ours.columns, itertools.repeat(ours.file.name)
+            places = zip(files, columns.item_offsets.tolist(), columns.item_bytes.tolist(), strict=False)
+            held.update(zip(places, items_of(ours, ours.file), strict=True))
+            held.update(((ours.file.name, entry.offset, entry.nbytes), entry) for entry in ours.objects)
+    found: dict[MetadataIndex, Item | StoredObject] = {}
     for index, place in wanted.items():
-        file = place.relative_path
-        item = items.get(file, {}).get((place.offset, place.length))
-        stored = objects.get((file, place.offset))
-        if item is not None:
-            into.items[index] = item
-        elif stored is not None and stored.nbytes == place.length:
-            into.streams[index] = stored_at(index.fqn, place, stored.crc32)
-        else:
-            raise CorruptCheckpointError(f"{file}: the manifests tell another place for {index.fqn!r} than .metadata")
-
-
-def _items_by_place(manifest: RankManifest, file: FileEntry) -> dict[tuple[int, int], Item]:
-    """Return the items of a rank by (offset, length)."""
-    columns = manifest.columns
-    places = zip(columns.item_offsets.tolist(), columns.item_bytes.tolist(), strict=True)
-    return dict(zip(places, items_of(manifest, file), strict=True))
-
-
-def _parse(unparsed_items: Mapping[MetadataIndex, UnparsedItem], ends: Ends, into: _Located) -> None:
-    for index, unparsed in unparsed_items.items():
-        try:
-            into.items[index] = parse_item(unparsed, *ends[id(unparsed)])
-        except UnsupportedLeafError:  # only torch.load can read it, such as a quantized tensor
-            into.streams[index] = StoredObject.of_item(unparsed)
+        stored = held.get((place.relative_path, place.offset, place.length))
+        if stored is None:
+            raise CorruptCheckpointError(
+                f"{place.relative_path}: the manifests tell another place for {index.fqn!r} than .metadata"
+            )
+        found[index] = stored if isinstance(stored, Item) else stored_at(index.fqn, place, stored.crc32)
+    return found

@@ -12,10 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import create_chunk_list
-from aio_ckpt.checkpoint.catalog import Item, StoredObject, UnparsedItem, global_shape
+from aio_ckpt.checkpoint import foreign_items
+from aio_ckpt.checkpoint.catalog import Item, StoredObject, global_shape
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import synchronize
-from aio_ckpt.checkpoint.foreign_items import check_inside, parse_items
+from aio_ckpt.checkpoint.foreign_items import parse_item
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsafeObjectError, UnsupportedLeafError
@@ -49,24 +50,22 @@ async def locate(ctx: ReadContext, files: Files, checkpoint: Checkpoint, names: 
     """
     catalog = checkpoint.catalog
     shards = {name: catalog.shards[name] for name in names if name in catalog.shards}
-    stored = {name: catalog.objects[name] for name in names if name in catalog.objects}
-    used = {shard.file for found in shards.values() for shard in found}
-    await files.measure(used.union(found.file for found in stored.values()), catalog.files)
-    for found in stored.values():
-        check_inside(found.name, found.file, found.offset, found.nbytes, files.sizes)
-    if not checkpoint.is_plain_dcp:
-        return Source(items=shards, objects=stored)  # type: ignore[arg-type]  # no UnparsedItem in ours
-    unparsed_items = [shard for found in shards.values() for shard in found if isinstance(shard, UnparsedItem)]
-    placed: list[UnparsedItem | StoredObject] = [*unparsed_items, *stored.values()]
-    for item in placed:
-        if item.is_transformed:
+    objects = {name: catalog.objects[name] for name in names if name in catalog.objects}
+    stored = [*{id(shard): shard for found in shards.values() for shard in found}.values(), *objects.values()]
+    for each in stored if checkpoint.is_plain_dcp else ():
+        if not isinstance(each, Item) and each.is_transformed:
             raise UnsupportedLeafError(
-                f"{item.file}: {item.name!r} was written through a stream extension of DCP, which DCP's calls alone "
+                f"{each.file}: {each.name!r} was written through a stream extension of DCP, which DCP's calls alone "
                 "undo: load it by dcp.load with an aio_ckpt.dcp.Reader"
             )
-    parsed = await parse_items(files, unparsed_items, executor=ctx.executor, readers=ctx.readers)
+    located = await foreign_items.locate(
+        files, stored, catalog.files, parse_item, executor=ctx.executor, readers=ctx.readers
+    )
+    if not checkpoint.is_plain_dcp:
+        return Source(items=shards, objects=objects)  # type: ignore[arg-type]  # no UnparsedItem in ours
+    parsed = {id(before): item for before, item in zip(stored, located, strict=True) if isinstance(item, Item)}
     items = {name: tuple(parsed[id(shard)] for shard in found) for name, found in shards.items()}
-    return Source(items=items, objects=stored)
+    return Source(items=items, objects=objects)
 
 
 HostMemory: TypeAlias = Callable[[int], torch.Tensor]

@@ -251,7 +251,7 @@ def test_ranges_and_the_whole_file_are_summed_whether_ranges_overlap_or_not(exec
             return await found._check_ranges("f", spans)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scrub, "_CHUNK_BYTES", 4 * PAGE_BYTES)
+        patch.setattr(scrub, "_PART_BYTES", 4 * PAGE_BYTES)
         assert asyncio.run(run()) == isal_zlib.crc32(data)
     assert {fault.tensor for fault in faults} == {str(number) for number in wrong}
     assert sum(read) == nbytes
