@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from builders import state_of
 from rank_engines import acting_engine, held_engine, no_space, told
 from rank_processes import Ranks, error_of, ranks
 from rank_states import assert_same, mixed_state, zeroed
@@ -453,10 +454,6 @@ LATE_SECS = 3.0
 """How much later a save may end on a busy machine; all that it could wait for is far longer."""
 
 
-def state_at(step: int, size: int = 300) -> dict[str, Any]:
-    return {"w": torch.full((size,), float(step)), "step": step}
-
-
 def kind_of(error: BaseException | None) -> str:
     return type(error).__name__
 
@@ -472,17 +469,17 @@ def stop_for_a_while() -> None:
 def stop_the_leader(rank: int, count: int, root: Path, size: int) -> tuple[str, bool, float, list[int], int]:
     """``size``: of the state of the save in question; another one than before is planned anew."""
     with acting_engine(root, STALL_SECS, on_failure="log") as (engine, storage):
-        engine.save(state_at(1), step=1).result(STALL_SECS)
+        engine.save(state_of(1), step=1).result(STALL_SECS)
         dist.barrier()
         if rank == 0:
             storage.at, storage.act = ("write", "*"), stop_for_a_while
         began = time.monotonic()
-        error = engine.save(state_at(2, size), step=2, deadline_secs=DEADLINE_SECS).exception(STALL_SECS)
+        error = engine.save(state_of(2, size), step=2, deadline_secs=DEADLINE_SECS).exception(STALL_SECS)
         secs = time.monotonic() - began
         dist.barrier()
         steps = engine.steps().result()
         dist.barrier()
-        ticket = engine.save(state_at(3))
+        ticket = engine.save(state_of(3))
         ticket.result(STALL_SECS)
         dist.barrier()
     return kind_of(error), getattr(error, "in_doubt", False), secs, steps, ticket.step
@@ -511,18 +508,18 @@ def ended(rank: int, ticket: SaveTicket, began: float) -> tuple[BaseException | 
 
 def hold_the_shares(rank: int, count: int, root: Path) -> tuple[str, bool, float]:
     with held_engine(root, STALL_SECS, on_failure="log") as (engine, coordinator, _):
-        engine.save(state_at(1), step=1).result(STALL_SECS)
+        engine.save(state_of(1), step=1).result(STALL_SECS)
         dist.barrier()
         if rank == 0:
             coordinator.topic = Topic("save", 2)
         began = time.monotonic()
-        error = error_of(lambda: engine.save(state_at(2, 400), step=2, deadline_secs=DEADLINE_SECS), STALL_SECS)
+        error = error_of(lambda: engine.save(state_of(2, 400), step=2, deadline_secs=DEADLINE_SECS), STALL_SECS)
         secs = time.monotonic() - began
         dist.barrier()
         coordinator.gate.open()
         dist.barrier()
         assert engine.steps().result() == [1]
-        engine.save(state_at(3), step=3).result(STALL_SECS)
+        engine.save(state_of(3), step=3).result(STALL_SECS)
         dist.barrier()
     return kind_of(error), getattr(error, "in_doubt", False), secs
 
@@ -537,11 +534,11 @@ def test_a_save_ends_by_its_deadline_while_the_leader_assigns_shares(two: Ranks,
 
 def commit_late(rank: int, count: int, root: Path) -> tuple[str, bool, float, list[int], int]:
     with acting_engine(root, STALL_SECS, on_failure="log") as (engine, storage):
-        engine.save(state_at(1), step=1).result(STALL_SECS)
+        engine.save(state_of(1), step=1).result(STALL_SECS)
         dist.barrier()
         gate = storage.hold("rename") if rank == 0 else None
         began = time.monotonic()
-        ticket = engine.save(state_at(2), step=2, deadline_secs=DEADLINE_SECS)
+        ticket = engine.save(state_of(2), step=2, deadline_secs=DEADLINE_SECS)
         if gate is not None:
             gate.wait_reached()
             dist.barrier()
@@ -549,7 +546,7 @@ def commit_late(rank: int, count: int, root: Path) -> tuple[str, bool, float, li
             gate.open()
         error, secs = ended(rank, ticket, began)
         steps = engine.steps().result()
-        ticket = engine.save(state_at(3))
+        ticket = engine.save(state_of(3))
         ticket.result(STALL_SECS)
         dist.barrier()
     return kind_of(error), getattr(error, "in_doubt", False), secs, steps, ticket.step
@@ -571,7 +568,7 @@ def test_a_rank_whose_deadline_passes_while_the_leader_renames_is_in_doubt_and_g
 def agree_before_the_capture(rank: int, count: int, root: Path) -> tuple[str, float]:
     """More than the budget: save() agrees with the others before it captures anything."""
     with held_engine(root, STALL_SECS, on_failure="log") as (engine, _, _):
-        engine.save(state_at(1), step=1).result(STALL_SECS)
+        engine.save(state_of(1), step=1).result(STALL_SECS)
         dist.barrier()
         large = {f"w{number}": torch.full((1 << 20,), float(number)) for number in range(24)}
         if rank == 0:
@@ -587,7 +584,7 @@ def agree_before_the_capture(rank: int, count: int, root: Path) -> tuple[str, fl
             dist.barrier()
         dist.barrier()
         assert engine.steps().result() == [1]
-        engine.save(state_at(3), step=3).result(STALL_SECS)
+        engine.save(state_of(3), step=3).result(STALL_SECS)
         dist.barrier()
     return " ".join(map(str, told(error))), secs
 

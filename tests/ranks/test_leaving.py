@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from builders import state_of
 from rank_engines import acting_engine, held_engine, no_space, told
 from rank_processes import Ranks, engine_on, error_of, needs_list_keys
 
@@ -24,9 +25,9 @@ LEAVE_SECS = 24.0
 SHORT_SECS = 2.0
 
 
-def state_of(step: int) -> dict[str, Any]:
+def resized(step: int) -> dict[str, Any]:
     """Another structure at each step: each save is planned anew."""
-    return {"w": torch.full((100 + step,), float(step)), "step": step}
+    return state_of(step, 100 + step)
 
 
 def pending_files(root: Path) -> list[str]:
@@ -38,14 +39,14 @@ def pending_files(root: Path) -> list[str]:
 
 def go_on_untold(rank: int, count: int, root: Path) -> list[tuple[str, int | None, str]]:
     with held_engine(root, SHORT_SECS, on_failure="log") as (engine, coordinator, storage):
-        engine.save(state_of(1), step=1).result(LEAVE_SECS)
+        engine.save(resized(1), step=1).result(LEAVE_SECS)
         if rank == 1:
             coordinator.is_mute = True
             storage.at, storage.act = ("write", "*"), no_space
         dist.barrier()
         found = []
         for step in (2, 3):
-            found.append(told(engine.save(state_of(step), step=step).exception(4 * SHORT_SECS)))
+            found.append(told(engine.save(resized(step), step=step).exception(4 * SHORT_SECS)))
             coordinator.is_mute = False
         dist.barrier()
         assert engine.steps().result() == [1, 3]
@@ -67,14 +68,14 @@ def test_a_rank_that_went_on_to_its_next_save_without_a_word_is_not_waited_for(t
 
 def end_by_deadline(rank: int, count: int, root: Path) -> tuple[str, int | None, str]:
     with held_engine(root, LEAVE_SECS) as (engine, _, _):
-        engine.save(state_of(1), step=1).result(LEAVE_SECS)
+        engine.save(resized(1), step=1).result(LEAVE_SECS)
         dist.barrier()
         if rank == 0:
-            error = error_of(lambda: engine.save(state_of(2), step=2, deadline_secs=0.5), LEAVE_SECS)
+            error = error_of(lambda: engine.save(resized(2), step=2, deadline_secs=0.5), LEAVE_SECS)
             dist.barrier()
         else:
             dist.barrier()
-            error = error_of(lambda: engine.save(state_of(2), step=2), LEAVE_SECS)
+            error = error_of(lambda: engine.save(resized(2), step=2), LEAVE_SECS)
         dist.barrier()
     return told(error)
 
@@ -97,7 +98,7 @@ def render_slowly(rank: int, count: int, root: Path) -> tuple[str, int | None, s
             return template(written)
 
         ledger.template = slow  # type: ignore[method-assign]
-        found = told(engine.save(state_of(1), step=1).exception(LEAVE_SECS))
+        found = told(engine.save(resized(1), step=1).exception(LEAVE_SECS))
         dist.barrier()
     return found
 
@@ -111,11 +112,11 @@ def test_metadata_of_many_ranks_may_take_longer_to_render_than_a_stall(two: Rank
 
 def commit_in_doubt(rank: int, count: int, root: Path) -> tuple[str, bool, list[str]]:
     with held_engine(root, SHORT_SECS) as (engine, _, storage):
-        engine.save(state_of(1), step=1).result(LEAVE_SECS)
+        engine.save(resized(1), step=1).result(LEAVE_SECS)
         if rank == 0:
             storage.hold("rename")
         dist.barrier()
-        error = engine.save(state_of(2), step=2).exception(LEAVE_SECS)
+        error = engine.save(resized(2), step=2).exception(LEAVE_SECS)
         dist.barrier()
         found = pending_files(root)
         dist.barrier()
@@ -134,10 +135,10 @@ def test_no_rank_removes_what_a_commit_in_doubt_may_still_make_visible(two: Rank
 def save_behind_a_closed_leader(rank: int, count: int, root: Path, structure: int) -> tuple[str, bool, list[str]]:
     found = "", False
     with engine_on(root, SHORT_SECS) as engine:
-        engine.save(state_of(1), step=1).result(LEAVE_SECS)
+        engine.save(resized(1), step=1).result(LEAVE_SECS)
         dist.barrier()
         if rank:  # rank 0 goes on to close
-            error = error_of(lambda: engine.save(state_of(structure), step=2), LEAVE_SECS)
+            error = error_of(lambda: engine.save(resized(structure), step=2), LEAVE_SECS)
             assert isinstance(error, PeerFailedError)
             found = str(error), error.in_doubt
     dist.barrier()
@@ -161,10 +162,6 @@ SECS = 30.0
 CALLS = 40
 
 
-def state_at(step: int) -> dict[str, Any]:
-    return {"w": torch.full((300,), float(step)), "step": step}
-
-
 def coordinator_of(engine: CheckpointEngine | SyncCheckpointEngine) -> StoreCoordinator:
     coordinator = engine._ctx.members.coordinator
     assert isinstance(coordinator, StoreCoordinator)
@@ -184,7 +181,7 @@ def call_often(engine: SyncCheckpointEngine, first: int) -> list[str]:
     found = []
     for step in range(first, first + CALLS):
         try:
-            found.append("skipped" if engine.save(state_at(step), step=step).skipped else "saved")
+            found.append("skipped" if engine.save(state_of(step), step=step).skipped else "saved")
         except BusyError:
             found.append("busy")
     return found
@@ -192,7 +189,7 @@ def call_often(engine: SyncCheckpointEngine, first: int) -> list[str]:
 
 def come_late(rank: int, count: int, root: Path, when_busy: str) -> list[str]:
     with engine_on(root, SECS, when_busy=when_busy) as engine:
-        engine.save(state_at(1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(SECS)
         if rank == 1:
             dist.barrier()
         found = call_often(engine, 2)
@@ -200,7 +197,7 @@ def come_late(rank: int, count: int, root: Path, when_busy: str) -> list[str]:
             dist.barrier()
         engine.ready()
         dist.barrier()
-        engine.save(state_at(100), step=100).result(SECS)
+        engine.save(state_of(100), step=100).result(SECS)
         dist.barrier()
         assert engine.steps() == [1, 2, 100]
         dist.barrier()
@@ -216,19 +213,19 @@ def test_a_rank_that_is_late_by_many_calls_skips_or_refuses_the_same_ones(
 
 def close_early(rank: int, count: int, root: Path) -> tuple[list[str], str, float]:
     with acting_engine(root, SHORT_SECS, when_busy="skip", on_failure="log") as (engine, _):
-        engine.save(state_at(1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(SECS)
         if rank == 1:
             dist.barrier()
         found = []
         for step in range(2, 2 + CALLS):
-            found.append("skipped" if engine.save(state_at(step), step=step).skipped else "saved")
+            found.append("skipped" if engine.save(state_of(step), step=step).skipped else "saved")
         if rank == 0:
             engine.terminate()
             dist.barrier()
             return found, "", 0.0
         began = time.monotonic()
         with pytest.raises(PeerFailedError) as raised:
-            engine.save(state_at(100), step=100)
+            engine.save(state_of(100), step=100)
         return found, str(raised.value), time.monotonic() - began
 
 
@@ -246,17 +243,17 @@ def test_a_leader_that_closes_early_leaves_its_words_to_whoever_is_late(two: Ran
 
 def roll_back_where_the_other_skips(rank: int, count: int, root: Path) -> tuple[str, float]:
     with acting_engine(root, SHORT_SECS, when_busy="skip", on_failure="log") as (engine, storage):
-        engine.save(state_at(1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(SECS)
         gate = storage.hold("sync", "*") if rank == 0 else None
-        ticket = engine.save(state_at(2), step=2)
+        ticket = engine.save(state_of(2), step=2)
         if gate is not None:
-            assert engine.save(state_at(3), step=3).skipped
+            assert engine.save(state_of(3), step=3).skipped
             storage.release(gate)
             gate.open()
         ticket.result(SECS)
         began = time.monotonic()
         with pytest.raises(PeerFailedError) as raised:
-            engine.rollback(1).result() if rank else engine.load(state_at(0)).result(SECS)
+            engine.rollback(1).result() if rank else engine.load(state_of(0)).result(SECS)
         secs = time.monotonic() - began
         dist.barrier()
     return str(raised.value), secs
@@ -276,9 +273,9 @@ def test_a_rank_that_rolls_back_where_another_skipped_a_save_and_loads_keeps_nob
 
 def save_where_the_other_loads(rank: int, count: int, root: Path) -> str:
     with acting_engine(root, SHORT_SECS, on_failure="log") as (engine, _):
-        engine.save(state_at(1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(SECS)
         with pytest.raises(PeerFailedError) as raised:
-            engine.load(state_at(0)).result(SECS) if rank else engine.save(state_at(2), step=2).result(SECS)
+            engine.load(state_of(0)).result(SECS) if rank else engine.save(state_of(2), step=2).result(SECS)
     return str(raised.value)
 
 
@@ -291,12 +288,12 @@ def test_ranks_that_found_each_other_elsewhere_clear_the_board_when_they_close(t
 
 def fail_on_the_leader(rank: int, count: int, root: Path, stage: str) -> list[str]:
     with acting_engine(root, SECS, on_failure="log") as (engine, storage):
-        engine.save(state_at(1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(SECS)
         if stage == "write" and rank == 0:
             storage.fail("sync", "*", WriteError(errno.EIO, "the disk is gone", "/x"))
         options: dict[str, Any] = {"metrics": {"loss": "x"}} if stage == "capture" and rank == 0 else {}
         with pytest.raises((AioCkptError, OSError)):
-            engine.save(state_at(2), step=2, **options).result(SECS)
+            engine.save(state_of(2), step=2, **options).result(SECS)
         pending = pending_path(root, engine._ctx.members.owner, 2)
         if rank == 1:
             engine.terminate()
@@ -320,14 +317,14 @@ def test_what_a_late_rank_makes_of_a_save_that_failed_on_the_leader_is_removed(
 
 def refuse_a_skipped_call(rank: int, count: int, root: Path, when_busy: str) -> tuple[list[str], list[int], list[str]]:
     with acting_engine(root, SECS, when_busy=when_busy, max_in_flight=2) as (engine, storage):
-        engine.save(state_at(1)).result(SECS)
+        engine.save(state_of(1)).result(SECS)
         gate = storage.hold("sync", "*") if rank == 0 else None
-        tickets = [engine.save(state_at(step)) for step in (2, 3)]
+        tickets = [engine.save(state_of(step)) for step in (2, 3)]
         dist.barrier()
         found = []
         try:
             options: dict[str, Any] = {"metrics": {"loss": "x"}} if rank == 1 else {}
-            found.append("skipped" if engine.save(state_at(4), **options).skipped else "saved")
+            found.append("skipped" if engine.save(state_of(4), **options).skipped else "saved")
         except (ConfigError, BusyError) as error:
             found.append(type(error).__name__)
         engine._portal.call(coordinator_of(engine).beat, timeout=SECS)  # behind whatever the call has begun
@@ -339,7 +336,7 @@ def refuse_a_skipped_call(rank: int, count: int, root: Path, when_busy: str) -> 
             gate.open()
         steps = [ticket.result(SECS).step for ticket in tickets]
         for _ in range(2):
-            ticket = engine.save(state_at(5))
+            ticket = engine.save(state_of(5))
             ticket.result(SECS)
             steps.append(ticket.step)
         dist.barrier()
@@ -359,17 +356,17 @@ def test_a_call_refused_here_that_the_leader_skips_waits_for_no_word_and_takes_n
 def give_up_before_the_leader_speaks(rank: int, count: int, root: Path, has_room: bool) -> list[str]:
     found = []
     with acting_engine(root, SECS, when_busy="skip", on_failure="log") as (engine, storage):
-        engine.save(state_at(1)).result(SECS)
+        engine.save(state_of(1)).result(SECS)
         gate = storage.hold("sync", "*") if rank == 0 and not has_room else None
-        first = None if has_room else engine.save(state_at(2))
+        first = None if has_room else engine.save(state_of(2))
         dist.barrier()
         if rank == 1:
             with pytest.raises(StallError, match="whether rank 0 has room"):
-                engine.save(state_at(3), deadline_secs=0.2)
+                engine.save(state_of(3), deadline_secs=0.2)
             dist.barrier()
         else:
             dist.barrier()
-            ticket = engine.save(state_at(3))
+            ticket = engine.save(state_of(3))
             found.append("skipped" if ticket.skipped else type(ticket.exception(SECS)).__name__)
             if gate is not None:
                 storage.release(gate)
@@ -378,7 +375,7 @@ def give_up_before_the_leader_speaks(rank: int, count: int, root: Path, has_room
             first.result(SECS)
         dist.barrier()
         for _ in range(2):
-            ticket = engine.save(state_at(4))
+            ticket = engine.save(state_of(4))
             ticket.result(SECS)
             found.append(str(ticket.step))
         dist.barrier()
@@ -399,14 +396,14 @@ def test_a_call_given_up_before_the_leader_speaks_ends_as_that_call_on_both(
 
 def call_different_things(rank: int, count: int, root: Path, kinds: tuple[str, str]) -> tuple[str, float]:
     with acting_engine(root, SHORT_SECS, on_failure="log") as (engine, _):
-        engine.save(state_at(1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(SECS)
         dist.barrier()
         began = time.monotonic()
         with pytest.raises(PeerFailedError) as raised:
             if kinds[rank] == "save":
-                engine.save(state_at(2), step=2).result(SECS)
+                engine.save(state_of(2), step=2).result(SECS)
             elif kinds[rank] == "load":
-                engine.load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
+                engine.load(state_of(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
             elif kinds[rank] == "delete":
                 engine.delete(1).result()
             else:
@@ -443,11 +440,11 @@ def open_and_close(rank: int, count: int, root: Path, times: int) -> None:
     for number in range(times):
         with acting_engine(root, SECS) as (engine, _):
             step = 10 * number
-            engine.save(state_at(step), step=step + 1).result(SECS)
-            engine.save({"x": torch.ones(number + 1), **state_at(step)}, step=step + 2).result(SECS)
+            engine.save(state_of(step), step=step + 1).result(SECS)
+            engine.save({"x": torch.ones(number + 1), **state_of(step)}, step=step + 2).result(SECS)
             with pytest.raises(AioCkptError):
-                engine.save(state_at(step), step=1).result(SECS)
-            engine.load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
+                engine.save(state_of(step), step=1).result(SECS)
+            engine.load(state_of(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
             engine.rollback(step + 1).result()
             dist.barrier()
 
@@ -469,7 +466,7 @@ def open_and_leave_at_once(rank: int, count: int, root: Path, leaving: int) -> s
             return ""
         dist.barrier()
         with pytest.raises(AioCkptError) as raised:
-            engine.save(state_at(1), step=1).result(SECS)
+            engine.save(state_of(1), step=1).result(SECS)
         return type(raised.value).__name__
 
 

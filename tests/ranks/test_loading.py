@@ -18,7 +18,7 @@ import rank_states
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from builders import steps_dir, weights
+from builders import state_of, steps_dir, weights
 from gated_storage import TIMEOUT, Call, Gate, GatedStorage
 from rank_engines import ActingStorage, engine_over
 from rank_processes import Ranks, engine_on
@@ -260,12 +260,8 @@ def test_a_template_that_fits_not_on_one_rank_is_loaded_by_none(two: Ranks, tmp_
 
 TURN_SECS = 8.0
 """Longer than any wait here that ends by being told."""
-ELEMENTS = 1000
+ELEMENTS = 300
 OPTIONS = {"strict": False, "allow_missing": False, "fallback": True}
-
-
-def state_of(value: float) -> dict[str, Any]:
-    return {"w": torch.full((ELEMENTS,), float(value)), "k": value}
 
 
 def submit(engine: CheckpointEngine, state: Any) -> PendingLoad:
@@ -297,7 +293,7 @@ def check_next_load(engine: CheckpointEngine | SyncCheckpointEngine, value: int)
     state = state_of(0)
     report = engine.load(state) if isinstance(engine, SyncCheckpointEngine) else submit(engine, state).result(TURN_SECS)
     assert report.step == value
-    assert state["k"] == value
+    assert state["step"] == value
     assert bool((state["w"] == value).all())
 
 
@@ -427,7 +423,7 @@ def load_refused(rank: int, count: int, root: Path, refusing: int, odd: dict[str
         state = state_of(0)
         error = failure_of(lambda: engine.load(state, **(odd if rank == refusing else {})))
         assert not error.target_modified
-        assert state["k"] == 0
+        assert state["step"] == 0
         check_next_load(engine, 1)
         check_next_load(engine, 1)
     if isinstance(error, PeerFailedError):
@@ -453,7 +449,7 @@ def load_otherwise(rank: int, count: int, root: Path, calls: tuple[dict[str, Any
             engine.save(state_of(step), step=step).result(TURN_SECS)
         state = state_of(0)
         error = failure_of(lambda: engine.load(state, **calls[rank]))
-        assert state["k"] == 0
+        assert state["step"] == 0
         assert not state["w"].any()
         check_next_load(engine, 2)
     assert isinstance(error, PeerFailedError)
@@ -532,14 +528,14 @@ def load_while_saving(
             wait_until(lambda: bool(state["w"].all()))
         dist.barrier()
         assert bool(state["w"].any()) == (rank == 0 and late == "to read"), "filled once the templates of all match"
-        assert state["k"] == 0, "objects are set only once all ranks have read the checkpoint"
+        assert state["step"] == 0, "objects are set only once all ranks have read the checkpoint"
         engine.save(state_of(9), **saved).result(TURN_SECS)
         wait_until(lambda: len(list(root.glob("step_*"))) == 1)
         dist.barrier()
         gate.open()
         report = load.result(TURN_SECS)
         dist.barrier()
-    return report.step, float(state["w"].min()), state["k"]
+    return report.step, float(state["w"].min()), state["step"]
 
 
 @pytest.mark.parametrize(("late", "value"), [("to match", 9), ("to read", 1)])
@@ -562,7 +558,7 @@ def load_stock(rank: int, count: int, root: Path) -> int:
     with engine_on(root, TURN_SECS) as engine:
         if rank == 0:
             torch.distributed.checkpoint.save(
-                {"w": torch.ones(ELEMENTS), "k": 1}, checkpoint_id=str(root / "step_000000001"), no_dist=True
+                {"w": torch.ones(ELEMENTS), "step": 1}, checkpoint_id=str(root / "step_000000001"), no_dist=True
             )
         dist.barrier()
         check_next_load(engine, 1)
@@ -586,16 +582,16 @@ def flip_a_byte(path: Path) -> None:
 
 def fail_elsewhere(rank: int, count: int, root: Path, how: str, odd: int = 1) -> tuple[tuple[str, bool], float, int]:
     with engine_on(root, TURN_SECS) as engine:
-        engine.save({"w": PerRank(torch.full((ELEMENTS,), 5.0)), "k": PerRank(5)}, step=1).result(TURN_SECS)
+        engine.save({"w": PerRank(torch.full((ELEMENTS,), 5.0)), "step": PerRank(5)}, step=1).result(TURN_SECS)
         dist.barrier()
-        template = {"w": PerRank(torch.zeros(ELEMENTS)), "k": PerRank(0)}
+        template = {"w": PerRank(torch.zeros(ELEMENTS)), "step": PerRank(0)}
         if rank == odd and how == "damaged":
             flip_a_byte(root / "step_000000001" / "__1_0.distcp")
         elif rank == odd:
             template["absent"] = PerRank(1)
         dist.barrier()
         error = failure_of(lambda: engine.load(template))
-    return kind_and_touched(error), float(template["w"].value.max()), template["k"].value
+    return kind_and_touched(error), float(template["w"].value.max()), template["step"].value
 
 
 def test_a_rank_whose_template_was_filled_is_told_so_by_the_error_of_another(two: Ranks, tmp_path: Path) -> None:
@@ -629,7 +625,7 @@ class Stateful:
 
 def fall_back(rank: int, count: int, root: Path) -> tuple[int, int, list[int]]:
     def made(value: int) -> dict[str, Any]:
-        return {"w": PerRank(torch.full((ELEMENTS,), float(value))), "k": PerRank(value), "s": Stateful(value)}
+        return {"w": PerRank(torch.full((ELEMENTS,), float(value))), "step": PerRank(value), "s": Stateful(value)}
 
     with engine_on(root, TURN_SECS) as engine:
         engine.save(made(1), step=1).result(TURN_SECS)
@@ -641,7 +637,7 @@ def fall_back(rank: int, count: int, root: Path) -> tuple[int, int, list[int]]:
         template = {**made(0), "late": PerRank(0)}
         report = engine.load(template, allow_missing=True)
         assert report.step == 1
-        assert template["k"].value == 1
+        assert template["step"].value == 1
         assert len(report.missing) == 1
     return template["late"].value, int(template["w"].value[0]), template["s"].given
 

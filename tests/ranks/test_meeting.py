@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import pytest
-import torch
 import torch.distributed as dist
+from builders import weights
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_processes import Ranks, engine_on, ranks
@@ -31,10 +31,6 @@ T = TypeVar("T")
 SECS = 20.0
 SHORT_SECS = 2.0
 BYTES: Exchange[bytes, bytes] = Exchange(bytes, bytes, stage="agree")
-
-
-def state_at(step: int) -> dict[str, Any]:
-    return {"w": torch.full((100,), float(step))}
 
 
 # -- the queue ----------------------------------------------------------------------------------------
@@ -101,8 +97,8 @@ def open_two_at_once(rank: int, count: int, root: Path) -> tuple[int, int]:
     delays = (0.5, 0.0) if rank == 1 else (0.0, 0.0)
     saver, loader = in_turn(*(lambda delay=delay: open_one(root, delay) for delay in delays))
     with saver, loader:
-        saved = saver.save(state_at(1), step=1).result(SECS).step
-        return saved, loader.load(state_at(0)).step
+        saved = saver.save(weights(1), step=1).result(SECS).step
+        return saved, loader.load(weights(0)).step
 
 
 def test_two_engines_on_one_root_meet_in_the_order_of_their_making_not_of_their_threads(
@@ -139,7 +135,7 @@ def meet_over_bad_looks(rank: int, count: int, root: Path, at: int, failing: int
     storage.failing = failing if rank == at else 0
     engine = CheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20), storage=storage)
     try:
-        return engine.save(state_at(1), step=1).result(SECS).step, []
+        return engine.save(weights(1), step=1).result(SECS).step, []
     except AioCkptError as error:
         return str(error), getattr(error, "__notes__", [])
     finally:
@@ -174,7 +170,7 @@ def restart(rank: int, count: int, root: Path, is_swapped: bool) -> tuple[int, i
 
     again = 1 - rank if is_swapped else rank
     old = engine(rank)
-    first = old.save(state_at(1), step=1).result(SECS).step
+    first = old.save(weights(1), step=1).result(SECS).step
     lonely = [engine(rank) for _ in range(2 * (1 - rank))]
     old.terminate()
     dist.barrier()
@@ -185,12 +181,12 @@ def restart(rank: int, count: int, root: Path, is_swapped: bool) -> tuple[int, i
     dist.barrier()
     for each in lonely:
         with pytest.raises(PeerFailedError, match="another process group now"):
-            each.load(state_at(0))
+            each.load(weights(0))
     if lonely:
         new = engine(again)
     with new:
-        assert new.load(state_at(0)).step == 1
-        second = new.save(state_at(2)).result(SECS).step
+        assert new.load(weights(0)).step == 1
+        second = new.save(weights(2)).result(SECS).step
         dist.barrier()
     for each in lonely:
         each.terminate()
@@ -216,7 +212,7 @@ def save_in_groups(rank: int, count: int, root: Path) -> tuple[int, str]:
     coordinator = StoreCoordinator.of_group(mine)
     config = EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20)
     with SyncCheckpointEngine(root / f"of {rank // 2}", config, coordinator=coordinator) as engine:
-        step = engine.save(state_at(rank // 2), step=10 + rank // 2).result(SECS).step
+        step = engine.save(weights(rank // 2), step=10 + rank // 2).result(SECS).step
         assert engine.steps() == [10 + rank // 2]
     return step, asyncio.run(meet_under_one_name(mine, rank))
 
@@ -252,7 +248,7 @@ def open_unequal_numbers(rank: int, count: int, root: Path) -> int:
         engine_on(root, SECS).close()  # before the other has come
     dist.barrier()
     with engine_on(root, SECS) as engine:
-        return engine.save(state_at(1), step=1).result(SECS).step
+        return engine.save(weights(1), step=1).result(SECS).step
 
 
 def test_engines_that_were_closed_before_the_ranks_met_shift_nobody(two: Ranks, tmp_path: Path) -> None:

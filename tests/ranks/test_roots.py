@@ -6,10 +6,9 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
+from builders import weights
 from disk_tree import tree_of
 from rank_processes import Ranks, engine_on
 
@@ -19,10 +18,6 @@ from aio_ckpt.format.names import ENGINE_DIR
 SECS = 30.0
 OWN = Path("/proc/self/cwd/ckpt")
 """One path, which leads to another directory on each rank: like a disk of each host."""
-
-
-def state_at(step: int) -> dict[str, Any]:
-    return {"w": torch.full((100,), float(step))}
 
 
 def text_of(call: Callable[[], object]) -> str:
@@ -40,8 +35,8 @@ def on_disks_of_their_own(rank: int, count: int, folder: Path, disks: tuple[str,
     os.chdir(folder / disks[rank])
     try:
         with engine_on(OWN, SECS, on_failure="log") as engine:
-            saved = text_of(lambda: engine.save(state_at(1), step=1).result(SECS))
-            state = state_at(0)
+            saved = text_of(lambda: engine.save(weights(1), step=1).result(SECS))
+            state = weights(0)
             loaded = text_of(lambda: engine.load(state))
             assert loaded == "went well" or not state["w"].any()
     finally:
@@ -66,7 +61,7 @@ def load_own(rank: int, count: int, folder: Path, disks: tuple[str, ...]) -> str
     os.chdir(folder / disks[rank])
     try:
         with engine_on(OWN, SECS) as engine:
-            state = state_at(0)
+            state = weights(0)
             text = text_of(lambda: engine.load(state))
             assert not state["w"].any()
     finally:
@@ -79,7 +74,7 @@ def test_a_load_of_ranks_with_different_roots_fails_and_names_the_hosts(two: Ran
         (tmp_path / disk).mkdir()
         for step in range(1, steps + 1):
             with engine_on(tmp_path / disk / "ckpt", SECS) as engine:
-                engine.save(state_at(step), step=step).result(SECS)
+                engine.save(weights(step), step=step).result(SECS)
     before = tree_of(tmp_path)
     for disks in (("full", "other"), ("full", "empty")):
         for text in two.run(load_own, tmp_path, disks):
@@ -104,7 +99,7 @@ def look_around(rank: int, count: int, root: Path, parent: Path) -> list[tuple[s
         for name, call in (
             ("latest_step", engine.latest_step),
             ("steps", engine.steps),
-            ("load", lambda: text_of(lambda: engine.load(state_at(0)))),
+            ("load", lambda: text_of(lambda: engine.load(weights(0)))),
             ("read", lambda: text_of(engine.read)),
             ("rollback", lambda: text_of(lambda: engine.rollback(7))),
         ):
@@ -122,23 +117,23 @@ def test_ranks_that_only_look_make_nothing_on_the_disk(two: Ranks, tmp_path: Pat
 
 def test_ranks_that_only_read_make_nothing_in_a_root_with_steps(two: Ranks, tmp_path: Path) -> None:
     with engine_on(tmp_path / "root", SECS) as engine:
-        engine.save(state_at(1), step=7).result(SECS)
+        engine.save(weights(1), step=7).result(SECS)
     for found in two.run(look_around, tmp_path / "root", tmp_path):
         assert [(call, new) for call, new in found if new] == []
 
 
 def prepare_with_a_step(rank: int, count: int, root: Path) -> tuple[str, int]:
     with engine_on(root, SECS) as engine:
-        refused = text_of(lambda: engine.prepare(state_at(1), step=7))
+        refused = text_of(lambda: engine.prepare(weights(1), step=7))
         assert not (root / ENGINE_DIR / "lock").exists()
         dist.barrier()
-        engine.prepare(state_at(1), step=8).result(SECS)
-        return refused, engine.save(state_at(1), step=8).result(SECS).step
+        engine.prepare(weights(1), step=8).result(SECS)
+        return refused, engine.save(weights(1), step=8).result(SECS).step
 
 
 def test_prepare_refuses_a_step_on_every_rank_before_the_root_is_locked(two: Ranks, tmp_path: Path) -> None:
     with engine_on(tmp_path / "used", SECS) as engine:
-        engine.save(state_at(1), step=7).result(SECS)
+        engine.save(weights(1), step=7).result(SECS)
     shutil.copytree(tmp_path / "used" / "step_000000007", tmp_path / "root" / "step_000000007")
     for refused, saved in two.run(prepare_with_a_step, tmp_path / "root"):
         assert refused.startswith("StepOrderError: step=7 does not exceed the newest committed or pending step 7: ")

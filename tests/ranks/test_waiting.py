@@ -7,11 +7,10 @@ import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from builders import state_of
 from log_lines import LogLines, early_lines
 from rank_engines import acting_engine
 from rank_processes import Ranks, engine_on, ranks
@@ -21,10 +20,6 @@ from aio_ckpt.ranks.missing import REMEDY
 SECS = 30.0
 FIRST_SECS = 0.2
 """Lines come at 0.2 s, 0.4 s and so on; heartbeats of a call from 0.1 s on. Lines say "0 s"."""
-
-
-def state(rank: int, step: int) -> dict[str, Any]:
-    return {"w": torch.full((50,), float(step)), "of": step}
 
 
 Told = tuple[str, int | None, int, str]
@@ -45,16 +40,16 @@ def told(lines: LogLines, *words: str) -> set[Told]:
 def come_late(rank: int, count: int, root: Path, late: tuple[int, ...], call: str) -> set[Told]:
     """All ranks save step 199, or load it. Then the ``late`` ones train, while the others save step 200."""
     with early_lines(FIRST_SECS) as lines, engine_on(root, SECS) as engine:
-        engine.save(state(rank, 199), step=199).result(SECS)
+        engine.save(state_of(199), step=199).result(SECS)
         if call == "load":
-            engine.load(state(rank, 0))
+            engine.load(state_of(0))
         dist.barrier()
         lines.records.clear()
         if rank in late:
             dist.barrier()  # stands for training that does not come to an end
-            engine.save(state(rank, 200), step=200).result(SECS)
+            engine.save(state_of(200), step=200).result(SECS)
         else:
-            ticket = engine.save(state(rank, 200), step=200)
+            ticket = engine.save(state_of(200), step=200)
             lines.wait_for(".*(not called|for other ranks).*", 2)
             dist.barrier()
             ticket.result(SECS)
@@ -85,19 +80,19 @@ def test_the_leader_names_the_missing_ranks_and_the_others_name_the_leader(four:
 def cross(rank: int, count: int, root: Path) -> set[Told]:
     """One rank saves step 2, the other loads; then each makes the call of the other."""
     with early_lines(FIRST_SECS) as lines, ThreadPoolExecutor(1) as pool, engine_on(root, SECS) as engine:
-        engine.save(state(rank, 1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(SECS)
         dist.barrier()
         if rank == 0:
-            ticket = engine.save(state(rank, 2))
+            ticket = engine.save(state_of(2))
             lines.wait_for(".*waits in load.*")
             dist.barrier()
-            engine.load(state(rank, 0))
+            engine.load(state_of(0))
             ticket.result(SECS)
         else:
-            loading = pool.submit(engine.load, state(rank, 0))
+            loading = pool.submit(engine.load, state_of(0))
             lines.wait_for(".*waits in save.*")
             dist.barrier()
-            engine.save(state(rank, 2)).result(SECS)
+            engine.save(state_of(2)).result(SECS)
             loading.result(SECS)
         return told(lines, "not called")
 
@@ -114,11 +109,11 @@ def test_a_rank_that_waits_in_another_call_is_named_with_that_call(two: Ranks, t
 def hang_once(rank: int, count: int, root: Path, slow: int) -> set[Told]:
     """The disk of one rank hangs while step 2 is saved."""
     with early_lines(FIRST_SECS) as lines, acting_engine(root, SECS) as (engine, storage):
-        engine.save(state(rank, 1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(SECS)
         dist.barrier()
         lines.records.clear()
         gate = storage.hold("sync", "*.distcp") if rank == slow else None
-        ticket = engine.save(state(rank, 2), step=2)
+        ticket = engine.save(state_of(2), step=2)
         lines.wait_for(".*(made no progress|not finished).*", 2)
         dist.barrier()
         if gate is not None:
@@ -148,7 +143,7 @@ def open_late(rank: int, count: int, root: Path, late: int) -> set[Told]:
             if rank != late:
                 lines.wait_for(".*opened.*", 2)
                 dist.barrier()
-            engine.save(state(rank, 1)).result(SECS)
+            engine.save(state_of(1)).result(SECS)
         return told(lines, "opened")
 
 
@@ -164,10 +159,10 @@ def test_a_rank_that_opens_no_engine_is_named_with_the_root(two: Ranks, tmp_path
 
 def save_until_killed(rank: int, count: int, root: Path) -> set[Told]:
     with early_lines(FIRST_SECS) as lines, engine_on(root, 1.0) as engine:
-        engine.save(state(rank, 1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(SECS)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        engine.save(state(rank, 2), step=2).exception(SECS)
+        engine.save(state_of(2), step=2).exception(SECS)
         return told(lines, "not called")
 
 

@@ -11,8 +11,9 @@ import torch
 from aio_ckpt.errors import WriteError
 from aio_ckpt.format.names import ENGINE_DIR
 from aio_ckpt.reports import SaveReport, StageTimings
+from aio_ckpt.ticket import PendingCall
 
-__all__ = ["broken", "flip", "listing", "report_of", "save", "steps_dir", "weights"]
+__all__ = ["broken", "flip", "listing", "report_of", "save", "state_of", "steps_dir", "value", "weights"]
 
 TIMEOUT = 60.0
 
@@ -20,6 +21,18 @@ TIMEOUT = 60.0
 def weights(number: float) -> dict[str, torch.Tensor]:
     """A state of one tensor of ten float32, every one ``number``."""
     return {"w": torch.full((10,), float(number))}
+
+
+def state_of(number: float, size: int = 300) -> dict[str, Any]:
+    """A state of one tensor of ``size`` float32 and one object, both ``number``."""
+    return {"w": torch.full((size,), float(number)), "step": number}
+
+
+def value(engine: Any, step: int | None = None) -> float:
+    """The number of the :func:`weights` that a checkpoint holds; the newest one without a step."""
+    found = engine.read(step)
+    state = found.result(TIMEOUT) if isinstance(found, PendingCall) else found
+    return float(state["w"][0])
 
 
 def report_of(step: int, timings: StageTimings) -> SaveReport:

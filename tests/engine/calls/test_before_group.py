@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from builders import weights
 from command_line import called
 from disk_tree import tree_of
 from rank_processes import ranks
@@ -19,11 +19,11 @@ from aio_ckpt.errors import ConfigError
 
 REMEDY = r"before init_process_group.*open it after init_process_group.*coordinator=SoloCoordinator\(\)"
 CALLS: dict[str, Callable[[SyncCheckpointEngine, Path], Any]] = {
-    "save": lambda engine, root: engine.save(state(2.0), step=2),
-    "save_path": lambda engine, root: engine.save(state(2.0), path=root / "other"),
-    "prepare": lambda engine, root: engine.prepare(state(2.0)),
-    "load": lambda engine, root: engine.load(state(0.0)),
-    "load_path": lambda engine, root: engine.load(state(0.0), path=root / "step_000000001"),
+    "save": lambda engine, root: engine.save(weights(2.0), step=2),
+    "save_path": lambda engine, root: engine.save(weights(2.0), path=root / "other"),
+    "prepare": lambda engine, root: engine.prepare(weights(2.0)),
+    "load": lambda engine, root: engine.load(weights(0.0)),
+    "load_path": lambda engine, root: engine.load(weights(0.0), path=root / "step_000000001"),
     "read": lambda engine, root: engine.read(),
     "rollback": lambda engine, root: engine.rollback(1),
     "delete": lambda engine, root: engine.delete(1, allow_newest=True),
@@ -31,14 +31,10 @@ CALLS: dict[str, Callable[[SyncCheckpointEngine, Path], Any]] = {
 }
 
 
-def state(value: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((3,), value)}
-
-
 @pytest.fixture
 def saved(root: Path) -> Path:
     with SyncCheckpointEngine(root) as engine:
-        engine.save(state(1.0), step=1).result()
+        engine.save(weights(1.0), step=1).result()
     return root
 
 
@@ -64,22 +60,22 @@ def test_one_of_several_launched_processes_without_a_group_touches_nothing_and_i
 
 async def test_the_async_engine_is_told_too(saved: Path, launched: None) -> None:
     async with CheckpointEngine(saved) as engine:
-        for call in (lambda: engine.load(state(0.0)), lambda: engine.read(), lambda: engine.delete(1)):
+        for call in (lambda: engine.load(weights(0.0)), lambda: engine.read(), lambda: engine.delete(1)):
             with pytest.raises(ConfigError, match=REMEDY):
                 await call()
 
 
 def test_a_coordinator_that_is_given_says_that_the_process_is_meant_to_be_alone(saved: Path, launched: None) -> None:
     with SyncCheckpointEngine(saved, coordinator=SoloCoordinator()) as engine:
-        engine.save(state(2.0), step=2).result()
-        assert engine.load(state(0.0)).step == 2
+        engine.save(weights(2.0), step=2).result()
+        assert engine.load(weights(0.0)).step == 2
 
 
 def test_reading_without_an_engine_and_the_command_line_go_on_under_a_launcher(
     saved: Path, launched: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     place = saved / "step_000000001"
-    template = state(0.0)
+    template = weights(0.0)
     assert aio_ckpt.load(place, template).step == 1
     assert aio_ckpt.read(place)["w"].equal(template["w"])
     assert called(capsys, "ls", saved)[0] == 0
@@ -94,18 +90,18 @@ def test_a_process_that_no_launcher_started_with_others_saves_alone(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with SyncCheckpointEngine(root) as engine:
-        assert engine.save(state(1.0), step=1).result().step == 1
+        assert engine.save(weights(1.0), step=1).result().step == 1
 
 
 def test_a_group_of_one_rank_counts_and_not_what_a_launcher_said(root: Path, launched: None) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = SyncCheckpointEngine(root)
     try:
-        assert engine.save(state(1.0), step=1).result().step == 1
+        assert engine.save(weights(1.0), step=1).result().step == 1
     finally:
         dist.destroy_process_group()
     with engine:
-        assert engine.save(state(2.0), step=2).result().step == 2
+        assert engine.save(weights(2.0), step=2).result().step == 2
 
 
 def open_before_the_group(rank: int, count: int, root: Path) -> str:
@@ -116,9 +112,9 @@ def open_before_the_group(rank: int, count: int, root: Path) -> str:
     engine = SyncCheckpointEngine(root)
     dist.init_process_group("gloo", store=dist.PrefixStore("later", store), rank=rank, world_size=count)
     with engine, pytest.raises(ConfigError, match=REMEDY) as raised:
-        engine.save(state(1.0), step=1)
+        engine.save(weights(1.0), step=1)
     with SyncCheckpointEngine(root) as engine:
-        engine.save(state(1.0), step=1).result()
+        engine.save(weights(1.0), step=1).result()
     return str(raised.value)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
-from builders import listing, save, weights
+from builders import listing, save, value, weights
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
@@ -36,7 +36,6 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import Storage
-from tests.engine.root.test_steps import value
 
 NAMES = StepNames(EngineConfig().step_dir)
 ONE, TWO, THREE = (f"step_{step:09d}" for step in (1, 2, 3))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from builders import weights
 from disk_tree import tree_of
 from gated_storage import TIMEOUT
 from log_lines import kept_lines
@@ -20,16 +19,12 @@ from aio_ckpt.errors import StepOrderError
 MIXED = "this run has loaded none of them"
 
 
-def state() -> dict[str, Any]:
-    return {"w": torch.ones(3)}
-
-
 @pytest.fixture
 def used(root: Path) -> Path:
     """A root with the steps 1 and 400."""
     with SyncCheckpointEngine(root) as engine:
         for step in (1, 400):
-            engine.save(state(), step=step).result(TIMEOUT)
+            engine.save(weights(1), step=step).result(TIMEOUT)
     return root
 
 
@@ -44,15 +39,15 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[str], list[str]
 def test_an_engine_that_opens_a_used_root_says_so_in_one_line(used: Path, told: Callable[[str], list[str]]) -> None:
     with kept_lines() as lines, SyncCheckpointEngine(used) as engine:
         lines.wait_for(".*holds steps.*")
-        engine.load(state())
-        engine.save(state()).result(TIMEOUT)
+        engine.load(weights(1))
+        engine.save(weights(1)).result(TIMEOUT)
     assert told("holds steps") == [f"{used} holds steps up to 400: load() resumes, and a save must exceed step 400"]
 
 
 def test_an_engine_that_opens_a_new_root_says_nothing(root: Path, told: Callable[[str], list[str]]) -> None:
     with SyncCheckpointEngine(root) as engine:
-        engine.save(state()).result(TIMEOUT)
-        engine.save(state()).result(TIMEOUT)
+        engine.save(weights(1)).result(TIMEOUT)
+        engine.save(weights(1)).result(TIMEOUT)
     assert told("holds steps") == []
 
 
@@ -64,7 +59,7 @@ def test_a_step_that_is_not_above_the_newest_is_refused_with_the_three_ways_on(
     before = tree_of(used)
     with SyncCheckpointEngine(used) as engine:
         with pytest.raises(StepOrderError) as caught:
-            getattr(engine, call)(state(), step=step)
+            getattr(engine, call)(weights(1), step=step)
         assert engine.plan_misses == 0
     text = str(caught.value)
     assert text.startswith(f"step={step} does not exceed the newest committed or pending step 400: ")
@@ -76,13 +71,13 @@ def test_a_step_that_is_not_above_the_newest_is_refused_with_the_three_ways_on(
 
 def test_prepare_takes_a_step_that_a_save_may_have(used: Path, told: Callable[[str], list[str]]) -> None:
     with SyncCheckpointEngine(used) as engine:
-        engine.prepare(state(), step=401).result(TIMEOUT)
-        assert engine.save(state()).result(TIMEOUT).step == 401
+        engine.prepare(weights(1), step=401).result(TIMEOUT)
+        assert engine.save(weights(1)).result(TIMEOUT).step == 401
     assert told(MIXED) == []
 
 
 def load_it(engine: SyncCheckpointEngine) -> object:
-    return engine.load(state())
+    return engine.load(weights(1))
 
 
 def read_it(engine: SyncCheckpointEngine) -> object:
@@ -94,7 +89,7 @@ def roll_back(engine: SyncCheckpointEngine) -> object:
 
 
 def name_the_step(engine: SyncCheckpointEngine) -> object:
-    return engine.save(state(), step=500).result(TIMEOUT)
+    return engine.save(weights(1), step=500).result(TIMEOUT)
 
 
 @pytest.mark.parametrize("goes_on", [load_it, read_it, roll_back, name_the_step])
@@ -103,8 +98,8 @@ def test_a_run_that_goes_on_from_the_steps_of_its_root_is_not_warned(
 ) -> None:
     with SyncCheckpointEngine(used) as engine:
         goes_on(engine)
-        engine.prepare(state()).result(TIMEOUT)
-        engine.save(state()).result(TIMEOUT)
+        engine.prepare(weights(1)).result(TIMEOUT)
+        engine.save(weights(1)).result(TIMEOUT)
     assert told(MIXED) == []
 
 
@@ -113,11 +108,11 @@ def test_a_run_that_goes_on_from_nothing_is_warned_once_before_it_mixes_its_step
     used: Path, told: Callable[[str], list[str]], first: str
 ) -> None:
     with SyncCheckpointEngine(used) as engine:
-        engine.load(state(), path=used / "step_000000001")  # some other checkpoint, as far as the steps go
-        getattr(engine, first)(state())
+        engine.load(weights(1), path=used / "step_000000001")  # some other checkpoint, as far as the steps go
+        getattr(engine, first)(weights(1))
         assert len(told(MIXED)) == 1
-        engine.save(state()).result(TIMEOUT)
-        engine.save(state()).result(TIMEOUT)
+        engine.save(weights(1)).result(TIMEOUT)
+        engine.save(weights(1)).result(TIMEOUT)
     (text,) = told(MIXED)
     assert text.startswith(f"{used} holds steps up to 400, ")
     assert "its next save is step 401" in text

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from builders import weights
 from disk_tree import tree_of
 from gated_storage import TIMEOUT
 
@@ -25,10 +24,6 @@ def unchanged(folder: Path) -> Iterator[None]:
     assert tree_of(folder) == before
 
 
-def state() -> dict[str, Any]:
-    return {"w": torch.ones(3)}
-
-
 @pytest.fixture(params=["missing", "empty", "full", "of others"])
 def looked_at(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A root in each form that a reader may meet it in."""
@@ -37,7 +32,7 @@ def looked_at(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         root.mkdir(parents=True)
     elif request.param != "missing":
         with SyncCheckpointEngine(root) as engine:
-            engine.save(state(), step=3).result(TIMEOUT)
+            engine.save(weights(1), step=3).result(TIMEOUT)
         if request.param == "of others":  # a step that was copied here, and nothing else
             (root / "step_000000003").rename(tmp_path / "step_000000003")
             root = tmp_path
@@ -57,10 +52,10 @@ def test_a_sync_engine_that_only_looks_makes_nothing(looked_at: Path, tmp_path: 
             assert engine.protected_steps() == []
             engine.unprotect(3)
             if has_steps:
-                assert engine.load(state()).step == 3
+                assert engine.load(weights(1)).step == 3
                 assert engine.read(3).keys() == {"w"}
             else:
-                refused(CheckpointNotFoundError, lambda: engine.load(state()))
+                refused(CheckpointNotFoundError, lambda: engine.load(weights(1)))
                 refused(CheckpointNotFoundError, engine.read)
                 refused(CheckpointNotFoundError, lambda: engine.rollback(3))
                 refused(CheckpointNotFoundError, lambda: engine.delete(3))
@@ -72,11 +67,11 @@ async def test_an_async_engine_that_only_looks_makes_nothing(looked_at: Path, tm
         async with CheckpointEngine(looked_at) as engine:
             await engine.ready()
             if (await engine.latest_step()) is not None:
-                assert (await engine.load(state())).step == 3
+                assert (await engine.load(weights(1))).step == 3
                 assert (await engine.read()).keys() == {"w"}
             else:
                 with pytest.raises(CheckpointNotFoundError):
-                    await engine.load(state())
+                    await engine.load(weights(1))
                 with pytest.raises(CheckpointNotFoundError):
                     await engine.read()
 
@@ -102,9 +97,9 @@ def test_the_first_save_or_prepare_makes_the_root(root: Path, first: str) -> Non
     root = root / "below"
     with SyncCheckpointEngine(root) as engine:
         assert not root.parent.exists()
-        getattr(engine, first)(state()).result(TIMEOUT)
+        getattr(engine, first)(weights(1)).result(TIMEOUT)
         assert (root / ENGINE_DIR / "lock").exists()
-        engine.save(state()).result(TIMEOUT)
+        engine.save(weights(1)).result(TIMEOUT)
 
 
 def test_a_root_that_is_a_link_to_nothing_is_refused_when_it_is_opened(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import listing, save, weights
+from builders import listing, save, value, weights
 from gated_storage import TIMEOUT, gated_engine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,12 +40,6 @@ from aio_ckpt.format.names import ABANDONED_DIR, ENGINE_DIR, StepNames
 def engine(root: Path) -> Iterator[SyncCheckpointEngine]:
     with SyncCheckpointEngine(root) as engine:
         yield engine
-
-
-def value(engine: SyncCheckpointEngine, step: int | None = None) -> float:
-    state = engine.read(step)
-    assert isinstance(state, dict)
-    return float(state["w"][0])
 
 
 # -- order ----------------------------------------------------------------------------------------

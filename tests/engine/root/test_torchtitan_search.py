@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
+from builders import weights
 from gated_storage import TIMEOUT, gated_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
@@ -16,10 +16,6 @@ from aio_ckpt.errors import WriteError
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, protected_name
 
 TITAN = EngineConfig(step_dir="step-{step}")
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), number)}
 
 
 def titan_steps(folder: Path) -> dict[int, Path]:

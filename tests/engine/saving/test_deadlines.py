@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from builders import listing, weights
+from builders import listing, value, weights
 from gated_storage import TIMEOUT, gated_engine
 
-from aio_ckpt import CheckpointEngine
 from aio_ckpt.errors import StallError
 
 MIB = 1 << 20
@@ -23,11 +21,6 @@ STAGES = {
     "writing the rank's manifest": ("write_file", "aio_ckpt.0.bin"),
     "making its directory durable": ("sync_dir", "pending/*"),
 }
-
-
-def value(engine: CheckpointEngine) -> float:
-    state: Any = engine.read(None, only=None).result(TIMEOUT)
-    return float(state["w"][0])
 
 
 @pytest.mark.parametrize("activity", STAGES)

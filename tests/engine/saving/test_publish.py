@@ -10,13 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from builders import listing, weights
+from builders import listing, value, weights
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.owner import Owner
-from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
 from aio_ckpt.format.names import ABANDONED_DIR, ENGINE_DIR, ENGINE_DIRS, OWNER_FILE, PENDING_DIR, StepNames
 from aio_ckpt.runtime.portal import Executor
@@ -31,12 +30,6 @@ async def storage() -> AsyncIterator[GatedStorage]:
     executor = Executor("test", 2)
     yield GatedStorage(executor)
     assert executor.close(TIMEOUT)
-
-
-def value(engine: CheckpointEngine, step: int | None = None) -> float:
-    state = engine.read(step, only=None).result(TIMEOUT)
-    assert isinstance(state, dict)
-    return float(state["w"][0])
 
 
 def shown(calls: Sequence[Call]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import uvloop
-from builders import broken, listing, weights
+from builders import broken, listing, value, weights
 from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
@@ -27,11 +27,6 @@ from aio_ckpt.errors import (
     WrongThreadError,
 )
 from aio_ckpt.storage import local as local_storage
-
-
-def value(engine: CheckpointEngine, step: int | None = None) -> float:
-    state: Any = engine.read(step, only=None).result(TIMEOUT)
-    return float(state["w"][0])
 
 
 def held_save(engine: CheckpointEngine, storage: GatedStorage) -> tuple[SaveTicket, Gate]:

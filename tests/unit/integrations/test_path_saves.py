@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from builders import weights
 from gated_storage import TIMEOUT, GatedStorage
 
 import aio_ckpt
@@ -18,10 +18,6 @@ from aio_ckpt import EngineConfig, RootError, SoloCoordinator, SyncCheckpointEng
 from aio_ckpt.integrations import path_saves
 from aio_ckpt.integrations.path_saves import PathSaves
 from aio_ckpt.runtime.portal import Executor
-
-
-def state(number: float) -> dict[str, Any]:
-    return {"w": torch.full((4,), number)}
 
 
 @pytest.fixture
@@ -52,7 +48,7 @@ def number_at(path: Path) -> float:
 
 
 def save(saves: PathSaves, path: Path, number: float = 0.0, *, waits: bool = False) -> None:
-    saves.save(state(number), path, files={}, waits=waits)
+    saves.save(weights(number), path, files={}, waits=waits)
 
 
 def test_a_save_is_pending_until_its_commit(disk: GatedStorage, saves: PathSaves, tmp_path: Path) -> None:
@@ -125,7 +121,7 @@ def test_close_frees_the_root_and_the_next_save_opens_an_engine_again(saves: Pat
         save(saves, tmp_path / "a", number)
         saves.close()
         with SyncCheckpointEngine(tmp_path) as other:  # the lock is free
-            other.save(state(0)).result(TIMEOUT)
+            other.save(weights(0)).result(TIMEOUT)
         assert number_at(tmp_path / "a") == number
 
 
