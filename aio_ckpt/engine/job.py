@@ -24,7 +24,7 @@ from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.file_plan import FileContent
 from aio_ckpt.plan.planner import Plan
-from aio_ckpt.ranks.group_call import CALL_STAGE
+from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import Progress, Stage, StageTimings, Target, title

@@ -38,9 +38,9 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.planner import PlannedImage
-from aio_ckpt.ranks.group_call import CALL_STAGE
+from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.messages import Topic
-from aio_ckpt.ranks.save_round import SaveRound, SaveState
+from aio_ckpt.ranks.save_round import Room, SaveRound, SaveState
 from aio_ckpt.reports import SaveReport, Target, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage, note_ticket
@@ -96,6 +96,7 @@ class JobQueue:
         self._changed = Condition(self._lock)
         self._calls = 0
         self._saves: deque[int] = deque(maxlen=self._max + 1)  # numbers of the newest calls of save()
+        self._counted: deque[tuple[int, object]] = deque()  # calls that take their steps once the ranks have met
         self._jobs: list[Job] = []
         self._removals: list[Removal] = []
         # Of the last save that came into the table. An error that nobody was told yet keeps its ticket.
@@ -189,11 +190,11 @@ class JobQueue:
         """Memory of the pending jobs."""
         return [part.image.lease for job in self.pending(Job) for part in job.parts]
 
-    def room(self) -> tuple[bool, int]:
-        """Return whether another save may enter now, and the number of the last call before the oldest pending one."""
+    def room(self) -> Room:
+        """Return whether another save may enter now, and up to which call all have settled."""
         with self._lock:
             pending = self._of(SaveJob)
-            return len(pending) < self._max, pending[0].number - 1 if pending else self._calls
+            return Room(len(pending) < self._max, pending[0].number - 1 if pending else self._calls)
 
     @property
     def settled_by_now(self) -> int:
@@ -484,6 +485,18 @@ class JobQueue:
     def pending_steps(self) -> list[int]:
         """Steps of the saves that are not settled, without the saves by path."""
         return [job.step for job in self.pending(SaveJob) if job.step is not None]
+
+    def count_call(self, number: int, step: object) -> None:
+        """Count call ``number`` of ``save()``. Of several ranks it takes its step, however it ends: all count alike."""
+        if self._ctx.members.are_several:
+            self._counted.append((number, step))
+            if self._ctx.members.opened.done():
+                self.take_steps()
+
+    def take_steps(self) -> None:
+        """Take the steps of the calls that were counted before the ranks had met."""
+        while self._counted:
+            self.claim_step(*self._counted.popleft())
 
     def claim_step(self, number: int, step: object) -> int:
         """Take the step of call ``number``; see :meth:`KnownSteps.claim`."""

@@ -29,9 +29,9 @@ class KnownSteps:
         self._counts_calls = counts_calls
         self._lock = Lock()
         self._last_call: tuple[int, int] | None = None
-        """Number and step of the last call that was not skipped."""
+        """Number and step of the last call that took its step."""
         self._highest: int | None = None
-        """Highest step of the calls since a rollback that were not skipped."""
+        """Highest step of the calls since a rollback."""
         self._newest: int | None = None
         self._newest_since_read: int | None = None
         self._are_read = False
@@ -80,8 +80,7 @@ class KnownSteps:
     def claim(self, number: int, step: object, pending: Iterable[int], *, agreed: int | None) -> int:
         """Take and return the step of call ``number``: ``step``, or the next one if ``step`` is no valid step.
 
-        Every call that is not skipped claims its step, even if this rank refuses the call. ``agreed`` is the newest
-        step that all ranks know.
+        ``agreed`` is the newest step that all ranks know.
         """
         with self._lock:
             if self._last_call is not None and self._last_call[0] == number:

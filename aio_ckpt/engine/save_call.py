@@ -45,10 +45,9 @@ from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions
 from aio_ckpt.ranks.coordinator import Exchange
-from aio_ckpt.ranks.group_call import CALL_STAGE, GroupCall, await_counted, await_met, peer_error
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
-from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.ranks.save_round import Room, SaveRound
 from aio_ckpt.reports import SaveReport, Target, title
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
@@ -126,8 +125,6 @@ class SaveFrontend:
         self._has_told_waves = False
         self.dropping: list[Future[None]] = []
         """Future of the deletion of dead trainers' snapshots."""
-        self._refused: Future[None] | None = None
-        """Done once it is known whether the last refused call has taken its step; None if no call was refused."""
         self._saves = 0
         """Calls of ``save()``, the same number on every rank in the same call."""
         self._lock = Lock()
@@ -143,6 +140,7 @@ class SaveFrontend:
 
         async def meet() -> None:
             await members.meet(ctx.root, read_steps)
+            self.queue.take_steps()
             if members.is_leader:
                 self.earlier_steps.tell_opened(members.newest)
 
@@ -171,33 +169,24 @@ class SaveFrontend:
         with self._lock:
             number, failed = self.queue.next_number("save", step), None
             self._saves += 1
-            # A refused call takes its step all the same, so that all ranks count alike. A save by path takes none.
-            claim = functools.partial(self.queue.claim_step, number, step) if call.takes_step else _take_none
-            joint = GroupCall(
-                self._ctx.members,
-                self._ctx.executor,
-                self._portal,
-                number=number,
-                claim=claim,
-                clear=functools.partial(self._pipeline.clear_pending, number),
-            )
+            if call.takes_step:
+                self.queue.count_call(number, step)
+            round_ = SaveRound(self._ctx.members, self._ctx.executor, topic=Topic("save", number))
             try:
                 if call.refuse is not None and not self._ctx.members.are_several:  # at once: there is no rank to tell
                     call = call.refuse()
                 when_busy = "wait" if self._is_urgent() else self._ctx.config.when_busy
                 if when_busy != "wait":
-                    joint.expect_room()
-                await_met(self._ctx.members, call.deadline)
-                if self._refused is not None:
-                    await_counted(self._refused, self._ctx.members, call.deadline)
-                    self._refused = None
+                    round_.expect_room()
+                self._ctx.members.await_met(call.deadline)
+                self.queue.take_steps()
                 # Under the lock no other call leases: a lease that no pending save owns was lost by Ctrl-C.
                 self._close_lost()
-                waited_secs, through = self._make_room(call.path or step, number, when_busy, joint, call.deadline)
+                waited_secs, through = self._make_room(call.path or step, number, when_busy, round_, call.deadline)
                 failed = self.queue.take_unreported(through)
-                ticket = self._save(state, step, call, number, waited_secs, joint)
+                ticket = self._save(state, step, call, number, waited_secs, round_)
             except BaseException as error:
-                self._refused = joint.refuse(error)
+                self._refuse(round_, number, error)
                 if failed is not None:
                     note_failure(error, failed)
                 raise
@@ -230,7 +219,7 @@ class SaveFrontend:
         self.lifetime.close_lost(self.queue.leases)
 
     def _save(
-        self, state: object, step: int | None, call: SaveCall, number: int, waited_secs: float | None, joint: GroupCall
+        self, state: object, step: int | None, call: SaveCall, number: int, waited_secs: float | None, round_: SaveRound
     ) -> SaveTicket:
         """Plan, lease and capture. ``waited_secs``: how long the call waited for room; None if it is to be skipped."""
         queue, deadline = self.queue, call.deadline
@@ -262,7 +251,7 @@ class SaveFrontend:
         if step is not None:
             queue.steps.check(step, queue.pending_steps, overwrite=call.overwrite, read=read_steps)
         if _lacks_share(planned.plan):
-            planned = self._assign(planned, content, target, number, joint.agreement, deadline)
+            planned = self._assign(planned, content, target, number, round_, deadline)
             content = ContentSums(content.objects)
         objects = _own_objects(encoded, [name for name, _ in planned.objects], planned.plan.object_names)
         image = self._lease(planned, objects, target, deadline)
@@ -272,7 +261,7 @@ class SaveFrontend:
             job = queue.enter(
                 SaveJob,
                 target,
-                joint.agreement,
+                round_,
                 SaveTimer(call.started, waited_secs=waited_secs + image.lease.waited_secs, plan_secs=plan_secs),
                 place=ctx.root,
                 number=number,
@@ -305,7 +294,7 @@ class SaveFrontend:
         return job.ticket
 
     def _make_room(
-        self, target: Target | None, number: int, when_busy: BusyPolicy, joint: GroupCall, deadline: Deadline
+        self, target: Target | None, number: int, when_busy: BusyPolicy, round_: SaveRound, deadline: Deadline
     ) -> tuple[float | None, int]:
         """Wait for room. Returns the seconds waited (None: skip), and the last call whose failure this call reports.
 
@@ -318,7 +307,7 @@ class SaveFrontend:
         began, has_room, through = time.perf_counter(), True, queue.settled_by_now
         if when_busy != "wait":  # if the leader has room, every rank has, or will have once a message has arrived
             queue.check_open()
-            has_room, through = joint.room(queue.room(), deadline)
+            has_room, through = self._ask_room(round_, deadline)
         queue.wait_settled(target, through, deadline)
         if not has_room and when_busy == "skip":
             return None, through
@@ -326,6 +315,26 @@ class SaveFrontend:
             raise BusyError("saves are pending on some rank: await engine.ready() first, or raise max_in_flight")
         queue.wait_for_room(SaveJob, target, "wait", deadline)
         return time.perf_counter() - began, through
+
+    def _ask_room(self, round_: SaveRound, deadline: Deadline) -> Room:
+        ask = functools.partial(round_.room, self.queue.room())
+        try:
+            limit_secs = deadline.left_secs(2 * self._ctx.members.stall_secs)
+            return self._portal.call(ask, timeout=limit_secs, what="save()")
+        except StallError:
+            deadline.check(None, "waiting to hear whether rank 0 has room")
+            raise
+
+    def _refuse(self, round_: SaveRound, number: int, error: BaseException) -> None:
+        """Tell the other ranks that ``save()`` is about to raise ``error``, so that they do not wait for this rank."""
+
+        async def refuse() -> None:
+            if await round_.refuse(error):
+                self._pipeline.clear_pending(number)
+
+        if self._ctx.members.are_several:
+            with contextlib.suppress(EngineClosedError):
+                self._portal.submit(refuse)
 
     def _learn_steps(self, deadline: Deadline) -> None:
         """Read the committed steps if they are not known."""
@@ -382,7 +391,7 @@ class SaveFrontend:
 
     def _check_first_step(self, step: int) -> None:
         """Raise StepOrderError on all ranks if ``save(step=step)`` would. Nothing is locked or made."""
-        await_met(self._ctx.members, NO_DEADLINE)
+        self._ctx.members.await_met(NO_DEADLINE)
         self._learn_steps(NO_DEADLINE)
         read, pending = self._root_session.steps, self.queue.pending_steps
         self.queue.steps.check(step, pending, overwrite=False, read=read)
@@ -434,7 +443,7 @@ class SaveFrontend:
         members = self._ctx.members
         coordinator, timeout_secs, what = members.coordinator, 2 * members.stall_secs, f"{kind}()"
         try:
-            await_met(members, NO_DEADLINE)
+            members.await_met(NO_DEADLINE)
             step = step_numbers.check_step_number(step)
             for name, flag in flags.items():
                 check_flag(name, flag)
@@ -485,7 +494,7 @@ class SaveFrontend:
             number = self.queue.next_number("remove")
             try:
                 self.queue.check_open()
-                await_met(members, NO_DEADLINE)
+                members.await_met(NO_DEADLINE)
                 place = check_path("path", path)
                 session.check_place(place, NO_DEADLINE)
                 if members.is_leader:
@@ -497,9 +506,8 @@ class SaveFrontend:
 
     def _tell_refused(self, topic: Topic, error: BaseException) -> None:
         """Tell the other ranks that this rank takes no part in the call of ``topic``."""
-        members = self._ctx.members
         with contextlib.suppress(EngineClosedError):
-            self._portal.submit(functools.partial(members.abort, topic, peer_error(members, error), stage=CALL_STAGE))
+            self._portal.submit(self._ctx.members.refuse, topic, error)
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""
@@ -546,7 +554,7 @@ class SaveFrontend:
         content: ContentSums,
         target: Target,
         number: int,
-        agreement: SaveRound,
+        round_: SaveRound,
         deadline: Deadline,
     ) -> PlannedSave:
         """Agree which rank writes which shard, after a plan miss, and narrow the plan to this rank's share.
@@ -558,7 +566,7 @@ class SaveFrontend:
         assert whole.local is not None  # there are several ranks
         limit_secs = deadline.left_secs(2 * self._ctx.members.stall_secs)
         told = PlanMsg(sent_target(target), whole.local, content)
-        assign = functools.partial(_assign_under_one_root, self._ctx, number, agreement, told)
+        assign = functools.partial(_assign_under_one_root, self._ctx, number, round_, told)
         try:
             reply = self._portal.call(assign, timeout=limit_secs, what="save()")
         except StallError:
@@ -660,12 +668,12 @@ _LOCKING = frozenset(
 )
 
 
-async def _assign_under_one_root(ctx: EngineContext, number: int, agreement: SaveRound, told: PlanMsg) -> AssignReply:
+async def _assign_under_one_root(ctx: EngineContext, number: int, round_: SaveRound, told: PlanMsg) -> AssignReply:
     """Do :meth:`SaveRound.assign`. The leader makes the pending directory before, and the other ranks must see it."""
     pending = ctx.pending_path(number)
     if ctx.members.is_leader:
         await make_pending(ctx.storage, pending)
-    reply = await agreement.assign(told)
+    reply = await round_.assign(told)
     if not ctx.members.is_leader:
         await ctx.members.check_root(ctx.storage, ctx.root, pending)
     return reply
@@ -674,10 +682,6 @@ async def _assign_under_one_root(ctx: EngineContext, number: int, agreement: Sav
 def _lacks_share(plan: Plan) -> bool:
     """Return whether other ranks hold shards, too, and it is not agreed yet which rank writes what."""
     return plan.local is not None and not plan.share_id
-
-
-def _take_none() -> None:
-    """Take no step: the call saves by path."""
 
 
 def _milestone_of(work: Future[None] | None, portal: Portal) -> Milestone[None]:

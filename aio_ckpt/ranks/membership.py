@@ -17,19 +17,23 @@ import anyio
 import msgspec
 import torch.distributed as dist
 
+from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import DifferingReplicas
-from aio_ckpt.errors import AioCkptError, ConfigError, RootError
+from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, RootError, StallError
 from aio_ckpt.memory.lifetime import ranks_on_host
 from aio_ckpt.ranks.coordinator import CallEnd, Coordinator, Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
+from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.storage.local import Storage
 
 T = TypeVar("T")
 
 _log = logging.getLogger("aio_ckpt")
+CALL_STAGE = "capture"
+"""Stage of the errors that a call itself raises, before it is pending."""
 _OPEN = Topic("the opening")
 _MAX_TRIES, _RETRY_SECS = 3, 0.2
 """Tries to read the root, and the pause between them, before the ranks fail to meet."""
@@ -76,6 +80,10 @@ class Membership:
         self.stall_secs = stall_secs
         """Time without a heartbeat after which a rank is lost."""
         self.coordinator = coordinator
+        self.is_leader = coordinator.rank == coordinator.leader
+        """Whether this rank commits."""
+        self.are_several = coordinator.world_size > 1
+        """Whether there are other ranks."""
         self.owner = owner
         """Owner record by which pending directories are named: the leader's, once all ranks have met."""
         self.newest: int | None = None
@@ -89,18 +97,8 @@ class Membership:
         self._loads = 0
         self.opened: Future[None] = Future()
         """Done when all ranks have met; its exception says why they have not."""
-        if coordinator.world_size == 1:
+        if not self.are_several:
             self.opened.set_result(None)
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank commits."""
-        return self.coordinator.rank == self.coordinator.leader
-
-    @property
-    def are_several(self) -> bool:
-        """Whether there are other ranks."""
-        return self.coordinator.world_size > 1
 
     @property
     def on_host(self) -> int:
@@ -134,6 +132,20 @@ class Membership:
             await asyncio.wrap_future(follow(self.opened))
         self.check_met()
 
+    def await_met(self, deadline: Deadline) -> None:
+        """Block until all ranks have opened their engines.
+
+        Raises:
+            StallError: a rank did not come in time.
+            PeerFailedError, RootError: see :meth:`meet`.
+        """
+        try:
+            self.opened.exception(deadline.left_secs(min(2 * self.stall_secs, MAX_SECS)))
+        except TimeoutError:
+            deadline.check(None, "waiting for the other ranks to open their engines")
+            raise StallError("the other ranks did not open their engines in time") from None
+        self.check_met()
+
     def check_met(self) -> None:
         """Raise the error with which :attr:`opened` ended, if any."""
         error = self.opened.exception()
@@ -149,6 +161,16 @@ class Membership:
                 await self.met()
                 return await self.coordinator.abort(topic, error, stage=stage, limit_secs=limit_secs)
         return CallEnd()
+
+    async def refuse(self, topic: Topic, error: BaseException) -> None:
+        """Tell the other ranks that the call of ``topic`` raises ``error`` here, so that they do not wait for it."""
+        await self.abort(topic, self.call_error(error), stage=CALL_STAGE)
+
+    def call_error(self, error: BaseException) -> PeerFailedError:
+        """Return the error by which a call fails on the other ranks if it raises ``error`` here."""
+        if isinstance(error, PeerFailedError):  # the first rank that failed is named
+            return PeerFailedError(str(error), rank=error.rank, stage=CALL_STAGE, cause=error.cause)
+        return PeerFailedError(f"{type(error).__name__}: {error}", rank=self.coordinator.rank, stage=CALL_STAGE)
 
     async def meet(self, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]]) -> None:
         """Wait for all ranks, take over the leader's owner record, and check that all have the same settings.

@@ -1,7 +1,8 @@
 """One save's agreement, and how far the save has come on this rank.
 
-A rank that has no plan yet agrees before it captures (:meth:`SaveRound.assign`). Then every rank votes that its share
-is durable (:meth:`SaveRound.gather`), the leader publishes, and every rank learns of it (:meth:`SaveRound.finish`).
+If a save must not wait, the leader first says whether there is room (:meth:`SaveRound.room`). A rank that has no plan
+yet agrees before it captures (:meth:`SaveRound.assign`). Then every rank votes that its share is durable
+(:meth:`SaveRound.gather`), the leader publishes, and every rank learns of it (:meth:`SaveRound.finish`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -18,7 +19,7 @@ import anyio.lowlevel
 from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.shard_table import malformed
 from aio_ckpt.ranks.coordinator import CallEnd, Exchange
-from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.membership import CALL_STAGE, Membership
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import (
     AssignReply,
@@ -33,6 +34,18 @@ SAVE: Exchange[PlanMsg | Vote | None, AssignReply | CommitReply] = Exchange(
     PlanMsg | Vote | None, AssignReply | CommitReply, stage="agree"
 )
 """One save. A rank sends its plan or its vote; None if the vote that it has sent before still stands."""
+
+
+class Room(NamedTuple):
+    """Answer of the leader to a call of ``save()`` that must not wait."""
+
+    is_free: bool
+    """Whether the leader admits the call."""
+    settled_through: int
+    """Number of the newest call such that it and all before it have settled on the leader."""
+
+
+_ROOM: Exchange[None, Room] = Exchange(None, Room, stage="agree")
 
 
 class SaveState(enum.Enum):
@@ -112,16 +125,10 @@ class SaveRound:
         """Topic in which the ranks vote if one of them has planned anew."""
         self._firsts: Sequence[PlanMsg | Vote] = ()
         self.state = SaveState.CALLED
-
-    @property
-    def rank(self) -> int:
+        self.rank = members.coordinator.rank
         """This rank, from 0."""
-        return self._members.coordinator.rank
-
-    @property
-    def is_leader(self) -> bool:
+        self.is_leader = members.is_leader
         """Whether this rank commits."""
-        return self._members.is_leader
 
     @property
     def is_committing(self) -> bool:
@@ -141,6 +148,20 @@ class SaveRound:
         return is_in_time
 
     # -- the exchanges --------------------------------------------------------------------------------
+
+    def expect_room(self) -> None:
+        """Note that :meth:`room` comes first. A rank that fails before it ends the call there."""
+        self._topic = self._topic._replace(part="room")
+
+    async def room(self, own: Room) -> Room:
+        """Return the leader's room at this call. On the leader it is ``own``. Without room, all ranks skip the call."""
+        coordinator, topic = self._members.coordinator, self._topic._replace(part="")
+        room = await _ROOM.broadcast(coordinator, self._topic, own, then=topic if own.is_free else None)
+        if room.is_free:
+            self._topic = topic
+        else:
+            coordinator.end_call(topic)
+        return room
 
     async def assign(self, plan: PlanMsg) -> AssignReply:
         """Send all that this rank holds, if it has no plan; return the share that it is to capture and write."""
@@ -226,9 +247,14 @@ class SaveRound:
             cause = end.failure
         return SaveEnd(cause=cause, may_clear=may_clear)
 
-    async def abort(self, cause: BaseException, *, stage: str) -> None:
-        """Tell the other ranks of ``cause``. The pipeline of the save ends it."""
-        await self._members.abort(self._topic, cause, stage=stage)
+    async def refuse(self, error: BaseException) -> bool:
+        """Tell the other ranks that this call raises ``error`` here. Returns whether its directory may be deleted."""
+        cause = self._members.call_error(error)
+        if self.state is SaveState.CALLED:
+            end = await self.end(cause, stage=CALL_STAGE)
+            return self.is_leader and end.may_clear
+        await self._members.abort(self._topic, cause, stage=CALL_STAGE)  # the pipeline of the save cleans up itself
+        return False
 
     def fail(self, cause: BaseException, told: PeerFailedError | None = None) -> None:
         """End the save with ``cause``. Only this method decides whether the step is in doubt.
