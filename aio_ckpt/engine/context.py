@@ -31,16 +31,10 @@ class EngineContext:
     """File system of the checkpoints."""
     executor: Executor
     """The engine's I/O threads."""
-
-    @property
-    def rank(self) -> int:
-        """This rank, from 0."""
-        return self.members.coordinator.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that save together."""
-        return self.members.coordinator.world_size
+    rank: int
+    """This rank, from 0."""
+    world_size: int
+    """Number of ranks that save together."""
 
     def final_path(self, target: Target) -> Path:
         """Return the directory of a checkpoint once it is committed."""

@@ -122,6 +122,8 @@ class BaseEngine:
             members=members,
             executor=executor,
             config=config,
+            rank=coordinator.rank,
+            world_size=coordinator.world_size,
         )
 
     def _make_parts(self) -> None:

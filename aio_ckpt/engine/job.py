@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import anyio
 
@@ -123,7 +123,8 @@ class SaveTimer:
         self.waited_secs = waited_secs
         """Seconds that the call waited for room and for memory."""
         self._plan_secs = plan_secs
-        self._secs: dict[Reached, float] = {}
+        self.secs = dict.fromkeys(get_args(Reached), 0.0)
+        """Seconds from the call to each stage; 0 if it was not reached."""
 
     def elapsed(self) -> float:
         """Seconds since the call."""
@@ -131,24 +132,15 @@ class SaveTimer:
 
     def reached(self, what: Reached) -> None:
         """Note that ``what`` is reached now. The last call counts."""
-        self._secs[what] = self.elapsed()
-
-    def secs(self, what: Reached) -> float:
-        """Return the time at which ``what`` was reached; 0 if it was not."""
-        return self._secs.get(what, 0.0)
+        self.secs[what] = time.perf_counter() - self._started
 
     def timings(self) -> StageTimings:
         """Return all times, for the report of a save that is committed now."""
         return StageTimings(
-            blocked_secs=self.secs("blocked"),
             waited_secs=self.waited_secs,
             plan_secs=self._plan_secs,
-            staged_secs=self.secs("staged"),
-            written_secs=self.secs("written"),
-            synced_secs=self.secs("synced"),
-            agreed_secs=self.secs("agreed"),
-            dir_synced_secs=self.secs("dir_synced"),
             committed_secs=self.elapsed(),
+            **{f"{what}_secs": secs for what, secs in self.secs.items()},
         )
 
 
@@ -198,16 +190,14 @@ class Job:
     """Bytes of the data files that are written."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline; None until the pipeline has begun."""
+    step: int | None = field(init=False)
+    """Step of the save; None if the caller named a path."""
+    title: str = field(init=False)
+    """Name of the save in messages: ``step 5``, or its path."""
 
-    @property
-    def step(self) -> int | None:
-        """Step of the save; None if the caller named a path."""
-        return None if isinstance(self.target, Path) else self.target
-
-    @property
-    def title(self) -> str:
-        """Name of the save in messages: ``step 5``, or its path."""
-        return title(self.target)
+    def __post_init__(self) -> None:
+        self.step = None if isinstance(self.target, Path) else self.target
+        self.title = title(self.target)
 
     @property
     def image_bytes(self) -> int:
@@ -235,7 +225,8 @@ class Job:
         self.activity = activity
         self.stage = stage or self.stage
         self.stall.touch()
-        self.debug(activity)
+        if is_logged(logging.DEBUG):
+            self.debug(activity)
 
     def wrote(self, nbytes: int) -> None:
         """Note, on the loop, that ``nbytes`` of a data file were written."""
@@ -245,9 +236,8 @@ class Job:
 
     def debug(self, text: str) -> None:
         """Log one DEBUG line of this save, with the time since its call."""
-        if is_logged(logging.DEBUG):
-            secs, line = self.timer.elapsed(), f"%s, %.3f s after {self.kind}(): %s"
-            log_step(logging.DEBUG, self.step, self.round.rank, line, self.title, secs, text)
+        line = f"%s, %.3f s after {self.kind}(): %s"
+        log_step(logging.DEBUG, self.step, self.round.rank, line, self.title, self.timer.elapsed(), text)
 
     def captured(self, part: Part, runs: Sequence[CapturedRun]) -> None:
         """Note, on the loop, that chunks of ``part`` are captured."""

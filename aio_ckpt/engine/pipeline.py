@@ -175,7 +175,7 @@ class SavePipeline:
             plan.share_id,
             written.manifest_bytes,
             written.manifest_crc32,
-            (timer.secs("blocked"), timer.secs("staged"), timer.secs("written")),
+            (timer.secs["blocked"], timer.secs["staged"], timer.secs["written"]),
             sent.moved(plan.share_id, written.spans, is_alone=is_alone),
             extents_crc32(written.spans),
             job.content,

@@ -65,21 +65,28 @@ class WaitWarning:
             step: step that the records name as ``step``; None if there is none.
             rank: rank that the records name as ``rank``; None if it is unknown.
         """
-        began = time.monotonic()
+        self._began = time.monotonic()
         self._describe = describe
-        self._waited_secs = waited_secs or (lambda: time.monotonic() - began)
-        known = {"step": step, "rank": rank}
-        self._extra = {name: value for name, value in known.items() if value is not None}
-        self._due = next_line_secs(0)
+        self._waited_secs = waited_secs
+        self._step = step
+        self._rank = rank
+        self._due = FIRST_LINE_SECS
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_due(self) -> bool:
         """Whether a line is due now."""
-        waited = self._waited_secs()
-        if waited < self._due / 2:  # there was progress since the last line
+        return self._left_secs() <= 0
+
+    def _waited(self) -> float:
+        return time.monotonic() - self._began if self._waited_secs is None else self._waited_secs()
+
+    def _left_secs(self) -> float:
+        """Return the seconds until the next line is due, 0 or less if it is due."""
+        waited = self._waited()
+        if self._due > max(FIRST_LINE_SECS, 2 * waited):  # there was progress since the last line
             self._due = next_line_secs(waited)
-        return waited >= self._due
+        return self._due - waited
 
     @property
     def is_first(self) -> bool:
@@ -88,17 +95,20 @@ class WaitWarning:
 
     def tell(self, describe: Callable[[str], str]) -> None:
         """Log a line now, unless it is empty; the next is due when the wait has doubled."""
-        waited = self._waited_secs()
+        waited = self._waited()
         self._due = next_line_secs(waited)
         line = describe(duration_text(waited))
         if line:
-            _log.warning("%s", line, extra=self._extra)
+            known = {"step": self._step, "rank": self._rank}
+            _log.warning("%s", line, extra={name: value for name, value in known.items() if value is not None})
 
     def pause_secs(self, at_most: float = MAX_SECS) -> float:
         """Log the line if it is due. Return the seconds until the next is due, ``at_most`` at most."""
-        if self.is_due and self._describe is not None:
+        left = self._left_secs()
+        if left <= 0 and self._describe is not None:
             self.tell(self._describe)
-        return min(at_most, max(0.0, self._due - self._waited_secs()))
+            left = self._left_secs()
+        return min(at_most, max(0.0, left))
 
     @contextlib.contextmanager
     def on_loop(self) -> Iterator[None]:

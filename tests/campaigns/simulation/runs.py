@@ -206,6 +206,8 @@ class World:
             members=Membership(SoloCoordinator(), owner, stall_secs=_STALL_SECS),
             executor=threads,
             config=config,
+            rank=0,
+            world_size=1,
         )
 
     # -- the trainer --------------------------------------------------------------------------------
