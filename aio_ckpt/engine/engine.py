@@ -39,10 +39,10 @@ from aio_ckpt.match.rename import Rename
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
 from aio_ckpt.plan.safetensors_plan import FileRename, SafetensorsOptions
-from aio_ckpt.ranks.agreed_poll import AgreedPreemption, AgreedTimer
-from aio_ckpt.ranks.agreed_work import AgreedWork, Failure, Work
 from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Failure
+from aio_ckpt.ranks.polls import AgreedPreemption, AgreedTimer, AgreedWork, Work
 from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_group
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import Rescue

@@ -27,9 +27,10 @@ from aio_ckpt.dcp.installed import Installed
 from aio_ckpt.dcp.runtime import Face, SharedRuntime
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import AioCkptError, PeerFailedError, SaveCancelledError
-from aio_ckpt.ranks.agreed_work import WORK_STAGE, AgreedWork, Failure, Work
 from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Failure
+from aio_ckpt.ranks.polls import AgreedWork, Work, work_failure
 from aio_ckpt.ranks.store_coordinator import default_coordinator
 from aio_ckpt.runtime.futures import follow, outcome_of
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
@@ -318,9 +319,16 @@ class _Call(AgreedWork):
     def __init__(
         self, number: int, request: Any, works: Sequence[Future[Any]], members: Membership, portal: Portal
     ) -> None:
-        super().__init__(members, portal, works, name=f"async call {number}", failure_of=_failure_of)
+        super().__init__(members, portal, works, name=f"async call {number}")
         self.number = number
         self.request = request
+
+    def failure_of(self, work: Work) -> Failure | None:
+        """Return the failure of a work that has ended. DCP tells all ranks the failures of each."""
+        error, whole = _error_of(work), work.exception()
+        if isinstance(whole, CheckpointException) and whole.failures and error is not None:
+            return work_failure(error, min(whole.failures))
+        return super().failure_of(work)
 
     def check(self) -> None:
         """Raise the error of the call, if it failed on any rank."""
@@ -328,11 +336,11 @@ class _Call(AgreedWork):
         if failure is None:
             return
         raise PeerFailedError(
-            f"async save {self.number} failed on rank {failure.rank}: {failure.text}: it was not finalized, and the "
+            f"async save {self.number} failed on rank {failure.rank}: {failure.cause}: it was not finalized, and the "
             "checkpoint before it is the newest",
             rank=failure.rank,
-            stage=WORK_STAGE,
-            cause=failure.text,
+            stage=failure.stage,
+            cause=failure.cause,
         ) from next(filter(None, map(_error_of, self._works)), None)
 
 
@@ -342,16 +350,6 @@ def _error_of(work: Work) -> BaseException | None:
     if isinstance(error, CheckpointException) and error.failures:
         return error.failures[min(error.failures)][0]
     return error
-
-
-def _failure_of(work: Work, rank: int) -> Failure | None:
-    """Return the failure of a work that has ended on ``rank``. DCP tells all ranks the failures of each."""
-    error, whole = _error_of(work), work.exception()
-    if error is None:
-        return None
-    if isinstance(whole, CheckpointException) and whole.failures:
-        rank = min(whole.failures)
-    return Failure(rank, f"{type(error).__name__}: {error}")
 
 
 class QueueInstalled(Installed, ABC):

@@ -13,7 +13,8 @@ from pathlib import Path
 from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.errors import AioCkptError, ConfigError, CorruptCheckpointError, PeerFailedError, RootError, WriteError
 from aio_ckpt.integrations import checkpoint_folder
-from aio_ckpt.ranks.agreed_work import WORK_STAGE, AgreedWork, Failure, Work, failure_by
+from aio_ckpt.ranks.messages import Failure
+from aio_ckpt.ranks.polls import AgreedWork, Work, work_failure
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in, read_small_file, sync_parents
@@ -99,7 +100,7 @@ class Draft:
             if failure is None:
                 await self._show(executor, storage)
         except (AioCkptError, OSError) as found:
-            error, failure = found, failure_by(found, rank=0)
+            error, failure = found, work_failure(found, rank=0)
         if failure is not None:
             await self._log_failure(storage, failure)
             await run_blocking(executor, _remove_if_empty, self.final)
@@ -142,7 +143,7 @@ class Draft:
             latest = b"(unreadable)"
         names = "there is none" if latest is None else f"it names {latest.decode(errors='replace')!r}"
         text = "the checkpoint %s was not saved: rank %d failed: %s; %s is unchanged: %s"
-        _log.error(text, self.final, failure.rank, failure.text, self.save_dir / _LATEST, names)
+        _log.error(text, self.final, failure.rank, failure.cause, self.save_dir / _LATEST, names)
 
     def check(self) -> None:
         """Raise the failure of any rank, once the ranks have agreed."""
@@ -154,11 +155,11 @@ class Draft:
             return
         own = next(filter(None, errors), None)
         raise PeerFailedError(
-            f"the checkpoint {self.final} was not saved: rank {failure.rank} failed: {failure.text}; "
+            f"the checkpoint {self.final} was not saved: rank {failure.rank} failed: {failure.cause}; "
             f"{self.save_dir / _LATEST} is unchanged",
             rank=failure.rank,
-            stage=WORK_STAGE,
-            cause=failure.text,
+            stage=failure.stage,
+            cause=failure.cause,
         ) from own or self.agreed.leaders_error
 
 

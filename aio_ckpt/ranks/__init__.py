@@ -6,8 +6,8 @@ failed. One rank alone is a group with one member. Stores are used here only.
 - exchanges: ``coordinator``, and ``store_coordinator`` by ``store``, ``store_values`` and ``messages``
 - members: ``membership``; ``liveness``: heartbeats, and the error about a rank that does not come;
   ``missing``: log lines while a wait lasts
-- a save: ``group_call`` until it is pending, then ``save_round``; ``save_ledger``: the leader's table of all shares
-- polls of a training loop: ``agreed_poll``: preemption and timers, by the flags that ``flag_watch`` waits for
+- a save: ``save_round``; ``save_ledger``: the leader's table of all shares
+- polls of a training loop: ``polls``: preemption, timers and work, by the flags that ``flag_watch`` waits for
 
 Imports everything up to ``commit``; never what loads.
 """

@@ -12,7 +12,8 @@ from rank_processes import Ranks, engine_on
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import EngineClosedError, PeerFailedError, WriteError
-from aio_ckpt.ranks.agreed_work import AgreedWork, Failure
+from aio_ckpt.ranks.messages import Failure
+from aio_ckpt.ranks.polls import AgreedWork
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
@@ -66,8 +67,8 @@ def test_work_ends_at_the_same_poll_and_with_the_same_failure_on_all_ranks(tmp_p
     first, second = two.run(ended_together, tmp_path / "root")
     assert first == second
     assert first[1] is None
-    assert first[3] == Failure(1, f"WriteError: {FULL}")
-    assert first[4] == Failure(0, f"WriteError: {FULL}")
+    assert first[3] == Failure(1, "write", f"WriteError: {FULL}")
+    assert first[4] == Failure(0, "write", f"WriteError: {FULL}")
 
 
 def left_alone(rank: int, count: int, root: Path) -> None:
