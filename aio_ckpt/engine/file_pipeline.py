@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import anyio
-import anyio.lowlevel
 
 from aio_ckpt.commit.owner import owner_by_name
 from aio_ckpt.commit.publish_files import only_writer, publish_files
@@ -20,7 +16,7 @@ from aio_ckpt.commit.trash import settle_failure
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob
 from aio_ckpt.engine.run_job import JobRunner
-from aio_ckpt.errors import AioCkptError, StallError
+from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.safetensors_file import SUFFIX
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
@@ -58,7 +54,14 @@ class FilePipeline:
         job.timer.reached("synced")
         job.begin("waiting for the file before")
         await job.wait_for_earlier()
-        names = await self._commit(job)
+        job.begin(f"waiting for another save that renames files in {folder}")
+        job.round.advance(SaveState.VOTED)
+        is_plain = job.content.index is None and not job.path.name.endswith(SUFFIX)
+        turn = contextlib.nullcontext() if is_plain else only_writer(storage, self.ctx.executor, folder)
+        async with self.runner.committing(job, turn):
+            written = [part.name for part in job.parts]
+            names = await publish_files(storage, job.temporary, job.path, written, index=job.content.index)
+            await self.runner.trash.delete(job.temporary)
         return SaveReport(
             step=0,
             path=job.path,
@@ -70,34 +73,6 @@ class FilePipeline:
             timings=job.timer.timings(),
             crc32s={name: result.file_crc32 for name, result in zip(names, results, strict=True)},
         )
-
-    async def _commit(self, job: FileJob) -> Sequence[str]:
-        """Make the files visible. Returns their names."""
-        ctx, folder = self.ctx, job.path.parent
-        job.begin(f"waiting for another save that renames files in {folder}")
-        is_plain = job.content.index is None and not job.path.name.endswith(SUFFIX)
-        async with contextlib.nullcontext() if is_plain else only_writer(ctx.storage, ctx.executor, folder):
-            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation may have been accepted since the last wait
-            job.round.advance(SaveState.VOTED)
-            job.round.advance(SaveState.COMMITTING)
-            job.begin("making it visible (rename, fsync)", stage="commit")
-            return await self._publish(job)
-
-    async def _publish(self, job: FileJob) -> Sequence[str]:
-        limit_secs = self.ctx.config.stall_timeout_secs
-        names: Sequence[str] = ()
-        # Shielded, because renames that have begun are completed.
-        with anyio.move_on_after(limit_secs, shield=True) as scope:
-            parts = [part.name for part in job.parts]
-            names = await publish_files(self.ctx.storage, job.temporary, job.path, parts, index=job.content.index)
-            await self.runner.trash.delete(job.temporary)
-        if scope.cancelled_caught:
-            job.round.advance(SaveState.IN_DOUBT)
-            stalled = StallError(f"the rename of {job.path} did not end within {limit_secs} s: its disk is stalled")
-            stalled.in_doubt = True
-            raise stalled
-        job.round.advance(SaveState.VISIBLE)
-        return names
 
     # -- clean up -------------------------------------------------------------------------------------
 

@@ -225,8 +225,7 @@ class Job:
         self.activity = activity
         self.stage = stage or self.stage
         self.stall.touch()
-        if is_logged(logging.DEBUG):
-            self.debug(activity)
+        self.debug(activity)
 
     def wrote(self, nbytes: int) -> None:
         """Note, on the loop, that ``nbytes`` of a data file were written."""
@@ -236,8 +235,9 @@ class Job:
 
     def debug(self, text: str) -> None:
         """Log one DEBUG line of this save, with the time since its call."""
-        line = f"%s, %.3f s after {self.kind}(): %s"
-        log_step(logging.DEBUG, self.step, self.round.rank, line, self.title, self.timer.elapsed(), text)
+        if is_logged(logging.DEBUG):
+            secs, line = self.timer.elapsed(), f"%s, %.3f s after {self.kind}(): %s"
+            log_step(logging.DEBUG, self.step, self.round.rank, line, self.title, secs, text)
 
     def captured(self, part: Part, runs: Sequence[CapturedRun]) -> None:
         """Note, on the loop, that chunks of ``part`` are captured."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import anyio
-import anyio.lowlevel
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
@@ -28,12 +27,11 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
 from aio_ckpt.engine.outcomes import explain_failure
 from aio_ckpt.engine.run_job import JobRunner
-from aio_ckpt.errors import AioCkptError, StallError
+from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.root_manifest import METADATA_FILE, FileEntry, rank_manifest_name
 from aio_ckpt.plan.global_plan import places
 from aio_ckpt.ranks.liveness import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
-from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
@@ -62,7 +60,7 @@ class WrittenRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePipeline:
-    """Pipeline of a checkpoint, of a step or at a path. :meth:`_save` shows all of it."""
+    """Pipeline of a checkpoint, of a step or at a path. :meth:`save` shows all of it."""
 
     ctx: EngineContext
     runner: JobRunner
@@ -77,31 +75,26 @@ class SavePipeline:
 
     async def save(self, job: SaveJob) -> SaveReport:
         """Write, vote, commit, with heartbeats."""
-        ctx, lease = self.ctx, job.parts[0].image.lease
-        async with anyio.create_task_group() as beside:
-            if job.round.is_leader:
-                beside.start_soon(owner.keep_alive, ctx.storage, job.pending, ctx.config.stale_after_secs)
-            beside.start_soon(_send_heartbeats, ctx, job)
-            try:
-                report = await self._save(job)
-            finally:
-                lease.release(job.settled)  # visible or failed: no rescue needs the image
-            beside.cancel_scope.cancel()
-        return report
-
-    async def _save(self, job: SaveJob) -> SaveReport:
-        """Write, vote, commit."""
         ctx, group = self.ctx, job.round
-        await self._make_pending(job)
-        written = await self._write_rank(job)  # data file and rank manifest, durable
-        vote = self._vote(job, written)
-        with job.stall.paused():
-            votes = await group.gather(vote)  # on the leader: of every rank; elsewhere ()
-        if group.is_leader:
-            await self._publish(job, written.metadata, votes)  # .metadata, root manifest, one rename
-        with job.stall.paused():
-            reply = await group.finish(votes, job.call.extra)  # every rank knows of the commit
-        await job.wait_for_earlier()
+        async with anyio.create_task_group() as beside:
+            if group.is_leader:
+                beside.start_soon(owner.keep_alive, ctx.storage, job.pending, ctx.config.stale_after_secs)
+            if ctx.world_size > 1:
+                beside.start_soon(_send_heartbeats, ctx, job)
+            try:
+                await self._make_pending(job)
+                written = await self._write_rank(job)  # data file and rank manifest, durable
+                vote = self._vote(job, written)
+                with job.stall.paused():
+                    votes = await group.gather(vote)  # on the leader: of every rank; elsewhere ()
+                if group.is_leader:
+                    await self._publish(job, written.metadata, votes)  # .metadata, root manifest, one rename
+                with job.stall.paused():
+                    reply = await group.finish(votes, job.call.extra)  # every rank knows of the commit
+                await job.wait_for_earlier()
+            finally:
+                job.parts[0].image.lease.release(job.settled)  # visible or failed: no rescue needs the image
+            beside.cancel_scope.cancel()
         ctx.members.sent.confirm(job.plan.share_id, written.spans)  # the leader knows the places of the objects
         job.begin("ending")
         return self._report(job, written, reply)
@@ -210,12 +203,11 @@ class SavePipeline:
         await publish.sync_pending(ctx.storage, job.pending, root_manifest)
         job.timer.reached("dir_synced")
         job.begin("waiting while other checkpoints are renamed")
-        async with self.quarantine.renames:
-            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation may have been accepted since the last wait
-            job.round.advance(SaveState.COMMITTING)
-            job.begin("making it visible (rename, fsync)")
-            await self._rename(job)
-        job.round.advance(SaveState.VISIBLE)
+        async with self.runner.committing(job, self.quarantine.renames):
+            replaces = job.call.overwrite or job.call.path is not None
+            left = await publish.publish(ctx.storage, pending=job.pending, final=job.final, overwrite=replaces)
+            for directory in left:
+                self.runner.trash.add(directory)
 
     async def _metadata_of_all(self, job: SaveJob, votes: Sequence[Vote]) -> MetadataFile:
         """Render and write ``.metadata`` of the shares of all ranks."""
@@ -227,21 +219,6 @@ class SavePipeline:
         metadata = render_metadata_file(template, spans, checkpoint_id=str(job.final), save_id=job.save_id)
         await ctx.storage.write_file(job.pending / METADATA_FILE, *metadata.parts)
         return metadata
-
-    async def _rename(self, job: SaveJob) -> None:
-        ctx, limit_secs = self.ctx, self.ctx.config.stall_timeout_secs
-        # Shielded, because a rename that has begun must be completed or undone.
-        with anyio.move_on_after(limit_secs, shield=True) as scope:
-            replaces = job.call.overwrite or job.call.path is not None
-            left = await publish.publish(ctx.storage, pending=job.pending, final=job.final, overwrite=replaces)
-            for directory in left:
-                self.runner.trash.add(directory)
-        if scope.cancelled_caught:
-            job.round.advance(SaveState.IN_DOUBT)
-            raise StallError(
-                f"the commit of {job.title} did not end within {limit_secs} s: {ctx.root} is "
-                "stalled; the checkpoint may still become visible, whole, when it recovers"
-            )
 
     def _report(self, job: SaveJob, written: WrittenRank, reply: CommitReply) -> SaveReport:
         return SaveReport(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from aio_ckpt.commit.trash import SETTLE_SECS, Trash
 from aio_ckpt.engine.context import EngineContext
@@ -65,41 +69,59 @@ class JobRunner:
         """
         if job.settled.done():
             raise SaveCancelledError(f"the save of {job.title} ended before its pipeline began")
+        report, job.scope = None, anyio.CancelScope()  # the deadline of the save, a stall or cancel() ends it
         try:
-            with watch_submissions(job.threads.add), self._stall_warning(job).on_loop():
-                return await self._watched(job, pipeline)
+            with watch_submissions(job.threads.add), self._stall_warning(job).on_loop(), job.scope:
+                if job.round.state is SaveState.CANCELLED:
+                    job.scope.cancel()
+                else:
+                    job.round.advance(SaveState.WRITING)
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self._watch, job)
+                    report = await pipeline.save(job)
+                    group.cancel_scope.cancel()
+            if report is None:
+                raise SaveCancelledError(f"the save of {job.title} was cancelled; nothing became visible")  # noqa: TRY301
         except BaseException as error:
             cause, stage = first_cause(error), job.failing_stage
+            if report is not None and isinstance(error, Exception):
+                # The deadline may pass in the same turn of the loop as the leader's reply. The step is committed then.
+                late, rank = "%s was committed before this came: %s", self.ctx.rank
+                log_step(logging.WARNING, job.step, rank, late, job.title, named(cause))
+                return report
             note_stage(cause, stage)
             with anyio.CancelScope(shield=True):
                 cause = await pipeline.clean_up(job, cause, stage)
             if cause is error:
                 raise
             raise cause from cause.__cause__
-
-    async def _watched(self, job: J, pipeline: Pipeline[J]) -> SaveReport:
-        """Run ``pipeline``. The deadline of the save, a stall or ``cancel()`` ends it."""
-        report = None
-        with anyio.CancelScope() as scope:
-            job.scope = scope
-            if job.round.state is SaveState.CANCELLED:
-                scope.cancel()
-            else:
-                job.round.advance(SaveState.WRITING)
-            try:
-                async with anyio.create_task_group() as group:
-                    group.start_soon(self._watch, job)
-                    report = await pipeline.save(job)
-                    group.cancel_scope.cancel()
-            except Exception as error:
-                if report is None:
-                    raise
-                # The deadline may pass in the same turn of the loop as the leader's reply. The step is committed then.
-                late, rank = "%s was committed before this came: %s", self.ctx.rank
-                log_step(logging.WARNING, job.step, rank, late, job.title, named(first_cause(error)))
-        if report is None:
-            raise SaveCancelledError(f"the save of {job.title} was cancelled; nothing became visible")
         return report
+
+    @contextlib.asynccontextmanager
+    async def committing(self, job: Job, turn: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:
+        """Let the block make a job visible, by renames, while this job has its ``turn``.
+
+        The block is shielded from cancellation: renames that have begun are completed or undone.
+
+        Raises:
+            StallError: the block did not end within ``stall_timeout_secs``. The job is in doubt.
+        """
+        limit_secs = self.ctx.config.stall_timeout_secs
+        async with turn:
+            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation may have been accepted since the last wait
+            job.round.advance(SaveState.COMMITTING)
+            job.begin("making it visible (rename, fsync)", stage="commit")
+            with anyio.move_on_after(limit_secs, shield=True) as scope:
+                yield
+            if scope.cancelled_caught:
+                job.round.advance(SaveState.IN_DOUBT)
+                error = StallError(
+                    f"the commit of {job.title} did not end within {limit_secs} s: {job.place} is "
+                    "stalled; it may still become visible, whole, when the disk recovers"
+                )
+                error.in_doubt = True
+                raise error
+            job.round.advance(SaveState.VISIBLE)
 
     async def _watch(self, job: Job) -> None:
         """Raise the failure of the capture; StallError if nothing moves for too long or the deadline passes."""

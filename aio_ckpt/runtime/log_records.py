@@ -6,11 +6,8 @@ import contextlib
 import logging
 
 _log = logging.getLogger("aio_ckpt")
-
-
-def is_logged(level: int) -> bool:
-    """Return whether the logger ``aio_ckpt`` takes records of ``level``."""
-    return _log.isEnabledFor(level)
+is_logged = _log.isEnabledFor
+"""Return whether the logger ``aio_ckpt`` takes records of a level."""
 
 
 def log_step(level: int, step: int | None, rank: int, message: str, *args: object) -> None:
