@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import anyio
 import pytest
 import torch
 from builders import listing, save, value, weights
-from gated_storage import TIMEOUT, GatedStorage, gated_engine
+from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
@@ -283,8 +282,6 @@ class OddReads(GatedStorage):
         self.errors: list[BaseException] = []
         self.garbled: list[str] = []
         """Directories whose next read is garbled."""
-        self.closed_one = threading.Event()
-        """Step 1 was read whole, once."""
         self.cached_wrong = False
         """Whatever may come from the page cache is garbled."""
 
@@ -310,9 +307,7 @@ class OddFile:
         return got
 
     async def close(self) -> None:
-        await self._inner.close()
-        if self.path.parent.name == ONE:
-            self._storage.closed_one.set()
+        await self._storage.run(Call("close_read", self.path), self._inner.close)
 
 
 @contextlib.contextmanager
@@ -425,25 +420,26 @@ def test_what_was_overwritten_after_it_was_proven_damaged_stays(root: Path) -> N
     assert aside(root) == []
 
 
-def test_a_step_is_not_set_aside_while_a_save_exchanges_it(root: Path) -> None:
+def test_a_damaged_step_that_a_save_replaces_meanwhile_is_not_set_aside(root: Path) -> None:
     with odd_engine(root) as (engine, storage):
         for step in (1, 2):
             engine.save(weights(step), step).result(TIMEOUT)
         damage(root, 2)
-        gate = storage.hold("exchange")
-        ticket = engine.save(weights(20), 2, overwrite=True)
-        gate.wait_reached()
+        end_of_reading = storage.hold("close_read", f"{ONE}/*")
         loading = engine.load(weights(0), None, strict=False, allow_missing=False, fallback=True)
-        storage.closed_one.wait(TIMEOUT)
-        for _ in range(5):  # as much as a rename would take: it must be waiting
-            engine.read(1, only=None).result(TIMEOUT)
+        end_of_reading.wait_reached()  # step 2 is proven damaged
+        exchange = storage.hold("exchange")
+        ticket = engine.save(weights(20), 2, overwrite=True)
+        exchange.wait_reached()
+        end_of_reading.open()
+        for _ in range(5):  # as long as a rename would take: it must be waiting
+            engine.read(1).result(TIMEOUT)
         assert ("rename", root / TWO) not in [(call.name, call.path) for call in storage.begun]
-        gate.open()
+        exchange.open()
         assert ticket.result(TIMEOUT).step == 2
-        report = loading.result(TIMEOUT)
-        assert [entry.quarantined for entry in report.skipped] == [None] * len(report.skipped)
+        assert [(entry.step, entry.quarantined) for entry in loading.result(TIMEOUT).skipped] == [(2, None)]
         assert engine.steps().result() == [1, 2]
-        assert float(engine.read(2, only=None).result(TIMEOUT)["w"][0]) == 20
+        assert value(engine, 2) == 20
     assert aside(root) == []
 
 
