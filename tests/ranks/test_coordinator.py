@@ -673,7 +673,7 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_other
             both[rank].begin_call(begun)  # it is on its way there, in another thread
             saving = asyncio.create_task(BYTES.run(leader, Topic("save", 2), b"0", in_order))
             loading = asyncio.create_task(BYTES.run(other, Topic("load", 1, "round 1"), b"1", in_order))
-            await asyncio.wait([loading, saving], timeout=2 * SHORT_SECS)  # the time that passes is what is tested
+            await asyncio.wait([loading, saving], timeout=1.25 * SHORT_SECS)  # the time that passes is what is tested
             found = BYTES.run(other, Topic("save", 2), b"1", in_order)
             met = BYTES.run(leader, Topic("load", 1, "round 1"), b"0", in_order)
             return b" ".join(await asyncio.gather(loading, saving, found, met))

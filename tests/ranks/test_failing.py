@@ -459,7 +459,7 @@ def kind_of(error: BaseException | None) -> str:
 
 
 def stop_for_a_while() -> None:
-    subprocess.Popen(["sh", "-c", f"sleep {2 * (DEADLINE_SECS + LATE_SECS)}; kill -CONT {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep {DEADLINE_SECS + LATE_SECS + 1.0}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -195,6 +195,8 @@ def test_what_is_pending_is_committed_beside_what_else_the_exit_ends(tmp_path: P
 
 
 STUCK_THREAD = """
+    from aio_ckpt.engine import engine as module
+    module.STOP_SECS = 1.0
     engine = engine_of(SyncCheckpointEngine)
     engine.save(state(1)).result()
     engine._portal.executor.submit(threading.Event().wait)
