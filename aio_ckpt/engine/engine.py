@@ -39,7 +39,7 @@ from aio_ckpt.match.rename import Rename
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
 from aio_ckpt.plan.safetensors_plan import FileRename, SafetensorsOptions
-from aio_ckpt.ranks.coordinator import Coordinator
+from aio_ckpt.ranks.exchange import Coordinator
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure
 from aio_ckpt.ranks.polls import AgreedPreemption, AgreedTimer, AgreedWork, Work

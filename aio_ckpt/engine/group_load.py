@@ -23,7 +23,7 @@ from aio_ckpt.errors import (
     PeerFailedError,
 )
 from aio_ckpt.match.match import OnMatched
-from aio_ckpt.ranks.coordinator import Coordinator, Exchange
+from aio_ckpt.ranks.exchange import Coordinator, Exchange
 from aio_ckpt.ranks.membership import different_roots
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import SkippedCheckpoint

@@ -20,7 +20,7 @@ from aio_ckpt.commit.trash import Trash
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.outcomes import logged_errors, named
 from aio_ckpt.errors import EngineClosedError, PeerFailedError, StallError
-from aio_ckpt.ranks.coordinator import Exchange
+from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import title
 from aio_ckpt.runtime.futures import follow

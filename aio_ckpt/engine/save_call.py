@@ -44,7 +44,7 @@ from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions
-from aio_ckpt.ranks.coordinator import Exchange
+from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import Room, SaveRound
@@ -458,7 +458,7 @@ class SaveFrontend:
                 self.queue.steps.forget()  # a change that fails midway has renamed some steps
                 changed = change(step, **flags)
             busy, (newest, gone) = self._portal.call(
-                _CHANGE.broadcast, coordinator, topic, (busy, changed), timeout=timeout_secs, what=what
+                _CHANGE.broadcast, coordinator, topic, [(busy, changed)], timeout=timeout_secs, what=what
             )
         except BaseException as error:
             self._tell_refused(topic, error)
@@ -478,7 +478,7 @@ class SaveFrontend:
             if members.is_leader:
                 self._root_session.delete_discarded(step)
             timeout_secs = 2 * members.stall_secs
-            done = functools.partial(_DELETED.broadcast, members.coordinator, topic, None)
+            done = functools.partial(_DELETED.broadcast, members.coordinator, topic, [None])
             self._portal.call(done, timeout=timeout_secs, what="delete()")
         except BaseException as error:
             self._tell_refused(topic, error)

@@ -27,7 +27,7 @@ from aio_ckpt.dcp.installed import Installed
 from aio_ckpt.dcp.runtime import Face, SharedRuntime
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import AioCkptError, PeerFailedError, SaveCancelledError
-from aio_ckpt.ranks.coordinator import Coordinator
+from aio_ckpt.ranks.exchange import Coordinator
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure
 from aio_ckpt.ranks.polls import AgreedWork, Work, work_failure

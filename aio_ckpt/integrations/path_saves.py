@@ -14,7 +14,7 @@ from typing import Any
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import RootError
-from aio_ckpt.ranks.coordinator import Coordinator
+from aio_ckpt.ranks.exchange import Coordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 

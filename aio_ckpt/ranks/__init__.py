@@ -3,7 +3,7 @@
 In: a message of each rank. Out: the leader's decision, the same on every rank, or an error that names the rank that
 failed. One rank alone is a group with one member. Stores are used here only.
 
-- exchanges: ``coordinator``, and ``store_coordinator`` by ``store``, ``store_values`` and ``messages``
+- exchanges: ``exchange``; between several ranks by ``store_coordinator``, ``store``, ``store_values`` and ``messages``
 - members: ``membership``; ``liveness``: heartbeats, and the error about a rank that does not come;
   ``missing``: log lines while a wait lasts
 - a save: ``save_round``; ``save_ledger``: the leader's table of all shares
@@ -12,7 +12,7 @@ failed. One rank alone is a group with one member. Stores are used here only.
 Imports everything up to ``commit``; never what loads.
 """
 
-from aio_ckpt.ranks.coordinator import Coordinator, SoloCoordinator
+from aio_ckpt.ranks.exchange import Coordinator, SoloCoordinator
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import anyio
 
 from aio_ckpt.errors import EngineClosedError, PeerFailedError
-from aio_ckpt.ranks.coordinator import Coordinator
+from aio_ckpt.ranks.exchange import Coordinator
 from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, Topic
 from aio_ckpt.ranks.missing import SHOWN, Awaited, Heard, line_about, names_of
 from aio_ckpt.ranks.store import StoreClient, StoreKeys

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import anyio
 
 from aio_ckpt.errors import AioCkptError, EngineClosedError, StallError
-from aio_ckpt.ranks.coordinator import Exchange
+from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure, Topic
 from aio_ckpt.runtime.futures import first_cause, follow
@@ -219,7 +219,7 @@ class AgreedPreemption:
             portal,
             topic=Topic("the preemption"),
             has_come=lambda: self.local.is_requested,
-            on_error=_tell,
+            on_error=_log_error,
         )
         self._is_watching = False
 
@@ -234,8 +234,7 @@ class AgreedPreemption:
         Raises:
             StallError: another rank does not answer.
         """
-        is_found = self._agreed.poll()
-        return is_found if self._is_watching else self.local.is_requested  # one rank, or signals are not handled
+        return self._agreed.poll() if self._is_watching else self.local.is_requested
 
     def watch(self) -> None:
         """Begin to watch for signals to other ranks. If there is one rank, its signal counts at once."""
@@ -244,7 +243,7 @@ class AgreedPreemption:
             self._agreed.watch()
 
 
-def _tell(error: AioCkptError) -> None:
+def _log_error(error: AioCkptError) -> None:
     _log.error("preemption is not agreed, this rank goes by its own signal: %s", error)
 
 

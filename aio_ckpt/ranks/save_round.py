@@ -18,7 +18,7 @@ import anyio.lowlevel
 
 from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.shard_table import malformed
-from aio_ckpt.ranks.coordinator import CallEnd, Exchange
+from aio_ckpt.ranks.exchange import CallEnd, Exchange
 from aio_ckpt.ranks.membership import CALL_STAGE, Membership
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import (
@@ -156,7 +156,7 @@ class SaveRound:
     async def room(self, own: Room) -> Room:
         """Return the leader's room at this call. On the leader it is ``own``. Without room, all ranks skip the call."""
         coordinator, topic = self._members.coordinator, self._topic._replace(part="")
-        room = await _ROOM.broadcast(coordinator, self._topic, own, then=topic if own.is_free else None)
+        room = await _ROOM.broadcast(coordinator, self._topic, [own], then=topic if own.is_free else None)
         if room.is_free:
             self._topic = topic
         else:
@@ -168,7 +168,7 @@ class SaveRound:
         coordinator = self._members.coordinator
         messages = await SAVE.gather(coordinator, self._topic, plan)
         replies = await self._replan(_newest(messages, ())) if self.is_leader else []
-        reply = await SAVE.broadcast_each(coordinator, self._topic, replies, then=self._second)
+        reply = await SAVE.broadcast(coordinator, self._topic, replies, then=self._second)
         self._topic = self._second
         if not isinstance(reply, AssignReply):
             raise PlanChangedError("the leader committed a save that this rank has not written")
@@ -188,7 +188,7 @@ class SaveRound:
         reports = _newest(messages, self._firsts)
         if self._topic != self._second and any(isinstance(report, PlanMsg) for report in reports):
             replies = await self._replan(reports)
-            await SAVE.broadcast_each(coordinator, self._topic, replies, then=self._second)
+            await SAVE.broadcast(coordinator, self._topic, replies, then=self._second)
             self._topic = self._second
             reports = _newest(await SAVE.gather(coordinator, self._topic, None), reports)
         votes: list[Vote] = []
@@ -209,11 +209,11 @@ class SaveRound:
         coordinator = self._members.coordinator
         due = self._members.ledger.is_comparison_due
         committed = CommitReply(dict(slowest_ranks(votes)), dict(extra), due)
-        reply = await SAVE.broadcast(coordinator, self._topic, committed)
+        reply = await SAVE.broadcast(coordinator, self._topic, [committed])
         if isinstance(reply, AssignReply) and self._topic != self._second:
             self._topic = self._second  # another rank planned anew; the vote of this rank still stands
             await SAVE.gather(coordinator, self._topic, None)
-            reply = await SAVE.broadcast(coordinator, self._topic, committed)
+            reply = await SAVE.broadcast(coordinator, self._topic, [committed])
         if not isinstance(reply, CommitReply):
             raise PlanChangedError("the leader planned a save twice")
         self._members.is_comparison_due = reply.is_comparison_due

@@ -2,7 +2,7 @@
 
 No collective is used: the process groups belong to the training, and a gloo group is unusable after one timeout. Every
 rank appends one message to a value of the store. The leader reads them all, decides, and sets one value. Every rank
-polls for it. One process alone uses :class:`~aio_ckpt.ranks.coordinator.SoloCoordinator`.
+polls for it. One process alone uses :class:`~aio_ckpt.ranks.exchange.SoloCoordinator`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from aio_ckpt._torch import PrefixStore, default_store
 from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
-from aio_ckpt.ranks.coordinator import CallEnd, Coordinator, SoloCoordinator
+from aio_ckpt.ranks.exchange import CallEnd, Coordinator, SoloCoordinator
 from aio_ckpt.ranks.flag_watch import FlagWatch
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, Liveness
 from aio_ckpt.ranks.messages import REPLIES, Failure, Frame, Reply, Topic, failure_of

@@ -21,7 +21,7 @@ from rank_processes import Ranks, needs_list_keys, ranks
 
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator as coordinator_module
-from aio_ckpt.ranks.coordinator import CallEnd, Exchange, SoloCoordinator
+from aio_ckpt.ranks.exchange import CallEnd, Exchange, SoloCoordinator
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, LivenessTimer, lost_peer
 from aio_ckpt.ranks.messages import Heartbeat, Topic
 from aio_ckpt.ranks.missing import REMEDY
@@ -49,7 +49,7 @@ async def tell_apart(
 ) -> bytes:
     """Every rank goes on in the topic "second"."""
     messages = await BYTES.gather(coordinator, topic, message)
-    return await BYTES.broadcast_each(coordinator, topic, apart(messages), then=Topic("second"))
+    return await BYTES.broadcast(coordinator, topic, apart(messages), then=Topic("second"))
 
 
 async def never(messages: Sequence[bytes]) -> bytes:

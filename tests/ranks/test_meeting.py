@@ -20,7 +20,7 @@ from rank_processes import Ranks, engine_on, ranks
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, ReadError
-from aio_ckpt.ranks.coordinator import Exchange
+from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.store import companions, without
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from aio_ckpt.errors import PeerFailedError
-from aio_ckpt.ranks.coordinator import Coordinator, Exchange, SoloCoordinator
+from aio_ckpt.ranks.exchange import Coordinator, Exchange, SoloCoordinator
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 
@@ -50,7 +50,7 @@ async def test_the_leader_may_act_between_the_two_halves() -> None:
     async def act(coordinator: Coordinator, number: int) -> tuple[tuple[int, ...], str]:
         numbers = await SUM.gather(coordinator, Topic("t"), number)
         return numbers, await SUM.broadcast(
-            coordinator, Topic("t"), f"rank {coordinator.rank} has acted on {len(numbers)}"
+            coordinator, Topic("t"), [f"rank {coordinator.rank} has acted on {len(numbers)}"]
         )
 
     assert await act(SoloCoordinator(), 3) == ((3,), "rank 0 has acted on 1")
@@ -68,7 +68,7 @@ async def test_each_rank_may_get_a_reply_of_its_own() -> None:
     try:
         for each in reversed(ranks):
             await SUM.gather(each, Topic("t"), 0) if each.rank else None
-        replies = (SUM.broadcast_each(each, Topic("t"), ["for 0", "for 1"], then=Topic("u")) for each in ranks)
+        replies = (SUM.broadcast(each, Topic("t"), ["for 0", "for 1"], then=Topic("u")) for each in ranks)
         assert await asyncio.gather(*replies) == ["for 0", "for 1"]
     finally:
         close(*ranks)
@@ -93,7 +93,7 @@ async def test_a_message_that_is_none_of_this_kind_fails_the_exchange_on_all_and
 async def test_a_reply_that_is_none_of_this_kind_names_the_leader() -> None:
     one, other = await two_ranks()
     try:
-        calls = SUM.broadcast(one, Topic("t"), "text"), OTHER.broadcast(other, Topic("t"), 0)
+        calls = SUM.broadcast(one, Topic("t"), ["text"]), OTHER.broadcast(other, Topic("t"), [0])
         found, error = await asyncio.gather(*calls, return_exceptions=True)
     finally:
         close(one, other)

@@ -1,4 +1,4 @@
-"""Coordinator: how the ranks of an engine exchange messages; typed exchanges, which end on all ranks if one fails."""
+"""Typed exchanges between the ranks of an engine, which end on all ranks if one fails, and what they are sent over."""
 
 from __future__ import annotations
 
@@ -161,11 +161,10 @@ class Exchange(Generic[M, R]):
         """
         try:
             messages = await self.gather(coordinator, topic, mine)
-            replies: Sequence[bytes] = ()
+            replies: Sequence[R] = ()
             if coordinator.rank == coordinator.leader:
-                reply = await coordinator.while_beating(functools.partial(act, messages))
-                replies = [msgspec.msgpack.encode(reply)]
-            return await self._broadcast(coordinator, topic, replies, then)
+                replies = [await coordinator.while_beating(functools.partial(act, messages))]
+            return await self.broadcast(coordinator, topic, replies, then=then)
         except BaseException as error:
             end = await coordinator.abort(topic, error, stage=self._stage)
             if end.failure is None and then is not None:  # some ranks may have the leader's reply
@@ -180,18 +179,15 @@ class Exchange(Generic[M, R]):
         messages = await coordinator.gather(topic, msgspec.msgpack.encode(mine), stage=self._stage)
         return tuple(_decoded(self.messages, rank, data) for rank, data in enumerate(messages))
 
-    async def broadcast(self, coordinator: Coordinator, topic: Topic, reply: R, *, then: Topic | None = None) -> R:
-        """Do the second half of :meth:`run`: return the leader's ``reply``. What other ranks pass is ignored."""
-        return await self._broadcast(coordinator, topic, [msgspec.msgpack.encode(reply)], then)
-
-    async def broadcast_each(self, coordinator: Coordinator, topic: Topic, replies: Sequence[R], *, then: Topic) -> R:
-        """Do :meth:`broadcast` with one reply for each rank. Every rank goes on in the topic ``then``."""
-        return await self._broadcast(coordinator, topic, [*map(msgspec.msgpack.encode, replies)], then)
-
-    async def _broadcast(
-        self, coordinator: Coordinator, topic: Topic, replies: Sequence[bytes], then: Topic | None
+    async def broadcast(
+        self, coordinator: Coordinator, topic: Topic, replies: Sequence[R], *, then: Topic | None = None
     ) -> R:
-        reply = await coordinator.broadcast(topic, replies, stage=self._stage, then=then)
+        """Do the second half of :meth:`run`: return the leader's reply to this rank.
+
+        ``replies`` are as in :meth:`Coordinator.broadcast`.
+        """
+        encoded = [*map(msgspec.msgpack.encode, replies)]
+        reply = await coordinator.broadcast(topic, encoded, stage=self._stage, then=then)
         return _decoded(self.replies, coordinator.leader, reply)
 
 
