@@ -1,7 +1,7 @@
 """Damage checkpoints in every way, count what is found; exit code 1 if not all is.
 
 Found means: ``verify`` names the file (and the tensor, where the bytes are one's), and a load either raises a typed
-error or gives every value bit for bit. Beside it, what the loaders of others make of the same kinds of damage.
+error or gives every value bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +31,6 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 from tests.campaigns.common import every_kind, keep_result, log, machine
 from tests.campaigns.corruption.damage import FILES, IN_FILE, WHOLE_FILE, Region, hurt_file, hurt_region, regions_of
-from tests.campaigns.corruption.rivals import RIVALS, Tally, try_rival
 
 __all__ = ["Examined", "Range", "Row", "main"]
 
@@ -206,14 +205,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep the figures in tests/campaigns/results")
     given = parser.parse_args()
     logging.getLogger("aio_ckpt").setLevel(logging.CRITICAL)  # each load says what it found
-    rivals: dict[str, Mapping[str, Tally]] = {}
     with tempfile.TemporaryDirectory(prefix="aio_ckpt-corruption-", dir=given.dir) as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about what the damage makes it read
         grounds = Range(Path(name) / "ours")
         rows = _run(grounds, given.count, given.seed)
-        for rival in RIVALS:
-            rivals[rival] = try_rival(rival, Path(name) / "rivals", count=given.count * 4, seed=given.seed)
-            log(f"{rival}: {rivals[rival]}")
     total = Counter[str]()
     for row in rows:
         total.update(tried=row.tried, found=row.found, raised_by_load=row.raised_by_load)
@@ -222,7 +217,6 @@ def main() -> None:
         "machine": machine(given.dir.absolute()),
         **total,
         "rows": [asdict(row) for row in rows],
-        "rivals": {rival: {how: asdict(tally) for how, tally in found.items()} for rival, found in rivals.items()},
     }
     print(json.dumps(report, indent=1))
     if given.write:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.campaigns.common import RESULTS, log
-from tests.campaigns.crash.contenders import ENGINE, RIVALS, Contender
+from tests.campaigns.crash.contenders import ENGINE, Contender
 from tests.campaigns.crash.directory import DIRECTORY
 from tests.campaigns.crash.disks import EXT4, FILE_SYSTEMS, private_mounts, unmount_below, why_no_disks
 from tests.campaigns.crash.forks import Child, Tell, adopt_orphans, fork, wait_for_orphans
@@ -27,7 +27,7 @@ from tests.campaigns.crash.power import block_log_campaign, shutdown_campaign
 from tests.campaigns.crash.summary import Summary, publish
 from tests.campaigns.crash.trial import Tally
 
-__all__ = ["main"]
+__all__ = ["crash", "main", "parse"]
 
 OURS = (ENGINE, DIRECTORY, PATHS, FILES, MODELS)
 KINDS = ("kill", "shutdown", "blocklog")
@@ -37,8 +37,6 @@ NAMED_SHARE = 0.7
 """Of the kills with ``--kills``; the others come at random instants."""
 SHUTDOWN_TRIALS = 20
 REORDERINGS = 300
-RIVALS_SHARE = 0.4
-"""Of the crashes of each kind; what they lose shows in fewer."""
 MEMORY_FOLDER = Path("/dev/shm")
 """Images lie in memory where there is this folder: hundreds of them are written whole."""
 
@@ -54,7 +52,7 @@ class Options:
     images: Path
     """Where images of disks go."""
     kills: int | None
-    """Kills of ours in all; None: 50 at each named point, and random ones."""
+    """Kills in all; None: 50 at each named point, and random ones."""
     trials: int
     """Shutdowns of each way."""
     samples: int
@@ -63,10 +61,8 @@ class Options:
     """Limit for all campaigns together; each gets an even share of what is left."""
     only: tuple[str, ...]
     """Kinds of campaigns."""
-    ours: Sequence[Contender]
-    """Ways of this engine that are crashed."""
-    rivals: Sequence[Contender]
-    """Who else is crashed."""
+    contenders: Sequence[Contender]
+    """Ways to save that are crashed."""
     jobs: int
     """Campaigns at once."""
     seed: int
@@ -75,33 +71,29 @@ class Options:
     """Where the JSON goes; None: nowhere."""
 
 
-def parse() -> Options:
-    """Parse ``sys.argv``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.campaigns.crash", description="Crash points tried and survived."
-    )
+def parse(command: str, contenders: Sequence[Contender], results: Callable[[Path], Path]) -> Options:
+    """Parse ``sys.argv``. ``results`` returns where the figures of a folder are kept with ``--write``."""
+    parser = argparse.ArgumentParser(prog=f"python -m {command}", description="Crash points tried and survived.")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where trainers are killed")
     parser.add_argument("--images", type=Path, help="where images of disks go (default: in memory)")
-    parser.add_argument("--kills", type=int, help="kills of this engine in all (default: 50 at each point, and more)")
+    parser.add_argument("--kills", type=int, help="kills in all (default: 50 at each point, and more)")
     parser.add_argument("--trials", type=int, default=SHUTDOWN_TRIALS, help="shutdowns of each way")
     parser.add_argument("--samples", type=int, default=REORDERINGS, help="reorderings of the block log")
     parser.add_argument("--secs", type=float, help="stop by then: each campaign gets an even share of what is left")
     parser.add_argument("--only", default=",".join(KINDS), help=f"of {','.join(KINDS)}")
-    names = {kind: ",".join(map(_name, contenders)) for kind, contenders in (("ours", OURS), ("rivals", RIVALS))}
-    parser.add_argument("--ours", default=names["ours"], help=f"of {names['ours']}")
-    parser.add_argument("--rivals", default=names["rivals"], help=f"who else, of {names['rivals']}; empty: nobody")
+    named = {_name(contender): contender for contender in contenders}
+    parser.add_argument("--contenders", default=",".join(named), help=f"of {','.join(named)}")
     parser.add_argument("--jobs", type=int, default=2, help="campaigns at once: mostly they wait for the disk")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
-    parser.add_argument("--out", type=Path, help="folder of the JSON (with --write: tests/campaigns/results)")
-    parser.add_argument("--write", action="store_true", help="keep the figures in tests/campaigns/results")
+    parser.add_argument("--out", type=Path, help="folder of the JSON")
+    parser.add_argument("--write", action="store_true", help="keep the JSON among the results")
     given = parser.parse_args()
     only = tuple(given.only.split(","))
     if set(only) - set(KINDS):
         parser.error(f"no such campaigns: {', '.join(sorted(set(only) - set(KINDS)))}")
-    contenders = {_name(contender): contender for contender in (*OURS, *RIVALS)}
-    ours, rivals = (list(filter(None, names.split(","))) for names in (given.ours, given.rivals))
-    if {*ours, *rivals} - set(contenders):
-        parser.error(f"no such contenders: {', '.join(sorted({*ours, *rivals} - set(contenders)))}")
+    chosen = given.contenders.split(",")
+    if set(chosen) - set(named):
+        parser.error(f"no such contenders: {', '.join(sorted(set(chosen) - set(named)))}")
     return Options(
         folder=given.dir.absolute(),
         images=(given.images or (MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else given.dir)).absolute(),
@@ -110,22 +102,28 @@ def parse() -> Options:
         samples=given.samples,
         secs=given.secs,
         only=only,
-        ours=[contenders[name] for name in ours],
-        rivals=[contenders[name] for name in rivals],
+        contenders=[named[name] for name in chosen],
         jobs=given.jobs,
         seed=given.seed,
-        out=given.out or (RESULTS if given.write else None),
+        out=given.out or (results(given.dir.absolute()) if given.write else None),
     )
 
 
-def _name(rival: Contender) -> str:
+def _name(contender: Contender) -> str:
     """Without spaces and commas, for the command line."""
-    return rival.name.replace(", ", ":").replace(" + ", "+").replace(" ", "-")
+    return contender.name.replace(", ", ":").replace(" + ", "+").replace(" ", "-")
 
 
 def main() -> None:
-    """Run the campaigns; exit code 1 if this engine did not survive every crash, or there was none."""
-    options = parse()
+    """Run the campaigns of this engine; exit code 1 if it did not survive every crash, or there was none."""
+    options = parse("tests.campaigns.crash", OURS, lambda _: RESULTS)
+    summary = crash(options)
+    publish(summary, options.folder, out=options.out)
+    sys.exit(0 if summary.is_survived else 1)
+
+
+def crash(options: Options) -> Summary:
+    """Run the campaigns and remove what they left."""
     logging.getLogger("aio_ckpt").setLevel(logging.ERROR)
     adopt_orphans()
     started = time.monotonic()
@@ -139,35 +137,29 @@ def main() -> None:
         unmount_below(images)
         shutil.rmtree(images, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
-    summary = Summary(
+    return Summary(
         settings={"seed": options.seed, "secs": round(time.monotonic() - started), "only": ",".join(options.only)},
-        ours=tuple(contender.name for contender in options.ours),
         tallies=tallies,
         skipped=skipped,
         failures=failures,
     )
-    publish(summary, options.folder, out=options.out)
-    sys.exit(0 if summary.is_survived else 1)
 
 
 def _kills(options: Options, folder: Path) -> Iterator[tuple[Campaign, Path]]:
     if "kill" not in options.only:
         return
     counts = {
-        contender: len(named_points(contender, folder / contender.name / "rehearsal")) for contender in options.ours
+        contender: len(named_points(contender, folder / contender.name / "rehearsal"))
+        for contender in options.contenders
     }
     for contender, count in counts.items():
         named, at_random = KILLS_PER_POINT * count, RANDOM_KILLS
         if options.kills is not None:
-            named = round(options.kills * NAMED_SHARE * count / sum(counts.values()))
-            at_random = round(options.kills * (1 - NAMED_SHARE) / len(options.ours))
+            named = round(options.kills * NAMED_SHARE * count / max(sum(counts.values()), 1))
+            at_random = round(options.kills * (1 - NAMED_SHARE) / len(counts))
         where = folder / contender.name
         yield partial(points_campaign, contender, kills=named, seed=options.seed), where / "points"
         yield partial(random_campaign, contender, kills=at_random, seed=options.seed), where / "random"
-    for rival in options.rivals:
-        most = RANDOM_KILLS if options.kills is None else options.kills * (1 - NAMED_SHARE) / len(options.ours)
-        kills = round(most * RIVALS_SHARE)
-        yield partial(random_campaign, rival, kills=kills, seed=options.seed), folder / rival.name
 
 
 def _power(options: Options, images: Path, skipped: list[str]) -> Iterator[tuple[Campaign, Path]]:
@@ -182,9 +174,8 @@ def _power(options: Options, images: Path, skipped: list[str]) -> Iterator[tuple
     reasons = {kind: why_no_disks(kind, images) for kind in FILE_SYSTEMS}
     skipped += [f"{kind.name}: {reason}" for kind, reason in reasons.items() if reason is not None]
     usable = [kind for kind, reason in reasons.items() if reason is None]
-    shares = [(contender, 1.0) for contender in options.ours] + [(rival, RIVALS_SHARE) for rival in options.rivals]
     if "shutdown" in kinds:
-        for contender, share in shares:
+        for contender in options.contenders:
             for kind in usable:
                 for flags in (0, 1, 2):
                     for at_random in (False, True):
@@ -194,7 +185,7 @@ def _power(options: Options, images: Path, skipped: list[str]) -> Iterator[tuple
                             kind,
                             flags=flags,
                             at_random=at_random,
-                            trials=max(1, round(options.trials * share)),
+                            trials=options.trials,
                             seed=options.seed,
                         )
                         yield campaign, images / contender.name / f"{kind.name}-{flags}-{at_random}"
@@ -203,9 +194,8 @@ def _power(options: Options, images: Path, skipped: list[str]) -> Iterator[tuple
         if reason is not None:
             skipped.append(f"blocklog: {reason}")
             return
-        for contender, share in shares:
-            samples = round(options.samples * share)
-            campaign = partial(block_log_campaign, contender, samples=samples, seed=options.seed)
+        for contender in options.contenders:
+            campaign = partial(block_log_campaign, contender, samples=options.samples, seed=options.seed)
             yield campaign, images / contender.name / "log"
 
 

@@ -19,10 +19,8 @@ class Summary:
 
     settings: Mapping[str, object]
     """Options of the run."""
-    ours: Sequence[str]
-    """Contenders that must survive."""
     tallies: Sequence[Tally]
-    """Of all."""
+    """Crashes of each contender in each campaign."""
     skipped: Sequence[str]
     """What could not run here, and why."""
     failures: Sequence[str]
@@ -36,17 +34,17 @@ class Summary:
 
     @property
     def tried(self) -> int:
-        """Crashes of ours."""
-        return sum(tally.tried for tally in self.tallies if tally.contender in self.ours)
+        """Number of crashes."""
+        return sum(tally.tried for tally in self.tallies)
 
     @property
     def survived(self) -> int:
-        """Those that ours survived."""
-        return sum(tally.survived for tally in self.tallies if tally.contender in self.ours)
+        """Number of crashes after which everything held."""
+        return sum(tally.survived for tally in self.tallies)
 
     @property
     def is_survived(self) -> bool:
-        """Every crash of ours, of which there was one, and no campaign failed."""
+        """Whether everything held after every crash, of which there was one, and no campaign failed."""
         return 0 < self.tried == self.survived and not self.failures
 
 
@@ -68,7 +66,7 @@ def render(summary: Summary, described: Mapping[str, object], date: str) -> str:
             f"{max(tally.by_point.values())} times."
             for tally in named
         ),
-        f"aio_ckpt in all: {summary.survived} survived of {summary.tried} tried.",
+        f"In all: {summary.survived} survived of {summary.tried} tried.",
         *(f"Not run: {reason}." for reason in summary.skipped),
         *(f"A campaign {failure}." for failure in summary.failures),
     ]
@@ -81,7 +79,7 @@ def publish(summary: Summary, folder: Path, *, out: Path | None) -> None:
     text = render(summary, described, date)
     print(text)
     for tally in summary.tallies:
-        for problem in tally.problems if tally.contender in summary.ours else tally.problems[:1]:
+        for problem in tally.problems:
             print(f"not survived: {tally.contender}: {tally.campaign}: {problem}")
     if out is not None:
         document = {"machine": described, "tried": summary.tried, "survived": summary.survived}

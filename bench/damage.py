@@ -1,11 +1,18 @@
-"""What the loaders of others make of damaged files: found, loaded as other values in silence, or unharmed."""
+"""``python -m bench.damage``: what the loaders of others make of damaged files.
+
+Each file is damaged as by ``python -m tests.campaigns.corruption``.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import shutil
+import tempfile
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import safetensors.torch
@@ -13,9 +20,11 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from bench.common.results import kept_in
+from tests.campaigns.common import keep_result, log, machine
 from tests.campaigns.corruption.damage import IN_FILE, Region, hurt_region
 
-__all__ = ["RIVALS", "Tally", "try_rival"]
+__all__ = ["RIVALS", "Tally", "main", "try_rival"]
 
 State = dict[str, torch.Tensor]
 
@@ -66,6 +75,7 @@ RIVALS: Mapping[str, _Rival] = {
 }
 
 
+@warnings.catch_warnings(action="ignore")  # torch warns of what the damage makes it read
 def try_rival(name: str, folder: Path, *, count: int, seed: int) -> Mapping[str, Tally]:
     """Damage the data file of one rival ``count`` times in each way."""
     rival, rng = RIVALS[name], random.Random(seed)
@@ -102,3 +112,27 @@ def _outcome(rival: _Rival, folder: Path, state: State) -> str:
         for name, tensor in state.items()
     )
     return "unharmed" if same else "silent"
+
+
+def main() -> None:
+    """Damage the files of each rival and count what is found."""
+    parser = argparse.ArgumentParser(prog="python -m bench.damage", description="Damaged files, found or not.")
+    parser.add_argument("--count", type=int, default=160, help="files for each kind of damage")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--write", action="store_true", help="keep the JSON in bench/results, by machine")
+    given = parser.parse_args()
+    folder = given.dir.absolute()
+    report: dict[str, object] = {"seed": given.seed, "machine": machine(folder)}
+    with tempfile.TemporaryDirectory(prefix="aio_ckpt-damage-", dir=folder) as name:
+        for rival in RIVALS:
+            found = try_rival(rival, Path(name) / "rival", count=given.count, seed=given.seed)
+            report[rival] = {how: asdict(tally) for how, tally in found.items()}
+            log(f"{rival}: {found}")
+    print(json.dumps(report, indent=1))
+    if given.write:
+        keep_result("damage", report, kept_in(folder))
+
+
+if __name__ == "__main__":
+    main()
