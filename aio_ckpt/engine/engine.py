@@ -164,7 +164,6 @@ class BaseEngine:
         self._shutdown = Shutdown(
             self._frontend.queue,
             background=lambda: [
-                *self._frontend.queue.removals(),
                 *self._root_session.last_passes(),
                 *self._frontend.dropping,
                 *(agreed.ended for agreed in self._agreed),

@@ -32,7 +32,7 @@ from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.snapshot.progress import CapturedRun, StallTimer
-from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.write.part import Part
 
 
@@ -146,34 +146,77 @@ class SaveTimer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
+    """One call that the queue runs in the background, from the call until its settlement."""
+
+    kind: ClassVar[str]
+    """Name of the method that makes the job."""
+    target: Target
+    """Step that is saved, or the path that the caller named."""
+    number: int = 0
+    """Number of the call, the same on every rank; 0 for a file, of which the other ranks know nothing."""
+    settled: Future[None] = field(default_factory=Future)
+    """Done once the job has ended and is cleaned up."""
+    step: int | None = field(init=False)
+    """Step that is saved; None if the caller named a path."""
+    title: str = field(init=False)
+    """Name of the target in messages: ``step 5``, or its path."""
+
+    def __post_init__(self) -> None:
+        self.step = None if isinstance(self.target, Path) else self.target
+        self.title = title(self.target)
+
+    @property
+    def turn_ended(self) -> Future[None]:
+        """Future that is done once the commits of later calls may go on."""
+        return self.settled
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RemoveJob(Job):
+    """One call of ``remove()``, of a checkpoint at a path."""
+
+    kind = "remove"
+    tickets: Sequence[SaveTicket]
+    """Tickets of the saves that the removal waits for. If one of them fails, the removal is dropped."""
+    done: Milestone[None]
+    """Milestone that ``remove()`` returns."""
+    freed: Future[None] = field(default_factory=Future)
+    """Done once the path is free, or the removal has failed."""
+
+    @property
+    def turn_ended(self) -> Future[None]:
+        """Future that is done once the commits of later calls may go on: its files need not be deleted by then."""
+        return self.freed
+
+    @property
+    def path(self) -> Path:
+        """Directory of the checkpoint, absolute."""
+        assert isinstance(self.target, Path)
+        return self.target
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class WriteJob(Job):
     """One save between its call and its settlement: its ticket, its state and its progress.
 
     The caller's thread changes it until the pipeline is submitted, then the loop's thread.
     """
 
-    kind: ClassVar[str]
-    """Name of the method that makes the save."""
-    target: Target
-    """Step of the save, or the path that the caller named."""
     place: Path
     """Directory below which the save writes, for messages."""
-    number: int = 0
-    """Number of the call of ``save()``, the same on every rank; 0 for a file, of which the other ranks know nothing."""
     deadline: Deadline = NO_DEADLINE
     """Time by which the save must be committed."""
     round: SaveRound
     """State of the save, and its agreement with the other ranks."""
     ticket: SaveTicket
     earlier: tuple[Future[None], ...]
-    """Settlements of all saves that were pending at the call: commits keep the order of the calls. The last of them
-    alone would not do: it may fail while one before it goes on."""
+    """Ends of the turns of all jobs that were pending at the call, as commits keep the order of the calls. The last of
+    them alone would not do: it may fail while one before it goes on."""
     timer: SaveTimer
     stall: StallTimer = field(default_factory=StallTimer)
     """Time of the last progress, and the failure of the capture."""
     threads: ThreadTracker = field(default_factory=ThreadTracker)
     """Threads that work for this save."""
-    settled: Future[None] = field(default_factory=Future)
-    """Done once the save is committed or has failed and is cleaned up."""
     parts: list[Part] = field(default_factory=list)
     """Data files whose capture has begun."""
     has_new_part: asyncio.Event = field(default_factory=asyncio.Event)
@@ -190,14 +233,6 @@ class Job:
     """Bytes of the data files that are written."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline; None until the pipeline has begun."""
-    step: int | None = field(init=False)
-    """Step of the save; None if the caller named a path."""
-    title: str = field(init=False)
-    """Name of the save in messages: ``step 5``, or its path."""
-
-    def __post_init__(self) -> None:
-        self.step = None if isinstance(self.target, Path) else self.target
-        self.title = title(self.target)
 
     @property
     def image_bytes(self) -> int:
@@ -268,7 +303,7 @@ class Job:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class SaveJob(Job):
+class SaveJob(WriteJob):
     """One call of ``save()``, of a step or at a path. It has one part, the data file of this rank."""
 
     kind = "save"
@@ -298,7 +333,7 @@ class SaveJob(Job):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class FileJob(Job):
+class FileJob(WriteJob):
     """One call of ``save_file()``. It has a part for each file."""
 
     kind = "save_file"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import sys
 import time
 import weakref
@@ -23,10 +24,10 @@ from aio_ckpt.commit.by_path import is_same_place
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.job import Job, SaveJob, SaveTimer
+from aio_ckpt.engine.job import Job, RemoveJob, SaveJob, SaveTimer, WriteJob
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.outcomes import call_back, logged_errors, named
-from aio_ckpt.engine.removal import Removal, Remover
+from aio_ckpt.engine.removal import Remover
 from aio_ckpt.engine.run_job import JobRunner, Pipeline
 from aio_ckpt.errors import (
     BusyError,
@@ -55,6 +56,8 @@ from aio_ckpt.ticket import Milestone, SaveTicket, settle
 from aio_ckpt.write.part import Part
 
 J = TypeVar("J", bound=Job)
+W = TypeVar("W", bound=WriteJob)
+_log = logging.getLogger("aio_ckpt")
 CallsByPath: TypeAlias = tuple[tuple[Path, Future[None]], ...]
 """Path and settlement of calls that save or remove at a path, in the order of the calls."""
 
@@ -76,7 +79,7 @@ class JobQueue:
         runner: JobRunner,
         quarantine: Quarantine,
         *,
-        on_settled: Callable[[Job, SaveReport | BaseException], None],
+        on_settled: Callable[[WriteJob, SaveReport | BaseException], None],
     ) -> None:
         """``on_settled`` gets each save, with its report or its error, before the save leaves the table."""
         self._ctx = ctx
@@ -98,7 +101,6 @@ class JobQueue:
         self._saves: deque[int] = deque(maxlen=self._max + 1)  # numbers of the newest calls of save()
         self._counted: deque[tuple[int, object]] = deque()  # calls that take their steps once the ranks have met
         self._jobs: list[Job] = []
-        self._removals: list[Removal] = []
         # Of the last save that came into the table. An error that nobody was told yet keeps its ticket.
         self._newest: Callable[[], SaveTicket | None] = lambda: None
         self._unreported: list[tuple[int, SaveTicket]] = []  # with the number of the call
@@ -106,7 +108,9 @@ class JobQueue:
 
     # -- room -----------------------------------------------------------------------------------------
 
-    def wait_for_room(self, kind: type[Job], target: object, when_busy: BusyPolicy, deadline: Deadline) -> float | None:
+    def wait_for_room(
+        self, kind: type[WriteJob], target: object, when_busy: BusyPolicy, deadline: Deadline
+    ) -> float | None:
         """Wait until fewer than ``max_in_flight`` jobs of ``kind`` are pending.
 
         Without a deadline, this waits as long as it takes: each pending save has its own limits.
@@ -137,7 +141,7 @@ class JobQueue:
                 self._changed.wait(pause_secs)
 
     def wait_warning(
-        self, call: str, step: object = None, *, kind: type[Job] = Job, others: Callable[[], str] = lambda: ""
+        self, call: str, step: object = None, *, kind: type[WriteJob] = WriteJob, others: Callable[[], str] = lambda: ""
     ) -> WaitWarning:
         """Return the warning about a wait of ``call``, of ``step`` if it is given, for the oldest job of ``kind``.
 
@@ -188,7 +192,7 @@ class JobQueue:
     @property
     def leases(self) -> list[Lease]:
         """Memory of the pending jobs."""
-        return [part.image.lease for job in self.pending(Job) for part in job.parts]
+        return [part.image.lease for job in self.pending(WriteJob) for part in job.parts]
 
     def room(self) -> Room:
         """Return whether another save may enter now, and up to which call all have settled."""
@@ -225,7 +229,7 @@ class JobQueue:
 
     # -- one save -------------------------------------------------------------------------------------
 
-    def enter(self, kind: type[J], target: Target, round_: SaveRound, timer: SaveTimer, **fields: Any) -> J:
+    def enter(self, kind: type[W], target: Target, round_: SaveRound, timer: SaveTimer, **fields: Any) -> W:
         """Make a pending save. :meth:`start` puts it into the table and runs it."""
 
         def cancel() -> bool:
@@ -245,8 +249,8 @@ class JobQueue:
             waited_secs=timer.waited_secs,
         )
         with self._lock:
-            removals = [removal.settled for removal in self._removals if kind is SaveJob]
-            earlier = (*(other.settled for other in self._of(kind)), *removals)
+            kinds = (SaveJob, RemoveJob) if kind is SaveJob else kind
+            earlier = tuple(other.turn_ended for other in self._jobs if isinstance(other, kinds))
         job = kind(target=target, round=round_, timer=timer, ticket=ticket, earlier=earlier, **fields)
         round_.advance(SaveState.CAPTURING)
         return job
@@ -266,7 +270,7 @@ class JobQueue:
         self._ctx.members.coordinator.begin_call(Topic(kind, self._calls), step=step if type(step) is int else None)
         return self._calls
 
-    def start(self, job: J, pipeline: Pipeline[J], parts: Iterable[tuple[PlannedImage, Part]]) -> None:
+    def start(self, job: W, pipeline: Pipeline[W], parts: Iterable[tuple[PlannedImage, Part]]) -> None:
         """Run ``pipeline`` and capture each part in its turn. The first chunks are written while later ones are copied.
 
         ``parts`` yields each part with its plan, and may wait for memory before. If this raises, the save is settled:
@@ -299,7 +303,7 @@ class JobQueue:
             self._give_up(job, error)
             raise
 
-    def _capture(self, job: J, pipeline: Pipeline[J], planned: PlannedImage, part: Part) -> Capture:
+    def _capture(self, job: W, pipeline: Pipeline[W], planned: PlannedImage, part: Part) -> Capture:
         """Issue the copies of a part. The first part submits the pipeline."""
         image, plan = part.image, planned.plan
 
@@ -331,7 +335,7 @@ class JobQueue:
             stall_timeout_secs=self._runner.slot_timeout_secs(image.slots * image.chunk_bytes),
         )
 
-    def _give_up(self, job: Job, error: BaseException) -> None:
+    def _give_up(self, job: WriteJob, error: BaseException) -> None:
         """End a save whose call is about to raise ``error``, at whatever stage it is."""
         timeout_secs = self._ctx.config.stall_timeout_secs
         # Only the call itself raises Ctrl-C. The pipeline and later saves get a SaveCancelledError.
@@ -347,7 +351,7 @@ class JobQueue:
         with self._lock:  # the call raises it; a kept traceback would keep the caller's state alive
             self._unreported = [entry for entry in self._unreported if entry[1] is not job.ticket]
 
-    async def _stop(self, job: Job, cause: Exception) -> None:
+    async def _stop(self, job: WriteJob, cause: Exception) -> None:
         """Stop a save, on the loop: only there it is certain whether the pipeline has begun.
 
         If so, that settles the save.
@@ -358,7 +362,7 @@ class JobQueue:
                 part.image.lease.close()
             self._settle(job, failed(cause))
 
-    def _settle(self, job: Job, done: Future[SaveReport]) -> None:
+    def _settle(self, job: WriteJob, done: Future[SaveReport]) -> None:
         """Settle a save whose pipeline has ended or will never begin: first the table, then the ticket.
 
         The first call counts.
@@ -382,7 +386,7 @@ class JobQueue:
         if isinstance(job, SaveJob):  # last: a slow callback then delays no waiter, and no save() that waits for room
             self._call_back(job, outcome)
 
-    def _leave(self, job: Job, error: BaseException | None) -> None:
+    def _leave(self, job: WriteJob, error: BaseException | None) -> None:
         """Take a save that has ended out of the table."""
         with self._lock:
             self._jobs = [other for other in self._jobs if other is not job]
@@ -407,27 +411,41 @@ class JobQueue:
         Raises:
             EngineClosedError: the engine was closed.
         """
-        done: Milestone[None] = Milestone(f"removal of {path}", self._portal.check_thread)
         with self._lock:
             self.check_open()
-            removal = Removal(
-                path=path,
+            job = RemoveJob(
+                target=path,
                 number=number,
                 tickets=self._awaited_by_removal(),
-                done=done,
+                done=Milestone(f"removal of {path}", self._portal.check_thread),
             )
-            self._removals.append(removal)
-        removal.ended.add_done_callback(lambda _: self._forget(removal))
+            self._jobs.append(job)
         try:
-            self._remover.start(removal, self._portal)
+            self._portal.submit(self._remover.run, job, on_done=functools.partial(self._settle_removal, job))
         except BaseException:
-            self._forget(removal)
+            self._take_out(job)
             raise
-        return done
+        return job.done
 
-    def _forget(self, removal: Removal) -> None:
+    def _settle_removal(self, job: RemoveJob, done: Future[None]) -> None:
+        error = EngineClosedError("the engine was closed") if done.cancelled() else done.exception()
+        try:
+            if error is not None:
+                with logged_errors(f"remove({job.path}) failed, and no log line says so"):
+                    _log.warning("remove(%s) failed: %s", job.path, named(error))
+        finally:
+            if not job.freed.done():
+                job.freed.set_result(None)
+            self._take_out(job)
+            job.settled.set_result(None)
+            if error is None:
+                job.done.resolve(None)  # does nothing if the removal was dropped
+            else:
+                job.done.fail(error)
+
+    def _take_out(self, job: Job) -> None:
         with self._lock:
-            self._removals = [other for other in self._removals if other is not removal]
+            self._jobs = [other for other in self._jobs if other is not job]
 
     def _awaited_by_removal(self) -> tuple[SaveTicket, ...]:
         """Return the tickets of the saves whose failure drops a removal that is called now. Call this under the lock.
@@ -439,11 +457,6 @@ class JobQueue:
         newest = self._newest()
         earlier = [] if newest is None or newest in pending else [newest]
         return tuple(ticket for ticket in (*earlier, *pending) if not ticket.committed.observed)
-
-    def removals(self) -> list[Future[None]]:
-        """Return the futures of the removals that have not ended."""
-        with self._lock:
-            return [removal.ended for removal in self._removals]
 
     async def await_calls(self, call: str, path: object, calls: CallsByPath) -> None:
         """Wait for those of ``calls`` that save or remove at ``path``; for all of them if that is None.
@@ -463,7 +476,7 @@ class JobQueue:
         """Return path and settlement of each pending save by path, and of each removal."""
         with self._lock:
             saves = [(save.call.path, save.settled) for save in self._of(SaveJob)]
-            removals = [(removal.path, removal.settled) for removal in self._removals]
+            removals = [(job.path, job.freed) for job in self._of(RemoveJob)]
         return tuple((path, settled) for path, settled in (*saves, *removals) if path is not None)
 
     def calls_before_load(self, step: object, path: object) -> CallsByPath:
@@ -473,7 +486,7 @@ class JobQueue:
         """
         wanted, ctx = step_numbers.whole_number(step), self._ctx
         with self._lock:
-            saves = [(save.step, save.settled) for save in self._jobs if save.step is not None]
+            saves = [(job.step, job.settled) for job in self._jobs if job.step is not None]
         if type(wanted) is int:
             saves = [(own, settled) for own, settled in saves if own == wanted]
         steps = tuple((ctx.root / ctx.names.name(own), settled) for own, settled in saves)
@@ -558,7 +571,7 @@ def _after_all(futures: Sequence[Future[None]], then: Callable[[], None]) -> Non
         then()
 
 
-def _staged(job: Job, copied: Sequence[Future[None]]) -> None:
+def _staged(job: WriteJob, copied: Sequence[Future[None]]) -> None:
     """Note that all copies of a save are done. If one failed, its pipeline fails, too, and settles the ticket."""
     if all(copy.exception() is None for copy in copied):
         job.timer.reached("staged")

@@ -1,14 +1,12 @@
-"""Removal of checkpoints by path, in one order with the commits: :meth:`Remover._remove` shows all of it."""
+"""Removal of checkpoints by path, in one order with the commits: :meth:`Remover.run` shows all of it."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,14 +16,14 @@ from aio_ckpt.commit import by_path
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.outcomes import logged_errors, named
-from aio_ckpt.errors import EngineClosedError, PeerFailedError, StallError
+from aio_ckpt.engine.job import RemoveJob
+from aio_ckpt.engine.outcomes import named
+from aio_ckpt.errors import PeerFailedError, StallError
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import title
 from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import Portal
-from aio_ckpt.ticket import Milestone, SaveTicket
+from aio_ckpt.ticket import SaveTicket
 
 _STAGE = "remove"
 _Message: TypeAlias = tuple[str, str]
@@ -33,24 +31,6 @@ _Message: TypeAlias = tuple[str, str]
 _REMOVE: Exchange[_Message, _Message] = Exchange(tuple[str, str], tuple[str, str], stage=_STAGE)
 """A rank sends its path and its failure. The leader removes, and replies with the first failure of any rank."""
 _log = logging.getLogger("aio_ckpt")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Removal:
-    """One call of ``remove()``, from the call until the directory is gone."""
-
-    path: Path
-    """Directory of the checkpoint, absolute."""
-    number: int
-    """Number of the call, the same on every rank."""
-    tickets: Sequence[SaveTicket]
-    """Tickets of the saves that the removal waits for. If one of them fails, the removal is dropped."""
-    done: Milestone[None]
-    """Milestone that ``remove()`` returns."""
-    settled: Future[None] = field(default_factory=Future)
-    """Done once the path is free, or the removal has failed. Commits of later calls wait for this."""
-    ended: Future[None] = field(default_factory=Future)
-    """Done once the milestone is set. The end of the engine waits for this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,44 +42,40 @@ class Remover:
     """Its lock ``renames`` orders all renames of checkpoints."""
     trash: Trash
 
-    def start(self, removal: Removal, portal: Portal) -> None:
-        """Submit a removal. However it ends, its milestone and its settlement are set."""
-        portal.submit(self._remove, removal, on_done=functools.partial(_settle, removal))
-
-    async def _remove(self, removal: Removal) -> None:
+    async def run(self, job: RemoveJob) -> None:
         """Wait for the saves before, agree, rename to trash, then delete the files."""
-        failed = await _first_failed(removal.tickets)
-        moved, why = await self._agree(removal, "" if failed is None else _text_of(failed))
+        failed = await _first_failed(job.tickets)
+        moved, why = await self._agree(job, "" if failed is None else _text_of(failed))
         if why:
-            _log.warning("remove(%s): dropped, and the checkpoint stays: %s", removal.path, why)
-            dropped = PeerFailedError(f"remove({removal.path}) was dropped: {why}", rank=0, stage=_STAGE, cause=why)
-            removal.done.fail((None if failed is None else failed.committed.peek()) or dropped)
+            _log.warning("remove(%s): dropped, and the checkpoint stays: %s", job.path, why)
+            dropped = PeerFailedError(f"remove({job.path}) was dropped: {why}", rank=0, stage=_STAGE, cause=why)
+            job.done.fail((None if failed is None else failed.committed.peek()) or dropped)
             return
-        removal.settled.set_result(None)
+        job.freed.set_result(None)
         for trash in moved:
             await self.trash.delete(trash, limit_secs=math.inf)
 
-    async def _agree(self, removal: Removal, failure: str) -> tuple[list[Path], str]:
+    async def _agree(self, job: RemoveJob, failure: str) -> tuple[list[Path], str]:
         """Remove the checkpoint on the leader, if no rank has a failure. Returns the trash, and the first failure."""
-        members, topic, moved = self.ctx.members, Topic("remove", removal.number), list[Path]()
+        members, topic, moved = self.ctx.members, Topic("remove", job.number), list[Path]()
 
         async def act(messages: Sequence[_Message]) -> _Message:
             why = _first_failure_of(messages)
             if not why:
-                moved.append(await self._move_to_trash(removal))
+                moved.append(await self._move_to_trash(job))
             return messages[0][0], why
 
-        _, why = await _REMOVE.run(members.coordinator, topic, (str(removal.path), failure), act)
+        _, why = await _REMOVE.run(members.coordinator, topic, (str(job.path), failure), act)
         members.coordinator.end_call(topic)
         return moved, why
 
-    async def _move_to_trash(self, removal: Removal) -> Path:
+    async def _move_to_trash(self, job: RemoveJob) -> Path:
         ctx, limit_secs = self.ctx, self.ctx.config.stall_timeout_secs
-        name = f"removed-{ctx.save_id(removal.number)}"
+        name = f"removed-{ctx.save_id(job.number)}"
         async with self.quarantine.renames:
             with anyio.move_on_after(limit_secs, shield=True):  # a rename that has begun is completed
-                return await by_path.move_to_trash(ctx.storage, removal.path, ctx.root, ctx.names, name=name)
-        raise StallError(f"remove({removal.path}) did not end within {limit_secs} s: the disk is stalled")
+                return await by_path.move_to_trash(ctx.storage, job.path, ctx.root, ctx.names, name=name)
+        raise StallError(f"remove({job.path}) did not end within {limit_secs} s: the disk is stalled")
 
 
 async def _first_failed(tickets: Sequence[SaveTicket]) -> SaveTicket | None:
@@ -128,16 +104,3 @@ def _first_failure_of(messages: Sequence[_Message]) -> str:
             text = f"rank {rank} removes {path} where rank 0 removes {messages[0][0]}"
             raise PeerFailedError(f"{text}: give the same path on every rank", rank=rank, stage="agree")
     return next((failure for _, failure in messages if failure), "")
-
-
-def _settle(removal: Removal, done: Future[None]) -> None:
-    error = EngineClosedError("the engine was closed") if done.cancelled() else done.exception()
-    if not removal.settled.done():
-        removal.settled.set_result(None)
-    if error is None:
-        removal.done.resolve(None)  # does nothing if the removal was dropped
-    else:
-        with logged_errors(f"remove({removal.path}) failed, and no log line says so"):
-            _log.warning("remove(%s) failed: %s", removal.path, named(error))
-        removal.done.fail(error)
-    removal.ended.set_result(None)

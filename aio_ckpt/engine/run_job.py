@@ -16,7 +16,7 @@ import anyio.lowlevel
 
 from aio_ckpt.commit.trash import SETTLE_SECS, Trash
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.job import Job
+from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.engine.outcomes import named
 from aio_ckpt.errors import SaveCancelledError, StallError
 from aio_ckpt.ranks.save_round import SaveState
@@ -30,8 +30,8 @@ from aio_ckpt.write.part import Part, write_part
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.throttle import WriteThrottle
 
-J_contra = TypeVar("J_contra", bound=Job, contravariant=True)
-J = TypeVar("J", bound=Job)
+J_contra = TypeVar("J_contra", bound=WriteJob, contravariant=True)
+J = TypeVar("J", bound=WriteJob)
 
 
 class Pipeline(Protocol[J_contra]):
@@ -98,7 +98,7 @@ class JobRunner:
         return report
 
     @contextlib.asynccontextmanager
-    async def committing(self, job: Job, turn: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:
+    async def committing(self, job: WriteJob, turn: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:
         """Let the block make a job visible, by renames, while this job has its ``turn``.
 
         The block is shielded from cancellation: renames that have begun are completed or undone.
@@ -123,7 +123,7 @@ class JobRunner:
                 raise error
             job.round.advance(SaveState.VISIBLE)
 
-    async def _watch(self, job: Job) -> None:
+    async def _watch(self, job: WriteJob) -> None:
         """Raise the failure of the capture; StallError if nothing moves for too long or the deadline passes."""
         limit_secs = self.ctx.config.stall_timeout_secs
         while not job.round.is_committing:  # the commit has its own limit, and is not undone
@@ -137,7 +137,7 @@ class JobRunner:
             with anyio.move_on_after(job.deadline.left_secs(idle_left)):
                 await job.stall.raise_failure()
 
-    def _stall_warning(self, job: Job) -> WaitWarning:
+    def _stall_warning(self, job: WriteJob) -> WaitWarning:
         """Return the warning about a save that makes no progress. A save that waits for another one has none."""
         whose = self._named(job)
 
@@ -146,10 +146,10 @@ class JobRunner:
 
         return WaitWarning(describe, waited_secs=lambda: job.stall.idle_secs, step=job.step, rank=self.ctx.rank)
 
-    def _named(self, job: Job) -> str:
+    def _named(self, job: WriteJob) -> str:
         return f"the save of {job.title}" + (f" on rank {self.ctx.rank}" if self.ctx.world_size > 1 else "")
 
-    async def write(self, job: Job, part: Part, directory: Path) -> WriteResult:
+    async def write(self, job: WriteJob, part: Part, directory: Path) -> WriteResult:
         """Write a part of a job to its file in ``directory``, durably."""
         is_hurried = job.deadline.secs is not None
         result = await write_part(

@@ -23,7 +23,7 @@ from aio_ckpt.commit.owner import make_pending
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_save import FileSaves, file_target, log_file
-from aio_ckpt.engine.job import FileJob, Job, SaveCall, SaveJob, SaveTimer, sent_target
+from aio_ckpt.engine.job import FileJob, SaveCall, SaveJob, SaveTimer, WriteJob, sent_target
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import Statistics, log_commit, log_failure
@@ -623,7 +623,7 @@ class SaveFrontend:
             with contextlib.suppress(EngineClosedError):
                 self.dropping = [self._ctx.executor.submit(self._rescue.give_up, "a later run has committed a step")]
 
-    def _after(self, job: Job, outcome: SaveReport | BaseException) -> None:
+    def _after(self, job: WriteJob, outcome: SaveReport | BaseException) -> None:
         """Log and count the outcome of a save that is about to settle.
 
         After a failure, the cached plan is not trusted.

@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from aio_ckpt.engine.job import Job
+from aio_ckpt.engine.job import Job, WriteJob
 from aio_ckpt.engine.job_queue import MAX_CALLS, JobQueue, raise_failure
 from aio_ckpt.errors import StallError
 from aio_ckpt.runtime.exit_status import fail_at_exit
@@ -104,7 +104,7 @@ class Shutdown:
         A save that does not end within ``timeout_secs`` is logged and left behind.
         """
         self._begin()
-        for job in self._queue.pending(Job):
+        for job in self._queue.pending(WriteJob):
             try:
                 job.ticket.cancel()
                 job.ticket.exception(timeout_secs)
@@ -118,7 +118,7 @@ class Shutdown:
         If a step is lost, or a save failed that nobody heard of, the process ends with status 1.
         """
         deadline, lines = time.monotonic() + timeout_secs, self._lines("sys.exit")
-        pending = self._queue.pending(Job)
+        pending = self._queue.pending(WriteJob)
         try:
             lines.wait_for(self._begin(), timeout_secs)
             lines.wait_for(self._background(), deadline - time.monotonic())

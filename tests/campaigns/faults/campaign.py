@@ -14,7 +14,7 @@ import msgspec
 
 from aio_ckpt import CheckpointEngine
 from aio_ckpt.commit.owner import Owner
-from aio_ckpt.engine.job import Job
+from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE, PENDING_DIR, TRASH_DIR
 from tests.campaigns.faults.clock import Clock
@@ -155,7 +155,7 @@ def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Cl
 def cancel_now(engine: CheckpointEngine) -> list[bool]:
     """What ``ticket.cancel()`` of each pending save does, at this very instant."""
     answers: list[bool] = []
-    for save in engine._frontend.queue.pending(Job):
+    for save in engine._frontend.queue.pending(WriteJob):
         try:
             save.cancel().send(None)
         except StopIteration as answer:

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from aio_ckpt import CheckpointEngine, EngineConfig
-from aio_ckpt.engine.job import Job
+from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.names import ENGINE_DIR, LOCK_FILE, StepNames
 from aio_ckpt.plan import layout
@@ -241,7 +241,7 @@ class Ground:
             yield f"leaked: {self.engine.lifetime.leases} leases"
         if self.engine.lifetime.arenas > 1:
             yield f"{self.engine.lifetime.arenas} arenas"
-        if self.engine._frontend.queue.pending(Job):
+        if self.engine._frontend.queue.pending(WriteJob):
             yield "a save is still pending"
 
     def _held(self) -> Counter[str]:

@@ -17,7 +17,7 @@ from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.engine import engine, file_save, job_queue
 from aio_ckpt.engine import root as keeper
 from aio_ckpt.engine import save_call as saver
-from aio_ckpt.engine.job import Job, SaveJob
+from aio_ckpt.engine.job import SaveJob, WriteJob
 from aio_ckpt.errors import SaveCancelledError
 from aio_ckpt.memory import lifetime
 from aio_ckpt.plan import planner as plan
@@ -109,9 +109,9 @@ def guard_of(code: CodeType, offset: int) -> int | None:
 
 def check_intact(opened: SyncCheckpointEngine, interrupt: Interrupt) -> None:
     """Nothing stays pending, leased or locked: the next save commits."""
-    for save in opened._frontend.queue.pending(Job):
+    for save in opened._frontend.queue.pending(WriteJob):
         save.settled.result(TIMEOUT)
-    assert opened._frontend.queue.pending(Job) == (), interrupt.where
+    assert opened._frontend.queue.pending(WriteJob) == (), interrupt.where
     state = {"a": torch.full((COUNT,), 7.0 + interrupt.at), "note": "n"}  # of the same plan
     report = opened.save(state).result(TIMEOUT)
     assert report is not None
@@ -220,9 +220,9 @@ def test_wherever_ctrl_c_comes_in_save_file_nothing_stays_pending_or_leased(
                 interrupt.run(lambda: saved(1.0))
             except KeyboardInterrupt:
                 assert interrupt.left == 0, "raised twice"
-            for pending in opened._frontend.queue.pending(Job):
+            for pending in opened._frontend.queue.pending(WriteJob):
                 pending.settled.result(TIMEOUT)
-            assert opened._frontend.queue.pending(Job) == (), interrupt.where
+            assert opened._frontend.queue.pending(WriteJob) == (), interrupt.where
             saved(2.0).result(TIMEOUT)
             assert (opened.lifetime.leases, opened._frontend.lifetime._reserved_bytes) == (0, 0), interrupt.where
             if interrupt.left > 0:

@@ -19,7 +19,7 @@ from tensor_bits import assert_same_tensor
 from watched_writes import TIMEOUT, Gate, WatchedStorage, Write, watched_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
-from aio_ckpt.engine.job import Job
+from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import SaveCancelledError, WriteError
 from aio_ckpt.memory import lifetime
 from aio_ckpt.memory.copies import Copies
@@ -214,7 +214,7 @@ def saved_while(root: Path, end: Callable[[CheckpointEngine, WaveStorage], objec
 
 def test_an_engine_that_is_terminated_in_a_wave_ends_the_save(tmp_path: Path, quiet: None) -> None:
     def terminate(engine: CheckpointEngine, storage: WaveStorage) -> None:
-        (pending,) = engine._frontend.queue.pending(Job)
+        (pending,) = engine._frontend.queue.pending(WriteJob)
         assert pending.ticket.cancel()  # as terminate() does; then no thread is held any more
         storage.wave.open()
         engine.terminate()

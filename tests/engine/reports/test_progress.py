@@ -20,7 +20,7 @@ from watched_writes import WatchedStorage, Write, watched_engine
 import aio_ckpt
 from aio_ckpt import CheckpointEngine, Progress, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.checkpoint import read_plan
-from aio_ckpt.engine.job import Job
+from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import ConfigError, MissingNameError, SaveCancelledError
 from aio_ckpt.restore import progress as restore_progress
 from aio_ckpt.storage import data_file
@@ -74,7 +74,7 @@ def test_a_state_that_is_still_captured_tells_so_and_counts_what_is_written(tmp_
     with watched_engine(tmp_path, storage, budget_bytes=MIB, workers=1) as engine, ThreadPoolExecutor(1) as pool:
         saving = pool.submit(engine.save, uniform(COUNT, MIB, 1.0))
         gates[0].wait_held()
-        (pending,) = engine._frontend.queue.pending(Job)
+        (pending,) = engine._frontend.queue.pending(WriteJob)
         now = pending.ticket.progress
         assert now.stage == "capture"
         assert 0 < now.bytes_done < now.bytes_total
