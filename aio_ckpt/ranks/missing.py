@@ -1,141 +1,208 @@
-"""Lines about the ranks that a wait waits for: what each has not done, and where it was last seen. Pure."""
+"""The ranks that one wait misses: which of them will not come, and the log lines about the others."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from aio_ckpt.ranks.messages import Call, Heartbeat, Topic
+from aio_ckpt.errors import PeerFailedError
+from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, Topic
 from aio_ckpt.runtime.waiting import duration_text
 
+HEARTBEATS_A_STALL = 4
+"""Heartbeats within ``stall_secs``. Several, because one may be late."""
 SHOWN = 5
 """Most ranks that a line or an error names."""
 MEETING = Topic("the rendezvous")
 """Topic in which the engines of one root meet."""
 REMEDY = ". Look at the log and the stack (py-spy dump) there: every rank must make the same calls"
 """End of the first line about a rank that has not made a call."""
+_SAME_ORDER = "every rank must make the same calls in the same order; engines opened anew on all ranks begin anew"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Awaited:
-    """The ranks that a wait waits for, and the first of them in detail."""
+class LostPeer:
+    """A rank that this wait waits for in vain."""
 
-    ranks: Sequence[int]
-    """All of them."""
-    beats: Sequence[Heartbeat | None]
-    """Last heartbeat of each of the first ``SHOWN``; None for none."""
-    silent_secs: Sequence[float]
-    """Seconds since this wait saw the heartbeat of each of those change."""
+    error: PeerFailedError
+    """Names the rank and says why it will not come."""
+    left_behind: Heartbeat | None = None
+    """Last heartbeat of the rank if it has closed its engine, else None."""
+    is_silent: bool = False
+    """Whether the rank gave no heartbeat for ``stall_secs``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
-    """What this rank knows by messages, which come sooner than heartbeats.
+class RankWait:
+    """One wait for other ranks in one topic, and what it has seen of those that are missing."""
 
-    A leader has heard all ranks if it has heard one, and the others hear the leader only.
+    def __init__(self, topic: Topic, call: Call | None, *, stage: str, stall_secs: float, name: str) -> None:
+        """``call``: the call of this rank that the topic is part of, if any. ``name``: that of the engine."""
+        self.topic = topic
+        self.call = call
+        self.where = topic.text(None if call is None else call.step)
+        """The topic in the user's words."""
+        self._stage = stage
+        self._stall_secs = stall_secs
+        self._name = name
+        self._began = time.monotonic()
+        self._missing: Sequence[int] = ()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        """By rank, its last heartbeat and when that changed."""
+        self._apart: dict[int, float] = {}
+
+    # -- ranks that will not come ---------------------------------------------------------------------
+
+    def look(self, ranks: Sequence[int], beats: Sequence[bytes], own: Heartbeat, *, is_met: bool) -> LostPeer | None:
+        """Note which ranks are missing. Return the first that will not come; None if all may come.
+
+        Args:
+            ranks: the ranks that are missing now.
+            beats: their encoded heartbeats, as they stand in the store; empty bytes for none.
+            own: the heartbeat of this rank.
+            is_met: whether the ranks have met in this engine.
+        """
+        now = time.monotonic()
+        self._missing = ranks
+        for rank, found in zip(ranks, beats, strict=True):
+            if rank not in self._seen:
+                self._seen[rank] = (found, self._began)
+            elif self._seen[rank][0] != found:
+                self._seen[rank] = (found, now)
+        for rank in ranks:
+            beat = self._beat(rank)
+            absence = self._absence(rank, beat, own)
+            if absence:
+                text = f"rank {rank} does not come to {self.where}, it {absence}"
+                error = PeerFailedError(text, rank=rank, stage=self._stage)
+                return LostPeer(error=error, left_behind=beat if beat.has_left else None)
+        silent = [rank for rank in ranks if now - self._seen[rank][1] >= self._stall_secs]
+        return LostPeer(error=self._silence(silent, is_met=is_met), is_silent=True) if silent else None
+
+    def _beat(self, rank: int) -> Heartbeat:
+        """Return the last heartbeat of a rank; number 0 if it gave none."""
+        found = self._seen[rank][0]
+        return HEARTBEATS.decode(found) if found else Heartbeat(0)
+
+    def _silence(self, ranks: Sequence[int], *, is_met: bool) -> PeerFailedError:
+        hint = (
+            ": it died, hangs, or never came to this call"
+            if is_met
+            else f": each rank must open an engine on {self._name} "
+            "(a rank that saves alone needs coordinator=SoloCoordinator())"
+        )
+        text = f"{_names_of(ranks)} gave no sign of life in {self.where} for {self._stall_secs} s{hint}"
+        return PeerFailedError(text, rank=ranks[0], stage=self._stage)
+
+    def _absence(self, rank: int, beat: Heartbeat, own: Heartbeat) -> str:
+        """Return why a living rank will not come to the topic; '' if it may come.
+
+        The rank has ended that call, has closed its engine, or waits for this rank in another call. A later call proves
+        nothing: saves, loads and rollbacks run beside each other, and a later one may overtake an earlier one.
+        """
+        if self.topic.call in beat.over:
+            return f"is elsewhere: that call has ended there; {_SAME_ORDER}"
+        if beat.has_left:
+            return "has closed its engine"
+        other = next((topic for topic in beat.waits if _never_meet(self.topic, own, topic, beat)), None)
+        now = time.monotonic()
+        # Only a heartbeat of this wait counts: an older one may name waits that are over.
+        since = self._apart.get(rank, now) if other is not None and self._seen[rank][1] > self._began else now
+        self._apart[rank] = since
+        if other is None or now - since < self._stall_secs / 2:
+            return ""
+        step = beat.call.step if beat.call and beat.call.has(other) else None
+        return f"waits in {other.text(step)} for this one, which has not come there; {_SAME_ORDER}"
+
+    # -- lines about the others -----------------------------------------------------------------------
+
+    def line(self, waited: str, *, heard: Mapping[str, Call], leader: int, is_first: bool) -> str:
+        """Return the line about this wait; empty if no rank is missing any more.
+
+        Args:
+            waited: the duration of the wait as text.
+            heard: the newest call of each numbering in which the missing ranks sent a message, in the order of those
+                messages, which come sooner than heartbeats. A leader has heard all ranks if it has heard one, and the
+                others hear the leader only.
+            leader: the rank that leads. If it waits in the same topic, it logs the missing ranks.
+            is_first: whether this is the first line, which tells what to do about a rank that is not in the call.
+        """
+        if not self._missing:
+            return ""
+        call, topic = self.call, self.topic
+        if self._missing[0] == leader and topic in self._beat(leader).waits:
+            waiting = call.text if call else f"the engine on {self._name}" if topic == MEETING else topic.text()
+            return f"{waiting} has waited {waited} for other ranks: rank {leader} logs which"
+        groups: dict[tuple[bool, str], list[int]] = {}  # ranks alike, by whether they are in the call, and notes
+        for rank in self._missing[:SHOWN]:
+            groups.setdefault(self._state(rank, heard), []).append(rank)
+        lines = [self._line(is_in_call, notes, ranks, waited) for (is_in_call, notes), ranks in groups.items()]
+        if len(self._missing) > SHOWN:
+            lines.append(f"{len(self._missing) - SHOWN} more ranks are missing")
+        remedy = REMEDY if is_first and call is not None and not all(is_in_call for is_in_call, _ in groups) else ""
+        return ". ".join([lines[0], *(f"{line[0].upper()}{line[1:]}" for line in lines[1:])]) + remedy
+
+    def _state(self, rank: int, heard: Mapping[str, Call]) -> tuple[bool, str]:
+        """Return whether a rank has begun the call, and what else is known of it: where it is, and its silence."""
+        beat, silent_secs = self._beat(rank), time.monotonic() - self._seen[rank][1]
+        is_in_call = self.call is not None and _is_in(self.call, beat, heard)
+        is_silent = silent_secs >= 2 * self._stall_secs / HEARTBEATS_A_STALL
+        notes = [
+            "" if is_in_call else _last_seen(beat, heard),
+            f"gave no heartbeat for {duration_text(silent_secs)}" if is_silent else "",
+        ]
+        return is_in_call, " and ".join(filter(None, notes))
+
+    def _line(self, is_in_call: bool, notes: str, ranks: Sequence[int], waited: str) -> str:
+        if self.call is not None:
+            lack = f"finished the part of {self.call.text}" if is_in_call else f"called {self.call.text}"
+        else:
+            meets = self.topic == MEETING
+            lack = f"opened an engine on {self._name}" if meets else f"answered in {self.topic.text()}"
+        have, each = ("has", "it") if len(ranks) == 1 else ("have", "each")
+        line = f"{_names_of(ranks)} {have} not {lack} for {waited}"
+        return f"{line}; {each} {notes}" if notes else line
+
+
+def _never_meet(here: Topic, own: Heartbeat, there: Topic, beat: Heartbeat) -> bool:
+    """Return whether this rank, which waits in ``here``, and the other, which waits in ``there``, wait for each other.
+
+    They do if neither has begun the call of the other. Another thread of a program may still begin it, so the caller
+    waits for a while before it decides.
     """
-
-    numbers: Mapping[str, int]
-    """Highest number of a call in which they sent a message, by the kind of ``Topic.call``."""
-    last: Call | None
-    """The last call in which they sent a message; None if there was none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
-    """What one line says of one rank, or of several alike."""
-
-    is_in_call: bool
-    """Whether the rank has begun the call that this rank waits in."""
-    where: str
-    """Where the rank is; empty if it is in that call."""
-    silence: str
-    """How long the rank gave no heartbeat, as text; empty if it need not have given one."""
+    one, other = here.call, there.call
+    if one is None or other is None:
+        return False
+    if one == other:  # one call in two topics: the ranks wait for each other if the topics are of different kinds
+        return here.kind != there.kind
+    (kind, number), (kind_there, number_there) = one, other
+    is_begun_here = own.begun.get(kind_there, 0) >= number_there and other not in own.over
+    return kind != kind_there and beat.begun.get(kind, 0) < number and not is_begun_here
 
 
-def line_about(
-    topic: Topic,
-    call: Call | None,
-    awaited: Awaited,
-    heard: Heard,
-    *,
-    waited: str,
-    name: str,
-    leader: int,
-    heartbeat_secs: float,
-    is_first: bool,
-) -> str:
-    """Return the line about a wait in ``topic``, which is part of ``call``; empty if no rank is awaited any more.
-
-    Args:
-        topic: what the ranks agree on.
-        call: the call of this rank that the topic is part of; None if it is part of none.
-        awaited: the ranks that this rank waits for.
-        heard: what they have told so far.
-        waited: the duration of the wait as text.
-        name: name of the engine.
-        leader: the rank that leads. If it waits in the same topic, it logs the missing ranks.
-        heartbeat_secs: time between two heartbeats of a rank that is in a call.
-        is_first: whether this is the first line about the wait. It tells what to do about a rank that is not in the
-            call.
-    """
-    if not awaited.ranks:
-        return ""
-    waiting = call.text if call else f"the engine on {name}" if topic == MEETING else topic.text()
-    first = awaited.beats[0]
-    if awaited.ranks[0] == leader and first is not None and topic in first.waits:
-        return f"{waiting} has waited {waited} for other ranks: rank {leader} logs which"
-    groups: dict[_State, list[int]] = {}
-    for rank, beat, silent_secs in zip(awaited.ranks, awaited.beats, awaited.silent_secs, strict=False):
-        silence = duration_text(silent_secs) if silent_secs >= 2 * heartbeat_secs else ""
-        groups.setdefault(_state(call, beat or Heartbeat(0), heard, silence), []).append(rank)
-    lines = [_line(state, ranks, topic, call, waited, name) for state, ranks in groups.items()]
-    more = len(awaited.ranks) - len(awaited.beats)
-    told = [*lines, *([f"{more} more ranks are missing"] if more else [])]
-    remedy = REMEDY if is_first and call is not None and not all(state.is_in_call for state in groups) else ""
-    return ". ".join([told[0], *(f"{line[0].upper()}{line[1:]}" for line in told[1:])]) + remedy
-
-
-def names_of(ranks: Sequence[int]) -> str:
-    """Return the names of ``ranks``, the first ``SHOWN`` of them: "rank 1", "ranks 1, 2"."""
-    names = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
-
-
-def _state(call: Call | None, beat: Heartbeat, heard: Heard, silence: str) -> _State:
-    if call is not None and _is_in(call, beat, heard):
-        return _State(is_in_call=True, where="", silence=silence)
-    seen = beat.call
-    if heard.last is not None and (seen is None or heard.numbers.get(seen.numbering[0], 0) >= seen.number):
-        seen = heard.last  # its message came after this heartbeat
+def _last_seen(beat: Heartbeat, heard: Mapping[str, Call]) -> str:
+    """Return where a rank is that has not begun the call; '' if nothing is known of it."""
+    seen, last = beat.call, next(reversed(list(heard.values())), None)
     if beat.has_left:
-        where = "closed its engine"
-    elif seen is None:
-        where = "was last seen opening its engine" if beat.count else ""
-    elif seen is beat.call and any(seen.has(topic) for topic in beat.waits):
-        where = f"waits in {seen.text}"
-    else:
-        where = f"was last seen in {seen.text}"
-    return _State(is_in_call=False, where=where, silence=silence)
+        return "closed its engine"
+    if seen is not None and (seen.numbering[0] not in heard or heard[seen.numbering[0]].number < seen.number):
+        is_waiting = any(seen.has(topic) for topic in beat.waits)
+        return f"waits in {seen.text}" if is_waiting else f"was last seen in {seen.text}"
+    seen = last or seen  # the message came after this heartbeat
+    if seen is None:
+        return "was last seen opening its engine" if beat.count else ""
+    return f"was last seen in {seen.text}"
 
 
-def _is_in(call: Call, beat: Heartbeat, heard: Heard) -> bool:
+def _is_in(call: Call, beat: Heartbeat, heard: Mapping[str, Call]) -> bool:
     kind, number = call.numbering
-    if heard.numbers.get(kind, 0) >= number:
+    if kind in heard and heard[kind].number >= number:
         return True
     is_other = beat.call is not None and beat.call.numbering == call.numbering and beat.call.kind != call.kind
     return beat.begun.get(kind, 0) >= number and not is_other
 
 
-def _line(state: _State, ranks: Sequence[int], topic: Topic, call: Call | None, waited: str, name: str) -> str:
-    if state.is_in_call and call is not None:
-        lack = f"finished the part of {call.text}"
-    elif call is not None:
-        lack = f"called {call.text}"
-    else:
-        lack = f"opened an engine on {name}" if topic == MEETING else f"answered in {topic.text()}"
-    have, each = ("has", "it") if len(ranks) == 1 else ("have", "each")
-    line = f"{names_of(ranks)} {have} not {lack} for {waited}"
-    notes = [state.where, f"gave no heartbeat for {state.silence}" if state.silence else ""]
-    told = " and ".join(filter(None, notes))
-    return f"{line}; {each} {told}" if told else line
+def _names_of(ranks: Sequence[int]) -> str:
+    """Return the names of ``ranks``, the first ``SHOWN`` of them: "rank 1", "ranks 1, 2"."""
+    names = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

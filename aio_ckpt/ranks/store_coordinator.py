@@ -27,9 +27,9 @@ from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.exchange import CallEnd, Coordinator, SoloCoordinator
 from aio_ckpt.ranks.flag_watch import FlagWatch
-from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, Liveness
+from aio_ckpt.ranks.liveness import Liveness
 from aio_ckpt.ranks.messages import REPLIES, Failure, Frame, Reply, Topic, failure_of
-from aio_ckpt.ranks.missing import MEETING, Awaited
+from aio_ckpt.ranks.missing import HEARTBEATS_A_STALL, MEETING
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
 from aio_ckpt.ranks.store_values import Store
 from aio_ckpt.runtime.futures import follow
@@ -152,20 +152,20 @@ class StoreCoordinator(Liveness):
 
     async def _admit(self) -> str:
         """On the leader: once an engine of every rank has come, tell each the session. Returns the session."""
-        rendezvous, timer = self._the_rendezvous(), self._timer(MEETING, "open")
+        rendezvous = self._the_rendezvous()
 
-        async def check() -> Awaited:
+        async def missing() -> Sequence[int]:
             here = await self._ask(rendezvous.here)
-            return await self._check_alive([rank for rank in range(self.world_size) if rank not in here], timer)
+            return [rank for rank in range(self.world_size) if rank not in here]
 
-        party = await self._wait_for(functools.partial(self._while_in_group, rendezvous.claim), check, MEETING)
+        claim = functools.partial(self._while_in_group, rendezvous.claim)
+        party = await self._wait_for(MEETING, "open", claim, missing)
         await self._answer(party, Reply(self._session.encode()))
         return self._session
 
     async def _be_admitted(self) -> str:
-        check = functools.partial(self._check_alive, (self.leader,), self._timer(MEETING, "open"))
         find = functools.partial(self._while_in_group, self._the_rendezvous().answered)
-        reply = REPLIES.decode(await self._wait_for(find, check, MEETING))
+        reply = REPLIES.decode(await self._wait_for(MEETING, "open", find, self._the_leader))
         if reply.failure is not None:
             raise reply.failure.error(MEETING.text(), self.rank)
         return reply.common.decode()
@@ -352,8 +352,8 @@ class StoreCoordinator(Liveness):
         return reply.common
 
     async def _await_reply(self, topic: Topic, stage: str) -> Reply:
-        check = functools.partial(self._check_alive, (self.leader,), self._timer(topic, stage))
-        reply = await self._wait_for(functools.partial(self._the_keys().reply, topic.key), check, topic)
+        find = functools.partial(self._the_keys().reply, topic.key)
+        reply = await self._wait_for(topic, stage, find, self._the_leader)
         self._lost.pop(self.leader, None)
         return reply
 
@@ -367,14 +367,13 @@ class StoreCoordinator(Liveness):
     async def _collect(self, topic: Topic, message: bytes, stage: str) -> tuple[bytes, ...]:
         if self.world_size == 1:
             return (message,)
-        timer = self._timer(topic, stage)
         frames = functools.partial(self._the_keys().frames, topic.key)
 
-        async def check() -> Awaited:
+        async def missing() -> Sequence[int]:
             found = {frame.rank for frame in await self._ask(frames)}
-            return await self._check_alive(sorted(set(range(self.world_size)) - found - {self.rank}), timer)
+            return sorted(set(range(self.world_size)) - found - {self.rank})
 
-        await self._wait_for(functools.partial(self._the_keys().is_woken, topic.key), check, topic)
+        await self._wait_for(topic, stage, functools.partial(self._the_keys().is_woken, topic.key), missing)
         sent = await self._ask(frames)
         failures = [frame.failure for frame in sent if frame.failure is not None]
         if failures:

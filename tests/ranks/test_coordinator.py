@@ -22,9 +22,8 @@ from rank_processes import Ranks, needs_list_keys, ranks
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator as coordinator_module
 from aio_ckpt.ranks.exchange import CallEnd, Exchange, SoloCoordinator
-from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, LivenessTimer, lost_peer
 from aio_ckpt.ranks.messages import Heartbeat, Topic
-from aio_ckpt.ranks.missing import REMEDY
+from aio_ckpt.ranks.missing import HEARTBEATS_A_STALL, REMEDY, RankWait
 from aio_ckpt.ranks.store import StoreKeys
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator, default_coordinator
 
@@ -685,11 +684,11 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_other
 def test_who_waits_in_a_call_that_has_ended_here_is_not_waited_for(over: bool, moves: bool) -> None:
     """It was skipped here, say, and that other rank never heard of it. An old sign of life tells of an old wait."""
     own = Heartbeat(1, (("save", 3),) if over else (), begun={"save": 3, "load": 1})
-    timer = LivenessTimer(1e-6, Topic("load", 1, "round 1"), "load")
+    wait = RankWait(Topic("load", 1, "round 1"), None, stage="load", stall_secs=1e-6, name="x")
     for beat in range(3):  # at every look, and each time with another sign of life
         waits = (Topic("rollback", 3),)
         there = msgspec.msgpack.encode(Heartbeat(beat if moves else 1, begun={"save": 3}, waits=waits))
-        found = lost_peer([1], [there], timer, own=own, unmet="")
+        found = wait.look([1], [there], own, is_met=True)
     assert (found is not None and "waits in rollback() (call 3) for this one" in str(found.error)) is (over and moves)
 
 

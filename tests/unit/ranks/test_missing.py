@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,12 +11,12 @@ import pytest
 
 from aio_ckpt.ranks.liveness import heartbeat_pauses
 from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, Topic
-from aio_ckpt.ranks.missing import MEETING, REMEDY, SHOWN, Awaited, Heard, line_about
+from aio_ckpt.ranks.missing import MEETING, REMEDY, SHOWN, RankWait
 
 SAVE = Call("save", 5, 200)
 BEFORE = Call("save", 4, 199)
-NOTHING = Heard(numbers={}, last=None)
-SAVED = Heard(numbers={"save": 4, "load": 1}, last=BEFORE)
+NOTHING: Mapping[str, Call] = {}
+SAVED = {"load": Call("load", 1), "save": BEFORE}
 
 
 def beat(*calls: Call, waits: tuple[Topic, ...] = (), has_left: bool = False) -> Heartbeat:
@@ -22,13 +24,14 @@ def beat(*calls: Call, waits: tuple[Topic, ...] = (), has_left: bool = False) ->
     return Heartbeat(1, (), has_left, begun, waits, calls[-1] if calls else None)
 
 
-def line(*beats: Heartbeat | None, heard: Heard = NOTHING, **changed: Any) -> str:
-    silent = changed.pop("silent", 0.0)
-    is_first = changed.pop("is_first", False)
+def line(*beats: Heartbeat | None, heard: Mapping[str, Call] = NOTHING, **changed: Any) -> str:
+    topic, call = changed.pop("topic", Topic("save", 5)), changed.pop("call", SAVE)
+    wait = RankWait(topic, call, stage="agree", stall_secs=600.0, name="/ckpt")
+    wait._began = time.monotonic() - changed.pop("silent", 0.0)
     ranks = changed.pop("ranks", range(1, len(beats) + 1))
-    awaited = Awaited(ranks=ranks, beats=beats, silent_secs=[silent] * len(beats))
-    rest = {"waited": "30 s", "name": "/ckpt", "leader": 0, "heartbeat_secs": 150.0, "is_first": is_first}
-    return line_about(changed.pop("topic", Topic("save", 5)), changed.pop("call", SAVE), awaited, heard, **rest)
+    sent = [b"" if found is None else msgspec.msgpack.encode(found) for found in beats]
+    wait.look(ranks, [*sent, *[b""] * (len(ranks) - len(sent))], Heartbeat(0), is_met=True)
+    return wait.line("30 s", heard=heard, leader=0, is_first=changed.pop("is_first", False))
 
 
 NOT_CALLED = "rank 1 has not called save() of step 200 for 30 s"
@@ -55,7 +58,7 @@ NOT_CALLED = "rank 1 has not called save() of step 200 for 30 s"
     ],
 )
 def test_a_rank_that_has_not_come_is_named_with_its_newest_call(
-    seen: Heartbeat | None, heard: Heard, where: str
+    seen: Heartbeat | None, heard: Mapping[str, Call], where: str
 ) -> None:
     assert line(seen, heard=heard) == NOT_CALLED + where
 
@@ -73,7 +76,7 @@ def test_a_rank_that_has_come_is_waited_for_to_finish() -> None:
     assert (
         line(beat(SAVE, Call("load", 2), waits=(Topic("load", 2),)), heard=SAVED) == text
     )  # a save goes on beside a load
-    assert line(None, heard=Heard(numbers={"save": 5}, last=SAVE)) == text  # it has sent its plan
+    assert line(None, heard={"save": SAVE}) == text  # it has sent its plan
     assert line(beat(SAVE), topic=Topic("save", 5, "room")).startswith(
         "rank 1 has not finished the part of save() of step 200"
     )
