@@ -184,7 +184,7 @@ def test_a_really_full_disk_is_raised_before_a_byte_is_written(small_disk: Path)
     assert_uniform(steps_dir(small_disk, 1), 2.0, count=2)
 
 
-def test_a_disk_with_room_for_the_data_but_not_for_the_manifests_is_raised_too(small_disk: Path) -> None:
+def test_a_disk_with_room_for_the_data_but_not_for_the_manifests_fails_the_save_by_name(small_disk: Path) -> None:
     state = uniform(2, 4 * MIB, 1.0)
     ballast = small_disk / "ballast"
     with SyncCheckpointEngine(small_disk) as engine:

@@ -57,7 +57,7 @@ def test_a_contender_that_hangs_is_killed_and_keeps_what_it_measured(tmp_path: P
     assert not [child for child in psutil.Process().children() if "bench.gpu.trial" in " ".join(child.cmdline())]
 
 
-def test_workers_of_a_contender_that_hangs_are_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_contender_that_hangs_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trial").mkdir()
     stub = tmp_path / "stub"
     stub.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/worker\nwait\n")

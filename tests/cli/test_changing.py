@@ -162,7 +162,7 @@ def test_a_running_trainer_is_named_and_nothing_changes(root, capsys, monkeypatc
     assert steps(capsys, root) == [10, 20]
 
 
-def test_an_engine_of_this_process_is_a_running_trainer_too(root, capsys):
+def test_rm_is_refused_while_an_engine_of_this_process_holds_the_root(root, capsys):
     with SyncCheckpointEngine(root) as engine:
         engine.save(state(), step=30).result()
         code, _, err = called(capsys, "rm", root, 10)

@@ -76,7 +76,7 @@ def test_one_bar_shows_the_progress_and_ends_full(root, capsys, terminal):
     assert "step_000000010: good" in out
 
 
-def test_a_bar_of_nothing_ends_full_too(capsys, terminal):
+def test_a_bar_of_nothing_ends_full(capsys, terminal):
     with bytes_progress(Screen(as_json=False), "verify") as on_progress:
         on_progress(0, 0)
     assert "━" * 20 in capsys.readouterr().out

@@ -237,7 +237,9 @@ def test_of_saves_that_overlap_in_one_directory_none_takes_another_ones_files(tm
             assert all("another save" in str(error) for error in errors if error is not None)
 
 
-def test_what_a_rank_writes_while_another_save_ends_its_own_goes_too(tmp_path: Path, storage: GatedStorage) -> None:
+def test_what_a_rank_writes_for_a_save_that_another_one_replaces_is_removed(
+    tmp_path: Path, storage: GatedStorage
+) -> None:
     path = tmp_path / "a"
     writes = storage.hold("write_file", "aio_ckpt.*.0.bin")
     overtaken = dcp.async_save({"w": torch.zeros(9)}, storage_writer=Writer(path, storage=storage))

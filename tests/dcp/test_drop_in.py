@@ -319,7 +319,7 @@ def test_install_stands_until_its_handle_ends_it(tmp_path: Path) -> None:
         assert install() is again
 
 
-def test_an_error_in_the_block_restores_stock_too() -> None:
+def test_an_error_in_the_block_restores_stock() -> None:
     with pytest.raises(KeyError), default(package=True):
         raise KeyError
 

@@ -60,7 +60,7 @@ def test_a_reader_from_the_page_reads_the_golden_checkpoint_bit_for_bit() -> Non
     assert list(state) == list(golden_state())
 
 
-def test_it_reads_containers_keys_and_names_of_every_kind(tmp_path: Path) -> None:
+def test_a_reader_from_the_page_reads_containers_keys_and_names_of_every_kind(tmp_path: Path) -> None:
     shared = {"w": torch.ones(2)}
     state: dict[Any, Any] = {
         "names": types.SimpleNamespace(w=torch.ones(1).requires_grad_(), lr=0.1),
@@ -93,7 +93,7 @@ def test_it_reads_containers_keys_and_names_of_every_kind(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json"])
-def test_it_finds_a_flipped_bit_in_every_file(tmp_path: Path, name: str) -> None:
+def test_a_reader_from_the_page_finds_a_flipped_bit_in_every_file(tmp_path: Path, name: str) -> None:
     copy = Path(shutil.copytree(GOLDEN, tmp_path / "copy"))
     data = bytearray((copy / name).read_bytes())
     data[len(data) // 2] ^= 1

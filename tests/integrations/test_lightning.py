@@ -129,7 +129,7 @@ def test_the_strategies_are_lightnings() -> None:
 
 
 @pytest.mark.slow
-def test_it_works_with_the_package_pytorch_lightning(tmp_path: Path) -> None:
+def test_the_adapter_works_with_the_package_pytorch_lightning(tmp_path: Path) -> None:
     source = """
         import sys, pytorch_lightning as pl
         from aio_ckpt.integrations.lightning import AioCheckpointIO, AioModelParallelStrategy

@@ -648,7 +648,7 @@ def test_ranks_that_wait_in_calls_of_another_kind_are_told_of_both(waiting: int,
     assert f"rank {1 - waiting} {text}" in texts[0]
 
 
-def test_a_rank_that_rolls_back_where_another_saves_is_found_out_too() -> None:
+def test_a_rank_that_rolls_back_where_another_saves_is_found_out() -> None:
     async def main() -> list[str]:
         async with two_here(SHORT_SECS) as both:
             works = []

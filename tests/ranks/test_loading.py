@@ -901,7 +901,9 @@ def load_by_dcp(rank: int, count: int, root: Path, kind: str) -> list[bool]:
 
 
 @pytest.mark.parametrize(("kind", "is_shared"), [("columns", True), ("copies", True), ("rows", False)])
-def test_so_does_the_reader_for_dcp(two: Ranks, tmp_path: Path, kind: str, is_shared: bool) -> None:
+def test_the_reader_for_dcp_opens_files_shared_where_ranks_read_the_same(
+    two: Ranks, tmp_path: Path, kind: str, is_shared: bool
+) -> None:
     two.run(save, tmp_path, "rows")
     for opens in two.run(load_by_dcp, tmp_path, kind):
         assert set(opens) == {is_shared}

@@ -58,13 +58,15 @@ def test_a_loop_where_nobody_will_do_anything_any_more_is_found() -> None:
 # -- the simulation fails for an engine that is wrong -----------------------------------------------
 
 
-def test_it_sees_a_lease_that_ends_with_the_task_and_not_with_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_finds_a_lease_that_ends_with_the_task_and_not_with_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Lease, "hold_until", lambda self, future: None)
     assert failure_of(range(SEEDS)) is not None
 
 
 @pytest.mark.parametrize("call", ["sync_dir", "sync"])
-def test_it_sees_an_fsync_that_is_missing(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_the_simulation_finds_an_fsync_that_is_missing(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     run = SimStorage.run
 
     async def drop(self: SimStorage, name: str, path: Any, kind: Any, act: Any) -> Any:
@@ -74,7 +76,7 @@ def test_it_sees_an_fsync_that_is_missing(monkeypatch: pytest.MonkeyPatch, call:
     assert failure_of(range(SEEDS)) is not None
 
 
-def test_it_sees_a_directory_that_is_visible_before_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_finds_a_directory_that_is_visible_before_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
     async def write_only(storage: Any, pending: Any, root_manifest: bytes) -> None:
         await storage.write_file(pending / "aio_ckpt.json", root_manifest)
 
@@ -82,7 +84,7 @@ def test_it_sees_a_directory_that_is_visible_before_it_is_durable(monkeypatch: p
     assert failure_of(range(SEEDS)) is not None
 
 
-def test_it_sees_a_save_that_is_committed_before_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_finds_a_save_that_is_committed_before_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     enter = JobQueue.enter
 
     def waits_for_nobody(*args: Any, **kwargs: Any) -> Any:

@@ -132,7 +132,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_before_anything_is_touch
         assert torch.equal(engine.read()["w"], torch.full((2,), 7.0))
 
 
-def test_a_bad_leaf_under_a_cached_plan_is_refused_too(root: Path) -> None:
+def test_a_bad_leaf_under_a_cached_plan_is_refused(root: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
         engine.save({"w": torch.ones(100), "lr": 0.1}).result(TIMEOUT)
         for state in ({"w": freed(), "lr": 0.1}, {"w": torch.ones(100), "lr": lambda: 1}):

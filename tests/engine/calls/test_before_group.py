@@ -14,7 +14,7 @@ from disk_tree import tree_of
 from rank_processes import ranks
 
 import aio_ckpt
-from aio_ckpt import CheckpointEngine, SoloCoordinator, SyncCheckpointEngine
+from aio_ckpt import SoloCoordinator, SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError
 
 REMEDY = r"before init_process_group.*open it after init_process_group.*coordinator=SoloCoordinator\(\)"
@@ -56,13 +56,6 @@ def test_one_of_several_launched_processes_without_a_group_touches_nothing_and_i
         assert engine.steps() == [1], "looking is allowed"
     assert "WORLD_SIZE=2" in str(raised.value)
     assert tree_of(saved) == before
-
-
-async def test_the_async_engine_is_told_too(saved: Path, launched: None) -> None:
-    async with CheckpointEngine(saved) as engine:
-        for call in (lambda: engine.load(weights(0.0)), lambda: engine.read(), lambda: engine.delete(1)):
-            with pytest.raises(ConfigError, match=REMEDY):
-                await call()
 
 
 def test_a_coordinator_that_is_given_says_that_the_process_is_meant_to_be_alone(saved: Path, launched: None) -> None:

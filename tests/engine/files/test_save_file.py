@@ -124,7 +124,7 @@ def nested(leaves: list[Any]) -> st.SearchStrategy[Any]:
 
 @given(data=st.data())
 @examples(nightly=300)
-def test_it_is_the_file_of_torch_save(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_save_file_writes_the_file_of_torch_save(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     obj = data.draw(views().flatmap(nested))
     folder = tmp_path_factory.mktemp("file")
     torch.save(obj, folder / "stock.pt")

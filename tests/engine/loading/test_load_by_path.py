@@ -15,7 +15,7 @@ from builders import flip, save, steps_dir, weights
 from gated_storage import TIMEOUT
 
 import aio_ckpt
-from aio_ckpt import CheckpointEngine, EngineConfig, LoadReport, SyncCheckpointEngine
+from aio_ckpt import EngineConfig, LoadReport, SyncCheckpointEngine
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -60,13 +60,6 @@ def test_a_directory_is_read(elsewhere: Path, tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path / "other") as engine:
         state, report = engine.read(path=elsewhere, with_report=True)
         assert (list(state), report.step, report.path) == (["w"], 2, elsewhere)
-
-
-async def test_the_async_engine_takes_a_path_too(elsewhere: Path, tmp_path: Path) -> None:
-    async with CheckpointEngine(tmp_path / "other") as engine:
-        await engine.load(template := weights(0), path=elsewhere)
-        assert torch.equal(template["w"], weights(2)["w"])
-        assert torch.equal((await engine.read(path=elsewhere))["w"], weights(2)["w"])
 
 
 def test_a_checkpoint_of_stock_is_loaded_and_its_step_is_not_known(tmp_path: Path, load: Load) -> None:

@@ -195,7 +195,7 @@ def test_the_writer_sets_aside_at_once_and_durably(root: Path) -> None:
         assert engine.steps().result() == [1]
 
 
-def test_reading_without_a_template_sets_aside_too(root: Path) -> None:
+def test_a_read_sets_damaged_checkpoints_aside(root: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2)
         damage(root, 2)

@@ -120,7 +120,7 @@ def test_an_optimizer_that_was_not_stepped_gets_its_moments_by_its_state_dict(
     assert same(fresh.state_dict()["state"], stored["state"])
 
 
-def test_so_it_does_from_stock_dcp(tmp_path: Path) -> None:
+def test_an_optimizer_that_was_not_stepped_gets_the_moments_that_stock_stored(tmp_path: Path) -> None:
     stored, fresh = moments(), torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

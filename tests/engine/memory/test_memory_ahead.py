@@ -89,7 +89,7 @@ def test_saves_and_files_that_take_turns_map_their_memory_once(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("staging", ["pageable", "shm", "auto"])
-def test_the_first_save_behind_it_is_a_hit_and_maps_nothing(
+def test_the_first_save_behind_prepare_is_a_hit_and_maps_nothing(
     tmp_path: Path, mappings: Mappings, staging: Staging
 ) -> None:
     given = state(1.0)
@@ -109,7 +109,7 @@ def test_the_first_save_behind_it_is_a_hit_and_maps_nothing(
     assert mappings.alive == 0
 
 
-async def test_it_is_awaited_in_any_loop(tmp_path: Path, mappings: Mappings) -> None:
+async def test_prepare_is_awaited_in_any_loop(tmp_path: Path, mappings: Mappings) -> None:
     async with CheckpointEngine(tmp_path) as engine:
         await engine.prepare(state(1.0))
         assert engine.lifetime.arenas == 1
@@ -117,7 +117,7 @@ async def test_it_is_awaited_in_any_loop(tmp_path: Path, mappings: Mappings) -> 
     assert len(mappings.threads) == 1
 
 
-def test_it_keeps_nothing_of_the_state(tmp_path: Path) -> None:
+def test_prepare_keeps_nothing_of_the_state(tmp_path: Path) -> None:
     given = {"w": torch.ones(1000)}
     source = weakref.ref(given["w"])
     with SyncCheckpointEngine(tmp_path) as engine:
@@ -194,7 +194,7 @@ def test_gather_buffers_are_made_ahead(tmp_path: Path, monkeypatch: pytest.Monke
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def test_what_save_refuses_it_refuses_before_anything_is_touched(tmp_path: Path, mappings: Mappings) -> None:
+def test_what_save_refuses_prepare_refuses_before_anything_is_touched(tmp_path: Path, mappings: Mappings) -> None:
     with SyncCheckpointEngine(tmp_path / "root") as engine:
         with pytest.raises(UnsupportedLeafError):
             engine.prepare({"w": torch.ones(3, device="meta")})
@@ -204,7 +204,7 @@ def test_what_save_refuses_it_refuses_before_anything_is_touched(tmp_path: Path,
         engine.prepare(state(1.0))
 
 
-def test_it_makes_the_engine_the_writer(tmp_path: Path) -> None:
+def test_prepare_makes_the_engine_the_writer(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine, SyncCheckpointEngine(tmp_path) as other:
         engine.prepare(state(1.0)).result(TIMEOUT)
         assert (tmp_path / LOCK_FILE).exists()

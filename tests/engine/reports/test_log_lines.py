@@ -35,7 +35,7 @@ def test_a_commit_a_load_and_a_read_log_one_line_each(root: Path, caplog: pytest
         assert (record.levelno, record.name, record.step, record.rank) == (logging.INFO, "aio_ckpt", 5, 0)  # type: ignore[attr-defined]
 
 
-def test_a_load_without_an_engine_logs_its_line_too(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_and_a_read_without_an_engine_log_one_line_each(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     with SyncCheckpointEngine(root) as engine:
         path = engine.save(weights(1)).result(TIMEOUT).path
     caplog.set_level(logging.INFO, "aio_ckpt")

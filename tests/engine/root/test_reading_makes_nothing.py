@@ -11,7 +11,7 @@ from builders import weights
 from disk_tree import tree_of
 from gated_storage import TIMEOUT
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.errors import CheckpointNotFoundError, RootError
 from aio_ckpt.format.names import ENGINE_DIR
@@ -60,20 +60,6 @@ def test_a_sync_engine_that_only_looks_makes_nothing(looked_at: Path, tmp_path: 
                 refused(CheckpointNotFoundError, lambda: engine.rollback(3))
                 refused(CheckpointNotFoundError, lambda: engine.delete(3))
         SyncCheckpointEngine(looked_at).terminate()
-
-
-async def test_an_async_engine_that_only_looks_makes_nothing(looked_at: Path, tmp_path: Path) -> None:
-    with unchanged(tmp_path):
-        async with CheckpointEngine(looked_at) as engine:
-            await engine.ready()
-            if (await engine.latest_step()) is not None:
-                assert (await engine.load(weights(1))).step == 3
-                assert (await engine.read()).keys() == {"w"}
-            else:
-                with pytest.raises(CheckpointNotFoundError):
-                    await engine.load(weights(1))
-                with pytest.raises(CheckpointNotFoundError):
-                    await engine.read()
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "rescue"])

@@ -327,7 +327,7 @@ def test_overwrite_replaces_no_directory_that_never_was_a_checkpoint(engine: Syn
     assert (root / "step_000000005" / "notes").read_text() == "mine"
 
 
-def test_overwrite_of_a_step_that_is_not_there_needs_the_order_too(engine: SyncCheckpointEngine) -> None:
+def test_overwrite_of_a_step_that_is_not_there_must_exceed_every_step(engine: SyncCheckpointEngine) -> None:
     save(engine, 3)
     with pytest.raises(StepOrderError, match=r"rollback\(step\) goes back"):
         engine.save(weights(2), 2, overwrite=True)

@@ -29,7 +29,7 @@ def test_files_are_visible_and_durable_with_the_checkpoint(root: Path, tmp_path:
     assert not (path / "later").exists()
 
 
-def test_a_step_has_files_too_and_a_second_save_replaces_them(root: Path, tmp_path: Path) -> None:
+def test_a_save_that_overwrites_a_step_replaces_its_files(root: Path, tmp_path: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
         report = engine.save(weights(1), files={"a": b"1"}).result(TIMEOUT)
         assert report is not None

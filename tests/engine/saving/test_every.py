@@ -71,7 +71,7 @@ def test_the_clock_starts_at_the_first_question_and_anew_at_every_save() -> None
     assert not timer.poll()
 
 
-async def test_minutes_make_a_save_due_in_an_async_trainer_too(tmp_path: Path) -> None:
+async def test_minutes_make_a_save_due_inside_a_running_loop(tmp_path: Path) -> None:
     async with CheckpointEngine(tmp_path) as engine:
         at_once, never = Every(engine, minutes=1e-9), Every(engine, minutes=LONG)
         assert sum(at_once.due(step) for step in range(10)) >= 9

@@ -66,7 +66,7 @@ def test_a_failure_that_nobody_awaited_is_raised_once_by_the_next_save_which_is_
         assert state["w"][0] == 2, "the save of the call that raised holds the state of that call"
 
 
-def test_an_error_of_another_type_has_the_ticket_too(root: Path) -> None:
+def test_a_failure_of_a_foreign_type_is_raised_with_its_ticket(root: Path) -> None:
     with gated_engine(root) as (engine, storage):
         fail_unseen(engine, storage, RuntimeError("odd"))
         with pytest.raises(RuntimeError, match="odd") as caught:
@@ -137,7 +137,7 @@ def test_a_failure_is_not_raised_again_once_a_waiter_was_given_it(root: Path) ->
         engine.save(weights(2)).result(TIMEOUT)
 
 
-def test_a_failure_whose_ticket_was_dropped_is_raised_too(root: Path) -> None:
+def test_a_failure_whose_ticket_was_dropped_is_raised_by_the_next_save(root: Path) -> None:
     with gated_engine(root) as (engine, storage):
         del (ticket := [fail_unseen(engine, storage)])[:]
         assert not ticket
@@ -166,7 +166,7 @@ def test_every_failure_that_nobody_awaited_is_raised_one_after_the_other(root: P
         assert engine.save(weights(5)).result(TIMEOUT).step == 3
 
 
-def test_if_the_new_save_fails_too_its_failure_is_raised_by_the_call_after(root: Path) -> None:
+def test_a_save_that_raises_an_earlier_failure_and_fails_itself_is_raised_by_the_call_after(root: Path) -> None:
     with gated_engine(root) as (engine, storage):
         fail_unseen(engine, storage)
         storage.fail("sync", "*", WriteError(errno.EIO, "the disk is gone again", "x"))
@@ -432,7 +432,7 @@ def test_a_file_system_that_does_not_tell_what_is_free_changes_nothing_else(
         engine.save(weights(2)).result(TIMEOUT)
 
 
-def test_other_errors_of_the_disk_stay_as_they_are(root: Path) -> None:
+def test_errors_of_a_disk_that_is_not_full_stay_as_they_are(root: Path) -> None:
     with gated_engine(root, on_failure="log") as (engine, storage):
         assert str(fail_unseen(engine, storage).exception()) == str(broken())
 

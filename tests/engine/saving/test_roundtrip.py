@@ -245,7 +245,7 @@ async def test_a_state_of_objects_alone_is_a_checkpoint(tmp_path):
     assert template == {"epoch": 3, "names": ["a"] * 1000}
 
 
-def test_stock_dcp_loads_objects_too(tmp_path):
+def test_stock_dcp_loads_objects(tmp_path):
     with SyncCheckpointEngine(tmp_path) as engine:
         path = engine.save({"a": {"w": torch.ones(2)}, "lr": 0.5, "l": [1, 2], "t": "x"}).result(60).path
     template = {"a": {"w": torch.zeros(2)}, "lr": 0.0, "l": [], "t": ""}

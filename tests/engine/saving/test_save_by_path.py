@@ -17,7 +17,7 @@ from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import check_deletion, check_root_mode
 
 import aio_ckpt
-from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.by_path import refusal
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import (
@@ -99,15 +99,6 @@ def test_a_relative_path_counts_from_the_directory_at_the_call(
     assert report is not None
     assert report.path == tmp_path / "last"
     assert number_at(tmp_path / "last") == 1
-
-
-async def test_the_async_engine_saves_and_removes_by_path(root: Path, tmp_path: Path) -> None:
-    async with CheckpointEngine(root) as engine:
-        await engine.save(weights(1), path=tmp_path / "a")
-        await engine.load(template := weights(0), path=tmp_path / "a")
-        assert torch.equal(template["w"], weights(1)["w"])
-        await engine.remove(tmp_path / "a")
-        assert not (tmp_path / "a").exists()
 
 
 def test_a_later_save_replaces_the_checkpoint_and_leaves_nothing_of_it(

@@ -227,7 +227,7 @@ def test_waiting_for_the_cap_is_no_stall(tmp_path: Path) -> None:
     assert report.timings.committed_secs > 2.0
 
 
-def test_a_write_that_hangs_is_a_stall_under_a_cap_too(tmp_path: Path) -> None:
+def test_a_write_that_hangs_under_a_cap_is_a_stall(tmp_path: Path) -> None:
     config = {"max_write_bytes_per_sec": 1e12, "stall_timeout_secs": 0.5, "on_failure": "log"}
     with gated_engine(tmp_path, **config) as (engine, storage):
         storage.hold("write")

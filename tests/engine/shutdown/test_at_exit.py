@@ -234,6 +234,6 @@ IN_A_CHILD = """
 """
 
 
-def test_a_trainer_that_multiprocessing_forked_is_drained_too(tmp_path: Path) -> None:
+def test_a_trainer_that_multiprocessing_forked_is_drained(tmp_path: Path) -> None:
     assert run_warm(IN_A_CHILD, str(tmp_path), is_end_tested=True).returncode == 0
     assert steps(tmp_path) == [1, 2]

@@ -55,7 +55,7 @@ def test_a_signal_sets_the_flag_for_good_and_the_process_goes_on(tmp_path: Path,
     assert engine.preempted, "a loop may look once more after the engine was closed"
 
 
-async def test_an_async_trainer_sees_it_too(tmp_path: Path) -> None:
+async def test_a_signal_inside_a_running_loop_sets_the_flag(tmp_path: Path) -> None:
     async with CheckpointEngine(tmp_path) as engine:
         engine.on_preemption((signal.SIGUSR1,))
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "only what was asked for is handled"

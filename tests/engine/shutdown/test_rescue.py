@@ -385,7 +385,7 @@ def test_a_living_trainer_keeps_its_snapshot_and_its_root(
     assert called(capsys, root)[0] == 0
 
 
-def test_without_a_lock_too_a_living_trainer_keeps_its_snapshot(
+def test_a_living_trainer_keeps_its_snapshot_on_a_file_system_without_locks(
     root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on file systems that have none."""
@@ -434,7 +434,7 @@ def test_the_next_engine_tells_of_it_keeps_it_and_gives_it_up_with_its_first_com
     assert listing(root) == [step_dir(1), step_dir(5)]
 
 
-def test_an_engine_without_a_place_of_its_own_gives_it_up_too(
+def test_an_engine_without_shm_path_gives_up_the_snapshot_of_a_dead_trainer(
     killed: Killed, root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Or it would be committed on top of what this engine goes on with."""
@@ -447,7 +447,7 @@ def test_an_engine_without_a_place_of_its_own_gives_it_up_too(
     assert called(capsys, root, "--shm-path", shm)[1]["rescued"] == []
 
 
-def test_what_a_trainer_left_that_died_behind_the_opening_is_given_up_too(root: Path, shm: Path) -> None:
+def test_the_snapshot_of_a_trainer_that_died_after_the_engine_was_opened_is_given_up(root: Path, shm: Path) -> None:
     child = start_trainer(root, shm)
     try:
         engine = SyncCheckpointEngine(root)
@@ -688,7 +688,7 @@ engine.save({{"w": torch.ones(1 << 20)}}, step=2)
 # -- the segment while the trainer lives ----------------------------------------------------------
 
 
-def test_it_is_sealed_from_the_staged_snapshot_to_the_commit_and_never_outside(root: Path, shm: Path) -> None:
+def test_a_segment_holds_a_snapshot_from_its_staging_to_its_commit_only(root: Path, shm: Path) -> None:
     with gated_engine(root, shm_path=shm) as (engine, storage):
         for step in (1, 2, 3):
             gate = storage.hold("rename", "pending/*")
@@ -705,7 +705,7 @@ def test_it_is_sealed_from_the_staged_snapshot_to_the_commit_and_never_outside(r
             assert segments_in(shm) == [path]
 
 
-def test_it_is_not_sealed_while_anything_is_still_to_be_captured(
+def test_a_segment_holds_no_snapshot_while_anything_is_still_to_be_captured(
     root: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer's thread is held before the last tensor; the first chunk is on the disk by then."""

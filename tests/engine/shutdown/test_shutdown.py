@@ -279,7 +279,7 @@ async def test_the_trainers_own_error_comes_first_and_pending_saves_end_before_i
 
 
 @pytest.mark.parametrize("save_fails", [False, True])
-def test_the_sync_block_ends_like_the_async_one(root: Path, save_fails: bool) -> None:
+def test_the_trainers_own_error_ends_a_sync_block_behind_its_pending_saves(root: Path, save_fails: bool) -> None:
     with gated_engine(root) as (engine, storage):
         face = SyncCheckpointEngine.__new__(SyncCheckpointEngine)
         face.__dict__ = engine.__dict__
@@ -344,7 +344,7 @@ def test_terminate_releases_the_engine_though_a_save_does_not_end(
             assert other.save(weights(2), 2).result(TIMEOUT).step == 2
 
 
-def test_what_a_failed_save_left_is_removed_without_the_lock_too(root: Path) -> None:
+def test_what_a_failed_save_left_is_removed_without_the_lock(root: Path) -> None:
     """So on a rank that does not lead."""
     with SyncCheckpointEngine(root) as engine:
         left = root / PENDING_DIR / "of-this-engine"

@@ -66,7 +66,7 @@ def test_a_rank_manifest_comes_back_as_it_was():
     assert (found.format, found.block_bytes) == ((FORMAT_MAJOR, FORMAT_MINOR), BLOCK_BYTES)
 
 
-def test_a_rank_that_stored_nothing_has_a_manifest_too():
+def test_a_rank_that_stored_nothing_has_a_manifest():
     found = decode_rank(encoded(file=None, tensors=encode_static([]), sums=b"", objects=()), name="m")
     assert found.file is None
     assert block_sums(found) == []

@@ -55,7 +55,7 @@ class Marked(int):
 
 
 @pytest.mark.parametrize("value", [Marked(3), (1, 2), b"x", [1], 2**4000, 1j])
-def test_other_values_are_left_to_torch(value: Any) -> None:
+def test_values_that_are_no_scalars_are_left_to_torch(value: Any) -> None:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     with pytest.raises(NotScalarError):

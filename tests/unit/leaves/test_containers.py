@@ -218,7 +218,7 @@ def test_a_type_that_the_user_allowed_is_made_of_what_it_is_taken_apart_into_alo
     assert type(back) is (kind if code == fitting else {19: list, 20: tuple}.get(code, dict))
 
 
-def test_a_defaultdict_whose_factory_is_not_trusted_comes_back_plain_and_one_of_a_lambda_too():
+def test_defaultdicts_whose_factory_is_untrusted_or_a_lambda_come_back_plain():
     said = []
     value = collections.defaultdict(Moments, w=t())
     back = through_skeleton({"some": value, "odd": collections.defaultdict(lambda: 1, w=t())}, plain=said)

@@ -303,7 +303,7 @@ def test_a_generator_of_numpy_goes_on_where_it_was(kind):
         assert np.array_equal(back["g"].spawn(2)[1].random(3), generator.spawn(2)[1].random(3))
 
 
-def test_other_generators_go_on_where_they_were():
+def test_generators_of_random_numpy_and_torch_go_on_where_they_were():
     old, own, ours = np.random.RandomState(3), random.Random(4), torch.Generator().manual_seed(5)
     old.standard_normal(), own.gauss(0, 1), torch.rand(3, generator=ours)
     a, b, c = through_bytes([old, own, ours])

@@ -76,7 +76,7 @@ def test_a_sandbox_that_refuses_the_call_is_found_out(monkeypatch: pytest.Monkey
     assert vectors._is_refused.__wrapped__()
 
 
-def test_it_is_not_refused_to_this_process_unless_a_sandbox_is_in_the_way() -> None:
+def test_process_vm_readv_is_not_refused_unless_a_sandbox_is_in_the_way() -> None:
     print(f"process_vm_readv of one's own process: {'refused' if vectors._is_refused() else 'works'} here")
     source, target = np.full(1, 7, dtype=np.uint64), np.zeros(1, dtype=np.uint64)
     copy_all(target.ctypes.data, as_moves([(0, source.ctypes.data, 8)]))

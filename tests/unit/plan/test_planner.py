@@ -354,7 +354,7 @@ def test_a_cached_plan_holds_no_tensor_storage_handle_or_view():
         assert_holds_no_data(resolve(cache, rich_state()).plan)
 
 
-def test_a_cached_plan_of_dtensors_holds_none_either(two_ranks: None):
+def test_a_cached_plan_of_dtensors_holds_no_tensor_storage_handle_or_view(two_ranks: None):
     state = {**assign_replicas([0, 1], Shard(0)), "b": assign_replicas([0, 1], Replicate())["a"]}
     assert_holds_no_data(resolve(PlanCache(world_size=2), state).plan)
 

@@ -573,7 +573,7 @@ def test_a_callback_that_fails_at_exit_does_not_keep_the_others_from_running() -
     assert done.returncode == 0
 
 
-def test_it_runs_on_uvloop_where_that_is_the_policy() -> None:
+def test_a_portal_runs_on_uvloop_where_that_is_the_policy() -> None:
     pytest.importorskip("uvloop")
     done = run_python(
         """

@@ -332,7 +332,7 @@ def test_an_object_that_pickle_cannot_store_is_refused_by_name() -> None:
             ObjectEncoder(trusted=False).encode([("nested.thing", value)])
 
 
-def test_an_image_of_objects_alone_has_chunks_too(manager: LifetimeManager) -> None:
+def test_an_image_of_objects_alone_has_chunks(manager: LifetimeManager) -> None:
     planned = plan_of({"text": "x"})
     image = lease_image(planned, 9 * MIB, manager, StagingChoice("pageable"), timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
     assert image.chunks[-1].stop == 9 * MIB

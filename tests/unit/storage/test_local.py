@@ -1068,7 +1068,7 @@ async def test_the_storage_gives_the_lock(local: Storage, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_it_works_under_uvloop(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_storage_works_under_uvloop(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uvloop = pytest.importorskip("uvloop")
     executor = Executor("test", 2)
 

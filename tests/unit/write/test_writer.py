@@ -360,7 +360,7 @@ async def test_a_cancelled_write_leaves_the_lease_to_its_threads(
     assert watched.torn == []
 
 
-async def test_preparing_a_chunk_holds_the_lease_too(
+async def test_preparing_a_chunk_holds_the_lease(
     tmp_path: Path, executor: Executor, manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sums are taken in a thread as well: cancelled there, the bytes must not be lent again."""
