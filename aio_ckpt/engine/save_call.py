@@ -127,6 +127,8 @@ class SaveFrontend:
         """Future of the deletion of dead trainers' snapshots."""
         self._saves = 0
         """Calls of ``save()``, the same number on every rank in the same call."""
+        self._outdated_share = b""
+        """Identity of a share of this rank after whose assignment another rank planned anew."""
         self._lock = Lock()
 
     def meet(self) -> None:
@@ -537,16 +539,23 @@ class SaveFrontend:
 
         Tensors are summed if this rank plans anew or another rank has, and in saves 1, 2, 4, 8, ... of the engine:
         contents that are equal at first (moments of zero, layers of one seed) differ soon after. The number of saves is
-        equal on all ranks.
+        equal on all ranks. A tensor that no other rank holds is not summed: on a device, to read the whole state costs
+        training more than the save does.
         """
         plan = planned.plan
         if plan.local is None:  # there is one rank
             return ContentSums(b"")
         crc32s = [isal_zlib.crc32(objects.region[start : start + nbytes]) for start, nbytes in objects.spans]
         is_due = self._ctx.members.is_comparison_due
-        is_compared = is_due or not plan.share_id or self._saves & (self._saves - 1) == 0
-        tensors = content_sums([planned.tensors[leaf] for leaf in plan.held]) if is_compared else b""
-        return ContentSums(struct.pack(f"<{len(crc32s)}I", *crc32s), tensors)
+        if is_due:  # a rank that planned anew may hold what no other rank held when this share was assigned
+            self._outdated_share = plan.share_id
+        is_summed, sums = is_due or not plan.share_id or self._saves & (self._saves - 1) == 0, b""
+        if is_summed:
+            is_all = plan.share_id in {b"", self._outdated_share}
+            replicated = range(len(plan.held)) if is_all else plan.replicated
+            tensors = planned.tensors
+            sums = content_sums([tensors[leaf] if item in replicated else None for item, leaf in enumerate(plan.held)])
+        return ContentSums(struct.pack(f"<{len(crc32s)}I", *crc32s), sums)
 
     def _assign(
         self,
@@ -573,7 +582,7 @@ class SaveFrontend:
             deadline.check(target, "waiting for the plans of the other ranks")
             raise
         assert reply.share is not None  # a rank that planned anew has no older share
-        plan = narrow(whole, reply.share, reply.share_id)
+        plan = narrow(whole, reply.share, reply.share_id, reply.replicated)
         self.cache.adopt(plan)
         return replace(planned, plan=plan)
 

@@ -167,7 +167,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, tensors: Sequence[bool] | Flags, objects: Sequence[bool]) -> Assignment:
         """Return the share of the names and objects that are True."""
-        return cls(_packed(tensors), _packed(objects))
+        return cls(packed(tensors), packed(objects))
 
     def items(self, items: Sequence[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...]]]:
         """Return (item, its names that are written), ascending. ``items``: all names of each item of the plan.
@@ -175,7 +175,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             PlanChangedError: the share belongs to another plan.
         """
-        is_written = iter(_bits(self.tensors, sum(map(len, items))).tolist())
+        is_written = iter(unpacked(self.tensors, sum(map(len, items))).tolist())
         named = ((index, tuple(name for name in fqns if next(is_written))) for index, fqns in enumerate(items))
         return [(index, names) for index, names in named if names]
 
@@ -185,7 +185,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             PlanChangedError: the share belongs to another plan.
         """
-        is_written = _bits(self.objects, len(names)).tolist()
+        is_written = unpacked(self.objects, len(names)).tolist()
         return tuple(name for name, written in zip(names, is_written, strict=True) if written)
 
     def count_objects(self) -> int:
@@ -198,17 +198,23 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             PlanChangedError: the share belongs to another plan.
         """
-        return np.flatnonzero(_bits(self.tensors, count))
+        return np.flatnonzero(unpacked(self.tensors, count))
 
 
-def _packed(flags: Sequence[bool] | Flags) -> bytes:
+def packed(flags: Sequence[bool] | Flags) -> bytes:
+    """Return flags as bits, the lowest bit of a byte first."""
     return np.packbits(np.asarray(flags, np.bool_), bitorder="little").tobytes()
 
 
-def _bits(packed: bytes, count: int) -> Flags:
-    if len(packed) != -(-count // 8):
-        raise PlanChangedError(f"a share of {8 * len(packed)} names of a plan of {count}; the next save plans anew")
-    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count, bitorder="little").astype(np.bool_)
+def unpacked(bits: bytes, count: int) -> Flags:
+    """Return the ``count`` flags of :func:`packed`.
+
+    Raises:
+        PlanChangedError: there are more or fewer of them.
+    """
+    if len(bits) != -(-count // 8):
+        raise PlanChangedError(f"a share of {8 * len(bits)} names of a plan of {count}; the next save plans anew")
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=count, bitorder="little").astype(np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -23,7 +24,7 @@ from aio_ckpt.format.rank_manifest import encode_static
 from aio_ckpt.format.tensor_table import TensorEntry
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.memory.cuda import can_copy_by_address, gathered_below_bytes
-from aio_ckpt.plan.assignment import Assignment
+from aio_ckpt.plan.assignment import Assignment, unpacked
 from aio_ckpt.plan.copy_plan import ChunkCopyMethods, CopyDescriptors, Places, choose_copy_methods, image_order
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
 from aio_ckpt.plan.layout import Placement, lay_out
@@ -76,6 +77,8 @@ class Plan(ImagePlan):
     """With several ranks: all that this rank holds, for the leader."""
     held: tuple[int, ...] = ()
     """With several ranks: the tensor leaf of each item of ``local``."""
+    replicated: frozenset[int] = frozenset()
+    """With several ranks: items of ``local`` that another rank held, too, when the share was assigned."""
     share_id: bytes = b""
     """With several ranks: identity of the share that the leader assigned to this rank; empty before."""
     elsewhere: frozenset[str] = frozenset()
@@ -275,8 +278,10 @@ def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]
 # -- several ranks --------------------------------------------------------------------------------
 
 
-def narrow(plan: Plan, share: Assignment, share_id: bytes) -> Plan:
+def narrow(plan: Plan, share: Assignment, share_id: bytes, replicated: bytes) -> Plan:
     """Return the plan of this rank's share. No item begins later in the image than in ``plan``.
+
+    ``replicated``: see :class:`aio_ckpt.ranks.save_ledger.AssignReply`.
 
     Raises:
         PlanChangedError: ``share`` belongs to another plan.
@@ -298,7 +303,14 @@ def narrow(plan: Plan, share: Assignment, share_id: bytes) -> Plan:
     objects = share.object_names(plan.object_names)
     narrowed = _plan_of(image, plan.aliases, objects, plan.source_bytes)
     others = frozenset(plan.structure.names) - narrowed.stored_names - frozenset(objects)
-    return replace(narrowed, local=plan.local, held=plan.held, share_id=share_id, elsewhere=others)
+    return replace(
+        narrowed,
+        local=plan.local,
+        held=plan.held,
+        replicated=frozenset(np.flatnonzero(unpacked(replicated, len(items))).tolist()),
+        share_id=share_id,
+        elsewhere=others,
+    )
 
 
 def _is_held(structure: Structure, leaf: int, write_item: WriteItem | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from zlib import crc32
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.plan.assignment import Boxes
+from aio_ckpt.plan.assignment import Boxes, packed
 from aio_ckpt.plan.shard_table import Flags, ShardTable, malformed
 from aio_ckpt.plan.structure import Structure
 from aio_ckpt.plan.values import TensorItem
@@ -81,8 +82,22 @@ def may_differ(held: ShardTable, boxes: Boxes) -> Flags:
     return free
 
 
+def replicated_items(held: ShardTable, boxes: Boxes) -> list[bytes]:
+    """Return, per rank, a flag for each of its items, packed: whether another rank holds a part of it, too."""
+    is_replica = np.bincount(boxes.of, minlength=boxes.count)[boxes.of] > 1
+    replicated = []
+    for start, stop in pairwise(held.starts.tolist()):
+        item = held.item[start:stop]
+        flags = np.zeros(int(item[-1]) + 1 if len(item) else 0, np.bool_)
+        flags[item[is_replica[start:stop]]] = True
+        replicated.append(packed(flags))
+    return replicated
+
+
 def unequal_replicas(held: ShardTable, boxes: Boxes, sums: Mapping[int, bytes]) -> Flags:
-    """Return, per box, whether its content differs between ranks. ``sums``: by rank, an int64 for each of its items.
+    """Return, per box, whether its content differs between ranks.
+
+    ``sums``: by rank, an int64 for each of its items; 0 if the item was not summed.
 
     Raises:
         PeerFailedError: the sums of a rank do not fit its plan.
@@ -94,7 +109,8 @@ def unequal_replicas(held: ShardTable, boxes: Boxes, sums: Mapping[int, bytes]) 
         item = held.item[mine]
         if len(found) != 8 * (int(item[-1]) + 1 if len(item) else 0):
             raise malformed(rank, f"{len(found)} bytes of sums")
-        content[mine], is_summed[mine] = np.frombuffer(found, "<i8")[item], True
+        content[mine] = np.frombuffer(found, "<i8")[item]
+        is_summed[mine] = content[mine] != 0
     rows = boxes.order[is_summed[boxes.order]]
     box = boxes.of[rows]
     differs = (box[1:] == box[:-1]) & (content[rows[1:]] != content[rows[:-1]])

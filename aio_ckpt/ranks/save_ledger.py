@@ -18,7 +18,7 @@ from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.tensor_table import are_sizes
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.global_plan import Stored, render_global
-from aio_ckpt.plan.replicas import ObjectColumns, have_to_be_equal, may_differ, unequal_replicas
+from aio_ckpt.plan.replicas import ObjectColumns, have_to_be_equal, may_differ, replicated_items, unequal_replicas
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardTable, intern, object_names
 
 Extent: TypeAlias = "tuple[int, int]"
@@ -40,7 +40,7 @@ class ContentSums(msgspec.Struct, frozen=True, array_like=True):
     """CRC32 of the encoded bytes of each object, uint32, little-endian."""
     tensors: bytes = b""
     """int64, little-endian: one for each tensor item, see :func:`aio_ckpt.snapshot.replica_sums.content_sums`. Empty if
-    this save does not compare tensors."""
+    this save does not compare tensors. 0 for an item that no other rank holds."""
 
 
 class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
@@ -122,6 +122,8 @@ class AssignReply(msgspec.Struct, frozen=True, array_like=True, tag="A"):
     """Identity of the share that the rank is to write."""
     share: Assignment | None
     """None if the rank keeps the share that it has."""
+    replicated: bytes = b""
+    """Flag for each tensor item of the rank's plan, packed: whether another rank holds it, too."""
 
 
 class CommitReply(msgspec.Struct, frozen=True, array_like=True, tag="C"):
@@ -220,14 +222,14 @@ class Ledger:
             of_lowest[:] = True
         self._of_lowest.update(_names_of(held, boxes, of_lowest))
         shares, items = assign(held, boxes, kept, _boxes_of(held, boxes, self._of_lowest))
-        replies = []
+        replies, replicated = [], replicated_items(held, boxes)
         for rank, (share, count) in enumerate(zip(shares, items, strict=True)):
             report = reports[rank]
             if isinstance(report, Vote):
                 replies.append(AssignReply(report.share_id, None))
                 continue
             self._shares += 1
-            replies.append(AssignReply(self._shares.to_bytes(4, "little"), share))
+            replies.append(AssignReply(self._shares.to_bytes(4, "little"), share, replicated[rank]))
             self._remember(rank, replies[-1].share_id, _KnownShare(local=plans[rank], share=share, items=count))
         return replies
 

@@ -16,25 +16,26 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """2**64 divided by the golden ratio: neighbouring multiples of it differ in most bits."""
 
 
-def content_sums(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Return one sum for each tensor, int64, little-endian, in the order of ``tensors``.
+def content_sums(tensors: Sequence[torch.Tensor | None]) -> bytes:
+    """Return one sum for each tensor, int64, little-endian, in the order of ``tensors``; 0 for None.
 
     Equal contents on devices of one type have equal sums, whatever the strides. If a value changes, or stands in
     another place, the sum differs, but for a chance of about 2**-32. Each tensor is read once, on its own device and
     on the current stream.
     """
     sums = np.zeros(len(tensors), "<i8")
-    by_device: dict[torch.device, list[int]] = {}
+    by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     for number, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(number)
+        if tensor is not None:
+            by_device.setdefault(tensor.device, {})[number] = tensor.detach()
     with torch.no_grad():
-        for device, numbers in by_device.items():
+        for device, summed in by_device.items():
             if device.type == "cpu":
-                sums[numbers] = [_crc_of(tensors[number].detach()) for number in numbers]
+                sums[[*summed]] = [_crc_of(tensor) for tensor in summed.values()]
                 continue
             weights = _weights(device)
-            found = torch.stack([_sum_of(tensors[number].detach(), weights) for number in numbers])
-            sums[numbers] = found.cpu().numpy()
+            found = torch.stack([_sum_of(tensor, weights) for tensor in summed.values()])
+            sums[[*summed]] = found.cpu().numpy()
     return sums.tobytes()
 
 

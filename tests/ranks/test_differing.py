@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from aio_ckpt import PerRank, SyncCheckpointEngine
+from aio_ckpt.engine import save_call
 from aio_ckpt.errors import PeerFailedError
 
 SECS = 30.0
@@ -162,6 +163,35 @@ def test_after_one_rank_alone_planned_anew_the_next_save_compares_on_all_ranks(t
     of_leader, of_other = two.run(one_plans_anew, tmp_path)
     assert of_leader[:5] == of_other[:5] == ["NoneType"] * 5
     assert (of_leader[5], of_other[5]) == ("DuplicateNameError", "PeerFailedError")
+
+
+def rank_sums(rank: int, count: int, root: Path) -> list[int]:
+    """The number of tensors that each save sums. The second state adds a name that the other rank holds already."""
+    summed: list[int] = []
+    make = save_call.content_sums
+
+    def counted(tensors: list[torch.Tensor | None]) -> bytes:
+        summed[-1] += sum(tensor is not None for tensor in tensors)
+        return make(tensors)
+
+    save_call.content_sums = counted
+    own, later = {f"of{rank}": torch.ones(9), "of all": torch.ones(3)}, {"of0": torch.ones(9)}
+    try:
+        with engine_on(root, SECS) as engine:
+            for step in range(1, 17):
+                summed.append(0)
+                engine.save(own | later if rank and step > 5 else own, step=step).result(SECS)
+    finally:
+        save_call.content_sums = make
+    return summed
+
+
+def test_a_tensor_that_no_other_rank_holds_is_summed_once(two: Ranks, tmp_path: Path) -> None:
+    """To read the whole state again, at saves 2, 4, 8 and so on, takes a GPU longer than the save."""
+    of_leader, of_other = two.run(rank_sums, tmp_path)
+    assert [number for number, count in enumerate(of_leader, 1) if count] == [1, 2, 4, 7, 8, 16]
+    assert of_leader[:4] == of_other[:4] == [2, 1, 0, 1]
+    assert (of_leader[6:8], of_other[5:8]) == ([2, 2], [3, 3, 3])
 
 
 def hsdp(rank: int) -> tuple[dict[str, Any], str]:

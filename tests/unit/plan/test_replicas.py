@@ -12,9 +12,9 @@ from log_lines import kept_lines
 from torch import nn
 
 from aio_ckpt.errors import DuplicateNameError, EmptyStateError
-from aio_ckpt.plan.assignment import Boxes
+from aio_ckpt.plan.assignment import Boxes, unpacked
 from aio_ckpt.plan.planner import PlanCache
-from aio_ckpt.plan.replicas import Tolerance, have_to_be_equal, may_differ
+from aio_ckpt.plan.replicas import Tolerance, have_to_be_equal, may_differ, replicated_items, unequal_replicas
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
 from aio_ckpt.ranks.save_ledger import ContentSums, Ledger, PlanMsg, Vote, extents_crc32
 from aio_ckpt.state.flatten import flatten
@@ -72,6 +72,19 @@ def test_declared_replicas_may_differ_on_the_ranks_of_one_mesh_only() -> None:
         "t4",
     ]
     assert [name for name, free in zip(names, may_differ(held, boxes), strict=True) if free] == ["t1", "t4"]
+
+
+def test_items_that_another_rank_holds_are_flagged_and_a_sum_of_zero_is_compared_with_none() -> None:
+    own = ShardInfo(("own",), (0,), TensorSignature((4,), (4,), "int8"))
+    plans = [LocalPlan.of([own, *items(0, 0)], (), b""), local(0, 0), LocalPlan.of([], (), b"")]
+    held = ShardTable.of(plans)
+    boxes = Boxes.of_rows(held)
+    flags = [
+        unpacked(bits, count).tolist() for bits, count in zip(replicated_items(held, boxes), (3, 2, 0), strict=True)
+    ]
+    assert flags == [[False, True, True], [True, True], []]
+    unequal = unequal_replicas(held, boxes, {0: sums((0, 0, 5)).tensors, 1: sums((7, 6)).tensors})
+    assert [held.names[held.name[row]] for row in boxes.order if unequal[boxes.of[row]]] == ["t1", "t1"]
 
 
 def sums(tensors: tuple[int, ...], objects: tuple[int, ...] = ()) -> ContentSums:
