@@ -327,13 +327,6 @@ def test_a_corrupt_checkpoint_is_one_line_and_exit_code_1(root, capsys):
     assert err.count("\n") == 1
 
 
-def test_the_demo_refuses_a_directory_with_other_things_in_it(tmp_path, capsys):
-    (tmp_path / "mine.txt").write_text("")
-    code, _, err = called(capsys, "demo", "--out", tmp_path)
-    assert code == 2
-    assert "--out" in err
-
-
 def test_without_arguments_it_shows_its_commands(capsys):
     code, out, _ = called(capsys)
     assert code == 0

@@ -865,7 +865,8 @@ def test_a_failed_save_leaves_no_thread_and_no_file_open(storage: GatedStorage, 
 def test_a_writer_and_a_reader_can_be_sent_to_another_process(tmp_path: Path) -> None:
     with Writer(tmp_path / "a") as writer, Reader(tmp_path / "a") as reader:
         dcp.save({"w": torch.ones(3)}, storage_writer=pickle.loads(pickle.dumps(writer)))
-        dcp.load({"w": torch.zeros(3)}, storage_reader=pickle.loads(pickle.dumps(reader)))
+        dcp.load(found := {"w": torch.zeros(3)}, storage_reader=pickle.loads(pickle.dumps(reader)))
+    assert torch.equal(found["w"], torch.ones(3))
 
 
 def save_in_a_fork(rank: int, count: int, path: Path) -> str:

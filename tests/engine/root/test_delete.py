@@ -54,13 +54,6 @@ async def test_a_deleted_step_is_gone_and_the_others_load(root: Path, step: int)
             assert (await engine.load(weights(0), each)).step == each
 
 
-def test_the_blocking_engine_deletes_before_it_returns(root: Path) -> None:
-    with SyncCheckpointEngine(root) as engine:
-        save(engine, 1, 2)
-        engine.delete(1)
-        assert listing(root) == ["step_000000002"]
-
-
 def test_a_new_engine_deletes_what_an_earlier_run_saved(root: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2)
@@ -374,3 +367,16 @@ async def test_the_loop_of_the_caller_goes_on_and_a_cancelled_wait_does_not_stop
         gate.open()
         await asyncio.to_thread(storage.wait_for, "remove_tree", TRASH)
         assert (await engine.steps()) == [2]
+
+
+def test_a_deletion_whose_fsync_fails_is_completed_after_the_next_commit(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        for step in (1, 2):
+            engine.save(weights(step), step=step).result(TIMEOUT)
+        storage.fail("sync_dir", "*", WriteError(errno.EIO, "no fsync", str(root)))
+        with pytest.raises(WriteError, match="no fsync"):
+            engine.delete(1).result(TIMEOUT)
+        assert listing(root / TRASH_DIR) == ["step_000000001"]
+        engine.save(weights(3), step=3).result(TIMEOUT)
+    assert not listing(root / TRASH_DIR)
+    assert CheckpointEngine(root).steps().result(TIMEOUT) == [2, 3]

@@ -12,10 +12,10 @@ from builders import listing, save, steps_dir, weights
 from command_line import save_by_dcp
 from gated_storage import TIMEOUT, gated_engine
 
-from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.dcp import Writer
-from aio_ckpt.errors import RootError, WriteError
+from aio_ckpt.errors import RootError
 from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, PENDING_DIR, TRASH_DIR
 
 
@@ -172,29 +172,3 @@ def test_a_link_in_the_place_of_a_lock_file_is_replaced(tmp_path: Path) -> None:
 
 
 # -- failures that left trash -----------------------------------------------------------------------
-
-
-def test_a_removal_whose_fsync_fails_leaves_the_checkpoint_at_its_path_and_no_trash(root: Path, tmp_path: Path) -> None:
-    with gated_engine(root) as (engine, storage):
-        path = tmp_path / "a"
-        engine.save(weights(1), path=path).result(TIMEOUT)
-        storage.fail("sync_dir", "*", WriteError(errno.EIO, "no fsync", str(path)))
-        with pytest.raises(WriteError, match="no fsync"):
-            engine.remove(path).result(TIMEOUT)
-        assert not listing(root / TRASH_DIR)
-        assert engine.load(weights(0), path=path).result(TIMEOUT).step is not None
-        engine.remove(path).result(TIMEOUT)
-        assert not path.exists()
-
-
-def test_a_deletion_whose_fsync_fails_is_completed_after_the_next_commit(root: Path) -> None:
-    with gated_engine(root) as (engine, storage):
-        for step in (1, 2):
-            engine.save(weights(step), step=step).result(TIMEOUT)
-        storage.fail("sync_dir", "*", WriteError(errno.EIO, "no fsync", str(root)))
-        with pytest.raises(WriteError, match="no fsync"):
-            engine.delete(1).result(TIMEOUT)
-        assert listing(root / TRASH_DIR) == ["step_000000001"]
-        engine.save(weights(3), step=3).result(TIMEOUT)
-    assert not listing(root / TRASH_DIR)
-    assert CheckpointEngine(root).steps().result(TIMEOUT) == [2, 3]

@@ -62,13 +62,13 @@ def test_a_sync_engine_that_only_looks_makes_nothing(looked_at: Path, tmp_path: 
         SyncCheckpointEngine(looked_at).terminate()
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "rescue"])
+@pytest.mark.parametrize("command", ["ls", "du", "inspect", "verify", "rescue", "diff"])
 @pytest.mark.parametrize("shape", [[], ["--json"]], ids=["text", "json"])
 def test_a_command_that_only_reads_makes_nothing(
     looked_at: Path, tmp_path: Path, command: str, shape: list[str]
 ) -> None:
     with unchanged(tmp_path):
-        cli.run([command, str(looked_at), *shape])
+        cli.run([command, *[str(looked_at)] * (2 if command == "diff" else 1), *shape])
 
 
 def test_a_step_that_is_not_there_is_not_protected_in_somebody_elses_directory(tmp_path: Path) -> None:

@@ -15,19 +15,11 @@ from format_reader import read_checkpoint
 from gated_storage import TIMEOUT, gated_engine
 
 import aio_ckpt
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError
 from aio_ckpt.format.root_manifest import ROOT_MANIFEST, add_checksum, decode_root
 
 EXTRA: dict[str, Any] = {"loss": 1.25, "epoch": 4, "run": "é\n\x00", "best": None, "done": True, "lr": [1e-3, {"w": 0}]}
-
-
-async def test_the_reports_of_a_save_a_load_and_a_read_hold_extra(root: Path) -> None:
-    async with CheckpointEngine(root) as engine:
-        saved = await engine.save(weights(1), extra=EXTRA)
-        loaded = await engine.load(weights(0))
-        _, read = await engine.read(with_report=True)
-    assert saved.extra == loaded.extra == read.extra == EXTRA
 
 
 def test_the_blocking_engine_and_the_calls_without_an_engine_report_extra(root: Path) -> None:

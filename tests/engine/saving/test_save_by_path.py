@@ -590,3 +590,16 @@ def test_on_commit_gets_the_report_of_a_save_by_path(root: Path, tmp_path: Path)
     with SyncCheckpointEngine(root, EngineConfig(on_commit=reports.append)) as engine:
         engine.save(weights(1), path=tmp_path / "a").result(TIMEOUT)
     assert [report.path for report in reports] == [tmp_path / "a"]
+
+
+def test_a_removal_whose_fsync_fails_leaves_the_checkpoint_at_its_path_and_no_trash(root: Path, tmp_path: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        path = tmp_path / "a"
+        engine.save(weights(1), path=path).result(TIMEOUT)
+        storage.fail("sync_dir", "*", WriteError(errno.EIO, "no fsync", str(path)))
+        with pytest.raises(WriteError, match="no fsync"):
+            engine.remove(path).result(TIMEOUT)
+        assert not listing(root / TRASH_DIR)
+        assert engine.load(weights(0), path=path).result(TIMEOUT).step is not None
+        engine.remove(path).result(TIMEOUT)
+        assert not path.exists()

@@ -415,28 +415,6 @@ def test_an_interpreter_that_exits_right_after_save_commits_first(root: Path) ->
             assert torch.equal(state["w"], torch.full((1 << 20,), float(step)))
 
 
-STUCK_EXIT = """
-    import sys, torch
-    from pathlib import Path
-    from aio_ckpt import CheckpointEngine, EngineConfig
-    from aio_ckpt.runtime.portal import Executor
-    from gated_storage import GatedStorage
-    storage = GatedStorage(Executor("gated", 4))
-    engine = CheckpointEngine(sys.argv[1], EngineConfig(drain_timeout_secs=0.2), storage=storage)
-    engine.save({"w": torch.ones(10)}).result(30)
-    gate = storage.hold("sync", "*.distcp")
-    engine.save({"w": torch.ones(10)})
-    gate.wait_reached()
-"""
-
-
-def test_an_interpreter_that_exits_on_a_stuck_disk_says_which_steps_are_lost_and_ends(root: Path) -> None:
-    ended = run_python(STUCK_EXIT, root)
-    assert ended.returncode == 1
-    assert "steps [2] were not committed" in ended.stderr
-    assert [name for name in listing(root) if name.startswith("step")] == ["step_000000001"]
-
-
 FAILED_LAST_SAVE = """
     import atexit, os, sys, torch
     atexit.register(print, "what Python does at exit is done")

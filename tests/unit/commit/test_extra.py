@@ -52,14 +52,6 @@ def test_no_extra_is_an_empty_dict() -> None:
     assert check_extra(None) == check_extra({}) == {}
 
 
-def test_the_copy_shares_no_container_with_the_argument() -> None:
-    extra = {"config": {"layers": [1, 2]}}
-    copied = check_extra(extra)
-    extra["config"]["layers"].append(3)
-    extra["config"]["new"] = [4]
-    assert copied == {"config": {"layers": [1, 2]}}
-
-
 def test_subclasses_of_json_types_become_the_plain_type() -> None:
     copied = check_extra({np.str_("loss"): np.float64(1.5), "torch": torch.__version__, "level": Level.HIGH})
     assert copied == {"loss": 1.5, "torch": str(torch.__version__), "level": 3}
