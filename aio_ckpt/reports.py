@@ -222,7 +222,7 @@ def title(target: object) -> str:
     """Return the name of a :data:`Target` in messages: ``step 5``, or the path; ``the next step`` for None."""
     if target is None:
         return "the next step"
-    return str(target) if isinstance(target, Path) else f"step {target}"
+    return str(target) if isinstance(target, (Path, str)) else f"step {target}"
 
 
 def amount(nbytes: float) -> str:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
 CALL_STAGE = "capture"
 """Stage of the errors that a call itself raises, before it is pending."""
-_OPEN = Topic("the opening")
+_OPEN = Topic("the opening of the engines")
 _MAX_TRIES, _RETRY_SECS = 3, 0.2
 """Tries to read the root, and the pause between them, before the ranks fail to meet."""
 
@@ -93,7 +93,7 @@ class Membership:
         self.is_comparison_due = False
         """Whether this rank sends checksums of tensors in its next save, as the leader said."""
         self.sent = SentExtents()
-        """Places of objects that this rank has told the leader."""
+        """Places of objects that this rank has sent to the leader."""
         self._loads = 0
         self.opened: Future[None] = Future()
         """Done when all ranks have met; its exception says why they have not."""
@@ -239,10 +239,10 @@ def _processes_started(group_size: int | None, environment: Mapping[str, str]) -
 
 def _differing_setting(rules: Sequence[Mapping[str, str]], leader: int) -> str:
     """Describe the first setting in which a rank differs from the leader; '' if there is none."""
-    for rank, own in enumerate(rules):
+    for rank, settings in enumerate(rules):
         for name, value in rules[leader].items():
-            if own.get(name) != value:
-                return f"{name} is {value} on rank {leader} and {own.get(name)} on rank {rank}"
+            if settings.get(name) != value:
+                return f"{name} is {value} on rank {leader} and {settings.get(name)} on rank {rank}"
     return ""
 
 

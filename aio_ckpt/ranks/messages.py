@@ -61,9 +61,9 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     is_in_doubt: bool = False
     """Whether the checkpoint of a failed save may still become visible."""
 
-    def error(self, where: str, here: int) -> PeerFailedError:
-        """Return the failure as an error that rank ``here`` raises. ``where``: the text of the topic."""
-        whom = "this rank" if self.rank == here else f"rank {self.rank}"
+    def error(self, where: str, rank: int) -> PeerFailedError:
+        """Return the failure as an error that ``rank`` raises. ``where``: the text of the topic."""
+        whom = "this rank" if self.rank == rank else f"rank {self.rank}"
         text = f"{whom} failed in {where}: {self.cause}"
         error = PeerFailedError(text, rank=self.rank, stage=self.stage, cause=self.cause)
         error.in_doubt = self.is_in_doubt
@@ -158,7 +158,7 @@ def unpack(data: bytes) -> Iterator[Frame]:
 
 
 def failure_of(rank: int, stage: str, error: BaseException) -> Failure:
-    """Return the failure to tell of ``error``. If the error names a rank and a stage itself, those are told."""
+    """Return the failure that ``error`` is. If the error names a rank and a stage itself, the failure names those."""
     is_in_doubt = bool(getattr(error, "in_doubt", False))
     if isinstance(error, PeerFailedError):  # the first rank that failed is named
         return Failure(error.rank, error.stage, error.cause or str(error), is_in_doubt)

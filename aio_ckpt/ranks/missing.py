@@ -53,13 +53,13 @@ class RankWait:
 
     # -- ranks that will not come ---------------------------------------------------------------------
 
-    def look(self, ranks: Sequence[int], beats: Sequence[bytes], own: Heartbeat, *, is_met: bool) -> LostPeer | None:
+    def look(self, ranks: Sequence[int], beats: Sequence[bytes], mine: Heartbeat, *, is_met: bool) -> LostPeer | None:
         """Note which ranks are missing. Return the first that will not come; None if all may come.
 
         Args:
             ranks: the ranks that are missing now.
             beats: their encoded heartbeats, as they stand in the store; empty bytes for none.
-            own: the heartbeat of this rank.
+            mine: the heartbeat of this rank.
             is_met: whether the ranks have met in this engine.
         """
         now = time.monotonic()
@@ -71,7 +71,7 @@ class RankWait:
                 self._seen[rank] = (found, now)
         for rank in ranks:
             beat = self._beat(rank)
-            absence = self._absence(rank, beat, own)
+            absence = self._absence(rank, beat, mine)
             if absence:
                 text = f"rank {rank} does not come to {self.where}, it {absence}"
                 error = PeerFailedError(text, rank=rank, stage=self._stage)
@@ -94,7 +94,7 @@ class RankWait:
         text = f"{_names_of(ranks)} gave no sign of life in {self.where} for {self._stall_secs} s{hint}"
         return PeerFailedError(text, rank=ranks[0], stage=self._stage)
 
-    def _absence(self, rank: int, beat: Heartbeat, own: Heartbeat) -> str:
+    def _absence(self, rank: int, beat: Heartbeat, mine: Heartbeat) -> str:
         """Return why a living rank will not come to the topic; '' if it may come.
 
         The rank has ended that call, has closed its engine, or waits for this rank in another call. A later call proves
@@ -104,7 +104,7 @@ class RankWait:
             return f"is elsewhere: that call has ended there; {_SAME_ORDER}"
         if beat.has_left:
             return "has closed its engine"
-        other = next((topic for topic in beat.waits if _never_meet(self.topic, own, topic, beat)), None)
+        other = next((topic for topic in beat.waits if _never_meet(self.topic, mine, topic, beat)), None)
         now = time.monotonic()
         # Only a heartbeat of this wait counts: an older one may name waits that are over.
         since = self._apart.get(rank, now) if other is not None and self._seen[rank][1] > self._began else now
@@ -164,20 +164,20 @@ class RankWait:
         return f"{line}; {each} {notes}" if notes else line
 
 
-def _never_meet(here: Topic, own: Heartbeat, there: Topic, beat: Heartbeat) -> bool:
-    """Return whether this rank, which waits in ``here``, and the other, which waits in ``there``, wait for each other.
+def _never_meet(topic: Topic, mine: Heartbeat, other_topic: Topic, other: Heartbeat) -> bool:
+    """Return whether this rank, which waits in ``topic``, and one that waits in ``other_topic`` wait for each other.
 
     They do if neither has begun the call of the other. Another thread of a program may still begin it, so the caller
     waits for a while before it decides.
     """
-    one, other = here.call, there.call
-    if one is None or other is None:
+    call, other_call = topic.call, other_topic.call
+    if call is None or other_call is None:
         return False
-    if one == other:  # one call in two topics: the ranks wait for each other if the topics are of different kinds
-        return here.kind != there.kind
-    (kind, number), (kind_there, number_there) = one, other
-    is_begun_here = own.begun.get(kind_there, 0) >= number_there and other not in own.over
-    return kind != kind_there and beat.begun.get(kind, 0) < number and not is_begun_here
+    if call == other_call:  # one call in two topics: the ranks wait for each other if the topics are of different kinds
+        return topic.kind != other_topic.kind
+    (kind, number), (other_kind, other_number) = call, other_call
+    has_begun_other = mine.begun.get(other_kind, 0) >= other_number and other_call not in mine.over
+    return kind != other_kind and other.begun.get(kind, 0) < number and not has_begun_other
 
 
 def _last_seen(beat: Heartbeat, heard: Mapping[str, Call]) -> str:

@@ -20,6 +20,7 @@ from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.global_plan import Stored, render_global
 from aio_ckpt.plan.replicas import ObjectColumns, have_to_be_equal, may_differ, replicated_items, unequal_replicas
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardTable, intern, object_names
+from aio_ckpt.reports import title
 
 Extent: TypeAlias = "tuple[int, int]"
 """(offset in the data file, length)."""
@@ -77,7 +78,7 @@ class Vote(msgspec.Struct, frozen=True, array_like=True, tag="W"):
 
 
 class SentExtents:
-    """Places of objects that this rank told the leader in the last committed save."""
+    """Places of objects that this rank sent to the leader in the last committed save."""
 
     def __init__(self) -> None:
         self._share_id = b""
@@ -88,9 +89,9 @@ class SentExtents:
         return share_id != self._share_id
 
     def moved(self, share_id: bytes, spans: Sequence[Extent], *, is_alone: bool) -> tuple[tuple[int, int, int], ...]:
-        """Return (number, offset, length) of the objects to tell the leader.
+        """Return (number, offset, length) of the objects to send to the leader.
 
-        ``is_alone``: no other save has told anything since. Then only places that have changed are told, else all.
+        ``is_alone``: no other save has sent anything since. Then only those that have moved are sent, else all.
         """
         known = self._spans if is_alone and share_id == self._share_id else ()
         if len(known) != len(spans):
@@ -98,7 +99,7 @@ class SentExtents:
         return tuple((number, *span) for number, span in enumerate(spans) if span != known[number])
 
     def forget(self) -> None:
-        """Forget all places, after a save failed that the leader may have learned from. The next vote tells all."""
+        """Forget all places, after a save failed that the leader may have learned from. The next vote sends all."""
         self._share_id, self._spans = b"", ()
 
     def confirm(self, share_id: bytes, spans: Sequence[Extent]) -> None:
@@ -184,7 +185,7 @@ class Ledger:
         for rank, report in enumerate(reports):
             if report.target != reports[0].target:
                 raise PeerFailedError(
-                    f"rank {rank} saves {_title(report.target)} where rank 0 saves {_title(reports[0].target)}: every "
+                    f"rank {rank} saves {title(report.target)} where rank 0 saves {title(reports[0].target)}: every "
                     "rank has to call save() as often as the others, with the same steps and paths; engines opened "
                     "anew on all ranks begin anew",
                     rank=rank,
@@ -331,10 +332,6 @@ class Ledger:
         return self._rendered[1]
 
 
-def _title(target: int | str) -> str:
-    return target if isinstance(target, str) else f"step {target}"
-
-
 def _names_of(held: ShardTable, boxes: Boxes, chosen: Flags) -> list[str]:
     """Return the names of the chosen boxes, sorted."""
     is_chosen = np.zeros(len(held.names), np.bool_)
@@ -355,7 +352,7 @@ def _differ(names: Sequence[str], equal_in: int | str | None) -> DuplicateNameEr
     doubt = ""
     if equal_in is not None:
         doubt = (
-            f" They were equal in the save of {_title(equal_in)}. The saves since then were not compared, and may hold "
+            f" They were equal in the save of {title(equal_in)}. The saves since then were not compared, and may hold "
             "parts of several ranks: do not resume from those."
         )
     return DuplicateNameError(

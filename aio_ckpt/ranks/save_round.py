@@ -153,10 +153,10 @@ class SaveRound:
         """Note that :meth:`room` comes first. A rank that fails before it ends the call there."""
         self._topic = self._topic._replace(part="room")
 
-    async def room(self, own: Room) -> Room:
-        """Return the leader's room at this call. On the leader it is ``own``. Without room, all ranks skip the call."""
+    async def room(self, mine: Room) -> Room:
+        """Return the leader's room at this call, which is ``mine`` there. Without room, all ranks skip the call."""
         coordinator, topic = self._members.coordinator, self._topic._replace(part="")
-        room = await _ROOM.broadcast(coordinator, self._topic, [own], then=topic if own.is_free else None)
+        room = await _ROOM.broadcast(coordinator, self._topic, [mine], then=topic if mine.is_free else None)
         if room.is_free:
             self._topic = topic
         else:
@@ -235,7 +235,7 @@ class SaveRound:
 
         This rank waits for the leader's reply as long as the leader lives, ``limit_secs`` at most.
         """
-        self._mark_doubt(cause)  # first: the other ranks are told whether the step is in doubt
+        self._mark_doubt(cause)  # first: the failure that the other ranks get says whether the step is in doubt
         end = CallEnd()
         if self.state is not SaveState.COMMITTED:  # a committed save is known to all ranks and is never undone
             end = await self._members.abort(self._topic, cause, stage=stage, limit_secs=limit_secs)
@@ -256,15 +256,15 @@ class SaveRound:
         await self._members.abort(self._topic, cause, stage=CALL_STAGE)  # the pipeline of the save cleans up itself
         return False
 
-    def fail(self, cause: BaseException, told: PeerFailedError | None = None) -> None:
+    def fail(self, cause: BaseException, peer_failure: PeerFailedError | None = None) -> None:
         """End the save with ``cause``. Only this method decides whether the step is in doubt.
 
-        ``told`` is the failure that the leader has told all ranks; None if the leader did not answer.
+        ``peer_failure`` is the failure that the leader sent to all ranks; None if the leader did not answer.
         """
-        if told is None:
+        if peer_failure is None:
             is_in_doubt = self._mark_doubt(cause) or (self.state is SaveState.VOTED and not self.is_leader)
         else:
-            is_in_doubt = told.in_doubt or self._mark_doubt(cause)
+            is_in_doubt = peer_failure.in_doubt or self._mark_doubt(cause)
         self.advance(SaveState.IN_DOUBT if is_in_doubt else SaveState.FAILED)
         self._mark_doubt(cause)
 

@@ -116,7 +116,7 @@ class StoreKeys:
         self._rank = rank
         self._world_size = world_size
         self._known: dict[str, Reply] = {}
-        self._told: list[str] = []
+        self._replied: list[str] = []
         self._sent: set[str] = set()
         self._raised: set[str] = set()
         self._prune_at = _PRUNE_AT
@@ -152,7 +152,7 @@ class StoreKeys:
         """Return the body that ``rank`` has stored beside its frame."""
         return value_of(self._store, _body_key(topic, rank)) or b""
 
-    def tell(self, topic: str, reply: Reply, each: Sequence[bytes]) -> None:
+    def put_reply(self, topic: str, reply: Reply, each: Sequence[bytes] = ()) -> None:
         """Write the leader's reply and, if it differs by rank, the reply to ``each`` rank. The first reply stands."""
         if topic in self._known:
             return
@@ -162,10 +162,10 @@ class StoreKeys:
                 put_value(store, f"{topic}/out/{rank}", data)
         put_value(store, f"{topic}/out", msgspec.msgpack.encode(reply))
         self._remember(topic, reply)
-        self._told.append(topic)
-        if len(self._told) >= self._prune_at:
-            self._told = self._untaken()
-            self._prune_at = 2 * len(self._told) + _PRUNE_AT
+        self._replied.append(topic)
+        if len(self._replied) >= self._prune_at:
+            self._replied = self._untaken()
+            self._prune_at = 2 * len(self._replied) + _PRUNE_AT
 
     def reply(self, topic: str) -> Reply | None:
         """Return the leader's reply to this rank; None if there is none yet."""
@@ -189,7 +189,7 @@ class StoreKeys:
             del self._known[next(iter(self._known))]
 
     def _untaken(self) -> list[str]:
-        return [topic for topic in self._told if self._store.check([f"{topic}/out"])]
+        return [topic for topic in self._replied if self._store.check([f"{topic}/out"])]
 
     def _delete_topic(self, topic: str) -> None:
         for frame in self.frames(topic):
@@ -283,7 +283,7 @@ class Rendezvous:
         self._store = store
         self._world_size = world_size
         self._name = name
-        self._told = b""
+        self._answer = b""
         self._has_answered = False
         self._party: Mapping[int, str] | None = None
 
@@ -291,7 +291,7 @@ class Rendezvous:
         """Append this engine to the queue; ``world``: see :func:`companions`."""
         self._store.append(_QUEUE, f"{rank} {world} {self._name}\n")
 
-    def here(self) -> dict[int, str]:
+    def present(self) -> dict[int, str]:
         """Return the engines that meet this one so far: names by rank."""
         return companions(self._queue(), self._name)
 
@@ -330,11 +330,11 @@ class Rendezvous:
 
     def answered(self) -> bytes | None:
         """Return the leader's answer to this engine; None if there is none yet."""
-        if not self._told:
-            self._told = found(self._store, f"{self._name}/out")
-            if self._told:
+        if not self._answer:
+            self._answer = found(self._store, f"{self._name}/out")
+            if self._answer:
                 self._store.delete_key(f"{self._name}/out")
-        return self._told or None
+        return self._answer or None
 
     def _take_out(self, count: int) -> Mapping[int, str] | None:
         while True:
@@ -358,14 +358,14 @@ def companions(queue: str, name: str) -> dict[int, str]:
     If ``name`` is the n-th engine of its rank, it meets the n-th engine of every other rank. Each line of the queue
     holds a rank, its world (a process and its process group) and a name. Entries of earlier worlds do not count.
     """
-    lines = [line.split(" ") for line in queue.splitlines()]
-    newest = {rank: world for rank, world, _ in lines}
+    entries = [line.split(" ") for line in queue.splitlines()]
+    newest = {rank: world for rank, world, _ in entries}
     names: dict[int, list[str]] = {}
-    for rank, world, other in lines:
+    for rank, world, other in entries:
         if newest[rank] == world:
             names.setdefault(int(rank), []).append(other)
-    place = next((each.index(name) for each in names.values() if name in each), None)
-    return {} if place is None else {rank: each[place] for rank, each in names.items() if len(each) > place}
+    position = next((each.index(name) for each in names.values() if name in each), None)
+    return {} if position is None else {rank: each[position] for rank, each in names.items() if len(each) > position}
 
 
 def without(queue: str, names: Collection[str]) -> str:

@@ -67,7 +67,7 @@ class StoreCoordinator(Liveness):
         if not isinstance(store, TorchStore):
             raise ConfigError(f"store is a {type(store).__name__}: give one of torch.distributed, such as a TCPStore")
         super().__init__(rank=rank, world_size=world_size)
-        self._parent = store
+        self._parent: Store = store
         self._group_store: Store | None = default_store()
         """Store of the default process group. Its address identifies the group until the ranks have met, so it is
         kept."""
@@ -109,9 +109,7 @@ class StoreCoordinator(Liveness):
     def _enter_rendezvous(self) -> Store:
         text = f"{self.world_size} {self._name}"
         tag = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
-        # Before torch 2.7 no store can be cloned; no request blocks, so a shared store costs little.
-        own = self._parent.clone() if hasattr(self._parent, "clone") else self._parent
-        store = PrefixStore(f"aio_ckpt/{tag}", own)
+        store = PrefixStore(f"aio_ckpt/{tag}", self._parent.clone())
         self._keys = StoreKeys(store, rank=self.rank, world_size=self.world_size)
         self._rendezvous = Rendezvous(store, world_size=self.world_size, name=self._session)
         self._rendezvous.enter(self.rank, _world(self._group_store))
@@ -155,8 +153,8 @@ class StoreCoordinator(Liveness):
         rendezvous = self._the_rendezvous()
 
         async def missing() -> Sequence[int]:
-            here = await self._ask(rendezvous.here)
-            return [rank for rank in range(self.world_size) if rank not in here]
+            present = await self._ask(rendezvous.present)
+            return [rank for rank in range(self.world_size) if rank not in present]
 
         claim = functools.partial(self._while_in_group, rendezvous.claim)
         party = await self._wait_for(MEETING, "open", claim, missing)
@@ -257,7 +255,7 @@ class StoreCoordinator(Liveness):
         if self.rank != self.leader:
             return await self._receive(topic, stage)
         with anyio.CancelScope(shield=True):  # the thread would send it all the same, and this rank would not know
-            await self._tell(topic, replies, then)
+            await self._send_replies(topic, replies, then)
         return replies[0] if len(replies) == 1 else replies[self.rank]
 
     async def abort(
@@ -270,8 +268,8 @@ class StoreCoordinator(Liveness):
             limit_secs = self.stall_secs / HEARTBEATS_A_STALL if limit_secs is None else limit_secs
             with anyio.move_on_after(limit_secs, shield=True):
                 end = await self._leave_topics(topic, failure)
-        except AioCkptError as untold:  # the other ranks fail by their deadlines
-            error.add_note(f"the other ranks could not be told: {type(untold).__name__}: {untold}")
+        except AioCkptError as cause:  # the other ranks fail by their deadlines
+            error.add_note(f"the other ranks could not be told: {type(cause).__name__}: {cause}")
         finally:
             self._aborts.discard(ended)
             ended.set()
@@ -293,7 +291,7 @@ class StoreCoordinator(Liveness):
         """Abort ``topic``. Returns the leader's reply; None if it did not come in time."""
         if self.rank == self.leader:
             with anyio.CancelScope(shield=True):
-                await self._ask(functools.partial(self._the_keys().tell, topic.key, Reply(b"", failure=failure), ()))
+                await self._ask(functools.partial(self._the_keys().put_reply, topic.key, Reply(b"", failure=failure)))
             return await self._reply(topic)
         await self._send(topic, Frame(self.rank, b"", failure))
         if self.leader in self._lost:  # the last wait for the leader was in vain
@@ -394,11 +392,11 @@ class StoreCoordinator(Liveness):
         self.bytes_received += len(body)
         return body
 
-    async def _tell(self, topic: Topic, replies: Sequence[bytes], then: Topic | None) -> None:
+    async def _send_replies(self, topic: Topic, replies: Sequence[bytes], then: Topic | None) -> None:
         if self.world_size > 1:
             is_each = len(replies) > 1
             reply = Reply(b"" if is_each else replies[0], is_each=is_each, then=then)
-            await self._ask(functools.partial(self._the_keys().tell, topic.key, reply, replies if is_each else ()))
+            await self._ask(functools.partial(self._the_keys().put_reply, topic.key, reply, replies if is_each else ()))
 
 
 def _world(group_store: Store | None) -> str:

@@ -239,7 +239,7 @@ def test_a_leader_that_cannot_tell_of_its_error_says_so_on_it(monkeypatch: pytes
         async with two_here(STALL_SECS) as (leader, other):
             sent = await BYTES.gather(other, Topic("t"), b"")
             assert sent == ()
-            monkeypatch.setattr(StoreKeys, "tell", broken)
+            monkeypatch.setattr(StoreKeys, "put_reply", broken)
             with pytest.raises(OSError, match="No space") as raised:
                 await COMMIT.run(leader, Topic("t"), b"", full)
             return raised.value.__notes__
@@ -485,10 +485,10 @@ class HeldStoreCoordinator(StoreCoordinator):
         super().__init__(store, rank=rank, world_size=world_size)
         self.reached, self.gate = asyncio.Event(), asyncio.Event()
 
-    async def _tell(self, topic: Topic, replies: Sequence[bytes], then: Topic | None) -> None:
+    async def _send_replies(self, topic: Topic, replies: Sequence[bytes], then: Topic | None) -> None:
         self.reached.set()
         await self.gate.wait()
-        await super()._tell(topic, replies, then)
+        await super()._send_replies(topic, replies, then)
 
 
 def test_a_leader_that_is_cancelled_while_it_tells_has_told() -> None:

@@ -83,10 +83,10 @@ class HeldCoordinator(StoreCoordinator):
         super().__init__(store, rank=dist.get_rank(), world_size=dist.get_world_size())
         self.gate = Gate()
 
-    async def _tell(self, topic: Topic, replies: Sequence[bytes], then: Topic | None) -> None:
+    async def _send_replies(self, topic: Topic, replies: Sequence[bytes], then: Topic | None) -> None:
         if topic == self.topic:
             await self.gate.wait()
-        await super()._tell(topic, replies, then)
+        await super()._send_replies(topic, replies, then)
 
     async def _await_reply(self, topic: Topic, stage: str) -> Reply:
         reply = await super()._await_reply(topic, stage)

@@ -93,7 +93,7 @@ def test_a_word_stays_until_the_last_rank_has_taken_it_and_each_remembers_it() -
     store = dist.HashStore()
     leader, early, late = boards(store, 3)
     for number in range(100):
-        leader.tell(f"room {number}", Reply(b"%d" % number), ())
+        leader.put_reply(f"room {number}", Reply(b"%d" % number))
         assert early.reply(f"room {number}") == Reply(b"%d" % number)
     assert early.reply("room 99") == Reply(b"99")
     assert [late.reply(f"room {number}") for number in range(100)] == [Reply(b"%d" % n) for n in range(100)]
@@ -102,8 +102,8 @@ def test_a_word_stays_until_the_last_rank_has_taken_it_and_each_remembers_it() -
 
 def test_the_first_word_on_a_topic_stands() -> None:
     leader, other = boards(dist.HashStore(), 2)
-    leader.tell("save 1", Reply(b"committed"), ())
-    leader.tell("save 1", Reply(b"", failure=Failure(0, "write", "too late")), ())
+    leader.put_reply("save 1", Reply(b"committed"))
+    leader.put_reply("save 1", Reply(b"", failure=Failure(0, "write", "too late")))
     assert other.reply("save 1") == Reply(b"committed")
 
 
@@ -111,8 +111,8 @@ def test_the_first_word_on_a_topic_stands() -> None:
 def test_the_last_to_leave_clears_the_board_whatever_was_not_taken(order: list[int], takes: list[bool]) -> None:
     store = dist.HashStore()
     each = boards(store, 3)
-    each[0].tell("told", Reply(b"x"), ())
-    each[0].tell("apart", Reply(b"", is_each=True), (b"a", b"b", b"c"))
+    each[0].put_reply("told", Reply(b"x"))
+    each[0].put_reply("apart", Reply(b"", is_each=True), (b"a", b"b", b"c"))
     each[1].send("unanswered", Frame(1, b"m"))
     each[2].raise_flag("preempted", wakes=[0, 1])
     for keys, is_taken in zip(each, takes, strict=True):
@@ -162,7 +162,7 @@ def test_nothing_on_a_board_or_in_a_lobby_waits_for_a_key() -> None:
     assert other.reply("apart") is None
     other.send("apart", Frame(1, b"m"))
     assert leader.frames("apart") == [Frame(1, b"m")]
-    leader.tell("apart", Reply(b"", is_each=True), (b"a", b"\0b"))
+    leader.put_reply("apart", Reply(b"", is_each=True), (b"a", b"\0b"))
     assert other.reply("apart") == Reply(b"\0b", is_each=True)
     other.raise_flag("preempted", wakes=[0])
     leader.lower_flag("preempted")
