@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import anyio
 
-from aio_ckpt.errors import AioCkptError, EngineClosedError, StallError
+from aio_ckpt.errors import AioCkptError, StallError
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure, Topic
@@ -283,11 +283,10 @@ class AgreedWork:
         """What messages call this work."""
         self._on_leader = on_leader
         self._agreed = AgreedPoll(members, portal, topic=Topic(name, part="poll"))
-        self._outcome: Future[Failure | None] = Future()
         self.leaders_error: BaseException | None = None
         """Error of ``on_leader``, on the leader."""
-        self.ended = portal.submit(self._follow, on_done=self._settle)
-        """Done once the ranks have agreed."""
+        self.ended = portal.submit(self._follow)
+        """Done once the ranks have agreed, with the first failure of any rank."""
 
     def is_done(self, *, blocking: bool) -> bool:
         """Count a poll, and return whether the work is done, or the ranks cannot agree whether it is.
@@ -301,7 +300,7 @@ class AgreedWork:
         if blocking:
             self._lines().wait_for([self.ended])
             return True
-        has_broken = self._outcome.done() and self._outcome.exception() is not None
+        has_broken = self.ended.done() and self.ended.exception() is not None
         return self._agreed.poll() or self._agreed.error is not None or has_broken
 
     def failure(self) -> Failure | None:
@@ -310,7 +309,7 @@ class AgreedWork:
         Raises:
             AioCkptError: the ranks could not agree.
         """
-        found = self._outcome.result() if self._outcome.done() else None
+        found = self.ended.result()
         if found is None and self._agreed.error is not None:
             raise self._agreed.error.with_traceback(None)
         return found
@@ -330,11 +329,11 @@ class AgreedWork:
         error = work.exception()
         return None if error is None else work_failure(error, self._members.coordinator.rank)
 
-    async def _follow(self) -> None:
+    async def _follow(self) -> Failure | None:
         await self._members.met()
         outcome = await self._members.coordinator.while_beating(self._agreed_outcome)
-        self._outcome.set_result(outcome)
         await self._agreed.agree()
+        return outcome
 
     async def _agreed_outcome(self) -> Failure | None:
         coordinator = self._members.coordinator
@@ -353,8 +352,3 @@ class AgreedWork:
                 self.leaders_error = error
                 return first or work_failure(error, self._members.coordinator.leader)
         return first
-
-    def _settle(self, done: Future[None]) -> None:
-        error = done.exception() if not done.cancelled() else None
-        if not self._outcome.done():
-            self._outcome.set_exception(error or EngineClosedError(f"{self.name}: closed before it had ended"))
