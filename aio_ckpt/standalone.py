@@ -19,10 +19,10 @@ from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.leaves.values import State
+from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.reports import LoadReport, OnProgress
 from aio_ckpt.restore.load import load_checkpoint
-from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.progress import Meter, metered
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.error_notes import naming_checkpoint

@@ -69,8 +69,9 @@ async def fetch(
 def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait for all work on the devices, because the copies of a fetch are not ordered with the caller's streams."""
     for device in devices:
-        with on_device(device):
-            torch.accelerator.synchronize(device)
+        if device.type != "cpu":
+            with on_device(device):
+                torch.accelerator.synchronize(device)
 
 
 def _begin(devices: Sequence[torch.device]) -> list[Copies]:

@@ -21,12 +21,11 @@ from aio_ckpt._torch import StorageInfo
 from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, StoredObject, UnparsedItem, global_shape
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
-from aio_ckpt.checkpoint.requests import PieceRows, cut_requests
+from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
-from aio_ckpt.memory.read_buffers import address_of
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
 L = TypeVar("L", bound=Item | StoredObject)
@@ -150,20 +149,14 @@ async def read_ends(files: Files, unparsed_items: Sequence[UnparsedItem], *, exe
         CorruptCheckpointError: an item lies outside its file.
     """
     ends: Ends = {}
-    pieces: dict[str, PieceRows] = {}
+    plan = ReadPlan()
     for unparsed in unparsed_items:
         check_inside(unparsed.name, unparsed.file, unparsed.item_offset, unparsed.item_bytes, files.sizes)
-        head, tail = min(unparsed.item_bytes, HEAD_BYTES), min(unparsed.item_bytes, TAIL_BYTES)
-        ends[id(unparsed)] = bytearray(head), bytearray(tail)
-        starts = unparsed.item_offset, unparsed.item_offset + unparsed.item_bytes - tail
-        for start, end in zip(starts, ends[id(unparsed)], strict=True):
-            address = address_of(memoryview(end)) if end else 0
-            row = (start, len(end), -1, address, 0, unparsed.name, None, 0)
-            pieces.setdefault(unparsed.file, PieceRows()).rows.append(row)
-    segments = [
-        found for file, rows in pieces.items() for found in cut_requests(file, rows.ascending(), 4 * BLOCK_BYTES)
-    ]
-    await fetch(files, segments, executor=executor, readers=readers, verify=False)
+        head, tail = (bytearray(min(unparsed.item_bytes, nbytes)) for nbytes in (HEAD_BYTES, TAIL_BYTES))
+        ends[id(unparsed)] = head, tail
+        plan.add_bytes(unparsed.file, unparsed.item_offset, head, unparsed.name)
+        plan.add_bytes(unparsed.file, unparsed.item_offset + unparsed.item_bytes - len(tail), tail, unparsed.name)
+    await fetch(files, plan.requests(readers), executor=executor, readers=readers, verify=False)
     return ends
 
 

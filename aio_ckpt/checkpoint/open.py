@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 from torch.distributed.checkpoint.metadata import Metadata
@@ -34,6 +34,7 @@ from aio_ckpt.state.names import compound_notes, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton, may_hold_compounds
 from aio_ckpt.storage.local import Storage, read_small_file
 
+V = TypeVar("V")
 MAX_BLOCK_BYTES = 16 << 20
 """Largest block, in bytes. A block is read and summed as a whole; a manifest with a larger one is forged."""
 
@@ -113,6 +114,10 @@ class Checkpoint:
     def stored_name(self, name: str) -> str:
         """Return the stored name of the leaf ``name`` of a template."""
         return self.stored_names.get(name, name)
+
+    def by_stored_name(self, values: Mapping[str, V]) -> Mapping[str, V]:
+        """Return values by their stored names, given by the names in the template."""
+        return {self.stored_name(name): value for name, value in values.items()} if self.names else values
 
     def label(self, name: str) -> str:
         """Return the leaf ``name`` of a template as messages name it, with its stored name if that differs."""

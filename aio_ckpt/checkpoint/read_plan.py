@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,12 +20,13 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from aio_ckpt._torch import neg_view
 from aio_ckpt.checkpoint.catalog import Item, StoredObject
-from aio_ckpt.checkpoint.requests import REQUEST_BYTES_MAX, PieceRows, ReadRequest, ReassemblyBuffer, cut_requests
+from aio_ckpt.checkpoint.requests import REQUEST_BYTES_MAX, ReadRequest, ReassemblyBuffer, Row, block_rows, cut_requests
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import can_copy_by_address, is_host_memory
+from aio_ckpt.memory.read_buffers import address_of
 
 _REQUEST_BYTES_MIN = (3 << 20) + 2 * PAGE_BYTES
 """Shortest read, in bytes. It holds three blocks, at whatever offset in a page they begin."""
@@ -39,7 +41,7 @@ _REQUESTS_A_READER = 8
 class ReadPlan:
     """Pieces of one load, while they are collected."""
 
-    pieces: dict[str, PieceRows] = field(default_factory=dict)
+    rows: defaultdict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
     """Pieces by data file."""
     filled: list[torch.Tensor] = field(default_factory=list)
     """Targets that are written without an operation of torch, so that their version must be incremented."""
@@ -87,17 +89,14 @@ class ReadPlan:
 
         Takes 0.5 us each.
         """
-        fill, rows = self.filled.append, {}
+        fill = self.filled.append
         for item, target, address in targets:
             fill(target)
-            if item.file not in rows:
-                rows[item.file] = self._rows_of(item.file)
+            rows = self.rows[item.file]
             if len(item.sums) == 1:
-                rows[item.file].rows.append(
-                    (item.raw_offset, item.raw_bytes, item.sums[0], address, 0, item.name, None, 0)
-                )
+                rows.append((item.raw_offset, item.raw_bytes, item.sums[0], address, 0, item.name, None, 0))
             else:
-                rows[item.file].add_blocks(item, address, 0)
+                rows += block_rows(item, address, 0)
 
     def add_part(self, item: Item, start: Sequence[int], target: torch.Tensor) -> None:
         """Fill ``target``, of any dtype, from the box of its shape that begins at ``start`` inside ``item``."""
@@ -120,17 +119,20 @@ class ReadPlan:
         )
         self._add_reassembly(stored.file, buffer, [(0, stored.nbytes)], BLOCK_BYTES, ())
 
+    def add_bytes(self, file: str, start: int, target: bytearray, label: str) -> None:
+        """Fill ``target`` with the bytes of ``file`` that begin at ``start``, of which nothing has a checksum."""
+        address = address_of(memoryview(target)) if target else 0
+        self.rows[file].append((start, len(target), -1, address, 0, label, None, 0))
+
     @property
     def total_bytes(self) -> int:
         """Sum of the bytes of all pieces."""
-        return sum(rows.total_bytes() for rows in self.pieces.values())
+        return sum(nbytes for rows in self.rows.values() for _, nbytes, *_ in rows)
 
     def requests(self, readers: int) -> list[ReadRequest]:
         """Return all reads, ascending by file and offset. ``readers`` of them will be in flight."""
         size = min(max(self.total_bytes // (_REQUESTS_A_READER * readers), _REQUEST_BYTES_MIN), REQUEST_BYTES_MAX)
-        found: list[ReadRequest] = []
-        for file, rows in self.pieces.items():
-            found += cut_requests(file, rows.ascending(), size)
+        found = [request for file, rows in self.rows.items() for request in cut_requests(file, rows, size)]
         return sorted(found, key=lambda request: (request.file, request.start))
 
     # -- one item -----------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class ReadPlan:
             return
         self.filled.append(target)
         if item.sums:
-            self._rows_of(item.file).add_blocks(item, target.data_ptr(), device)
+            self.rows[item.file] += block_rows(item, target.data_ptr(), device)
         else:
             self._add_raw(item, target, device)
 
@@ -200,7 +202,7 @@ class ReadPlan:
             address: target of the first piece; 0 if the pieces go to the scratch memory of ``buffer``.
             device: number of the target's device.
         """
-        rows = self._rows_of(file).rows
+        rows = self.rows[file]
         base = None
         for low, high in runs:
             base = low if base is None else base
@@ -220,12 +222,6 @@ class ReadPlan:
         if target.device not in self.devices:
             self.devices.append(target.device)
         return 1 + self.devices.index(target.device)
-
-    def _rows_of(self, file: str) -> PieceRows:
-        found = self.pieces.get(file)
-        if found is None:
-            found = self.pieces[file] = PieceRows()
-        return found
 
 
 def _is_laid_out_like(item: Item, target: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
@@ -119,40 +119,31 @@ class Pieces:
         return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
-_Row: TypeAlias = tuple[int, int, int, int, int, str, "ReassemblyBuffer | None", int]
+Row: TypeAlias = tuple[int, int, int, int, int, str, "ReassemblyBuffer | None", int]
 """One piece: the columns of :class:`Pieces` in their order."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class PieceRows:
-    """Pieces of one file in any order, while they are collected."""
+def block_rows(item: Item, address: int, device: int) -> Iterator[Row]:
+    """Yield all blocks of an item, to be copied to the target that begins at ``address``."""
+    block, nbytes, start = item.block_bytes, item.raw_bytes, item.raw_offset
+    for at, crc in zip(range(0, nbytes, block), item.sums, strict=True):
+        yield start + at, min(block, nbytes - at), crc, address + at, device, item.name, None, 0
 
-    rows: list[_Row] = field(default_factory=list)
 
-    def add_blocks(self, item: Item, address: int, device: int) -> None:
-        """Add all blocks of an item, to be copied to the target that begins at ``address``."""
-        block, nbytes, start = item.block_bytes, item.raw_bytes, item.raw_offset
-        for at, crc in zip(range(0, nbytes, block), item.sums, strict=True):
-            self.rows.append((start + at, min(block, nbytes - at), crc, address + at, device, item.name, None, 0))
-
-    def total_bytes(self) -> int:
-        """Return the sum of all lengths."""
-        return sum(row[1] for row in self.rows)
-
-    def ascending(self) -> Pieces:
-        """Return all pieces in columns, ascending by start."""
-        starts, nbytes, crcs, addresses, devices, labels, reassemblies, positions = zip(*self.rows, strict=True)
-        every = Pieces(
-            starts=np.array(starts, np.int64),
-            nbytes=np.array(nbytes, np.int64),
-            crcs=np.array(crcs, np.int64),
-            addresses=np.array(addresses, np.int64),
-            devices=np.array(devices, np.int64),
-            labels=np.array(labels, np.object_),
-            reassemblies=np.array(reassemblies, np.object_),
-            positions=np.array(positions, np.int64),
-        )
-        return every.take(np.argsort(every.starts, kind="stable"))
+def _ascending(rows: Sequence[Row]) -> Pieces:
+    """Return pieces in columns, ascending by start."""
+    starts, nbytes, crcs, addresses, devices, labels, reassemblies, positions = zip(*rows, strict=True)
+    every = Pieces(
+        starts=np.array(starts, np.int64),
+        nbytes=np.array(nbytes, np.int64),
+        crcs=np.array(crcs, np.int64),
+        addresses=np.array(addresses, np.int64),
+        devices=np.array(devices, np.int64),
+        labels=np.array(labels, np.object_),
+        reassemblies=np.array(reassemblies, np.object_),
+        positions=np.array(positions, np.int64),
+    )
+    return every.take(np.argsort(every.starts, kind="stable"))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
@@ -179,12 +170,15 @@ class ReadRequest:
         return self.stop - self.start
 
 
-def cut_requests(file: str, pieces: Pieces, request_bytes: int) -> list[ReadRequest]:
-    """Group pieces into reads of about ``request_bytes``: page-aligned, small gaps read over. Never splits a piece.
+def cut_requests(file: str, rows: Sequence[Row], request_bytes: int) -> list[ReadRequest]:
+    """Group pieces, given in any order, into reads of about ``request_bytes``. Never splits a piece.
+
+    The reads are page-aligned. Small gaps are read over.
 
     If a cut would split the pieces of a reassembly buffer, the request ends before them, unless bytes were read twice
     then: pieces that one request brings need no memory of their own.
     """
+    pieces = _ascending(rows)
     stops = np.maximum.accumulate(pieces.starts + pieces.nbytes)
     far = np.flatnonzero(pieces.starts[1:] - stops[:-1] > _GAP_BYTES) + 1
     requests: list[ReadRequest] = []

@@ -21,7 +21,7 @@ from aio_ckpt.checkpoint.fetch import fetch
 from aio_ckpt.checkpoint.foreign_items import Ends, check_inside, check_zip, parse_item, parse_or_object, read_ends
 from aio_ckpt.checkpoint.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
-from aio_ckpt.checkpoint.requests import REQUEST_BYTES_MAX, PieceRows, ReadRequest, ReassemblyBuffer, cut_requests
+from aio_ckpt.checkpoint.requests import REQUEST_BYTES_MAX, ReadRequest, ReassemblyBuffer, Row, cut_requests
 from aio_ckpt.errors import (
     AioCkptError,
     CorruptCheckpointError,
@@ -315,12 +315,10 @@ class _Verification:
         cuts = _cuts(ranges, self.files.sizes[file])
         sums = ReassemblyBuffer(label=file, start=0, nbytes=cuts[-1], pieces_left=len(cuts) - 1)
         sums.sums = [(0, 0)] * (len(cuts) - 1)
-        rows = PieceRows(
-            [
-                (start, stop - start, -1, 0, 0, file, sums, number)
-                for number, (start, stop) in enumerate(itertools.pairwise(cuts))
-            ]
-        )
+        rows: list[Row] = [
+            (start, stop - start, -1, 0, 0, file, sums, number)
+            for number, (start, stop) in enumerate(itertools.pairwise(cuts))
+        ]
         unread: set[int] = set()
 
         def on_read(request: ReadRequest, error: AioCkptError | None) -> None:
@@ -329,7 +327,7 @@ class _Verification:
                 self.faults.append(fault_of(error, file=file, tensor=None))
             self.on_progress(int(request.pieces.nbytes.sum()))
 
-        requests = cut_requests(file, rows.ascending(), REQUEST_BYTES_MAX) if rows.rows else []
+        requests = cut_requests(file, rows, REQUEST_BYTES_MAX) if rows else []
         await fetch(self.files, requests, executor=self.executor, readers=self.readers, verify=True, on_read=on_read)
 
         def sum_of(start: int, stop: int) -> int | None:

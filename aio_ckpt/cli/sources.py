@@ -35,9 +35,9 @@ from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.safe_pickle import RefusedError
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
 from aio_ckpt.leaves.object_unpickler import read_object_pickle
+from aio_ckpt.match.options import ReadContext
 from aio_ckpt.reports import amount
 from aio_ckpt.restore.load_plan import HostMemory
-from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.restore.progress import metered
 from aio_ckpt.restore.read import assemble, read_leaves, stored_names
 from aio_ckpt.runtime.error_notes import naming_checkpoint
@@ -160,7 +160,8 @@ async def _read_leaves(
         fetched = await read_leaves(
             ctx, checkpoint, [name for name in names if name in tensors], memory=memory, meter=meter
         )
-    state = assemble(ctx, checkpoint, objects.joined_with(fetched), only=only).state
+    fetched.values |= objects.values
+    state = assemble(ctx, checkpoint, fetched, only=only).state
     return Source(state=state, step=step, path=path)
 
 

@@ -69,7 +69,7 @@ class Load:
         for index, stored in located.items():
             if isinstance(stored, StoredObject):  # an object, or a tensor that only torch.load or an extension reads
                 plans[0].add_object(stored, functools.partial(streams.__setitem__, index))
-        devices = {target.device for _, target in targets if not target.is_cpu}
+        devices = {target.device for _, target in targets}
         synchronize(devices)
         for reads in plans:
             self._wait(functools.partial(self._fetch, reads))

@@ -35,6 +35,7 @@ from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.leaves.values import State
+from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
@@ -46,7 +47,6 @@ from aio_ckpt.ranks.polls import AgreedPreemption, AgreedTimer, AgreedWork, Work
 from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_group
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import Rescue
-from aio_ckpt.restore.options import LoadOptions
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, Portal, start_beside
 from aio_ckpt.runtime.priority import lower_priority

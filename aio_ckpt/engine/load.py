@@ -33,10 +33,10 @@ from aio_ckpt.engine.group_load import first_round, newest_good_for_all
 from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.match.match import OnMatched, at_once
+from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, load_checkpoint
-from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.progress import Meter, metered
 from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
@@ -192,7 +192,7 @@ class _Loaded:
     @property
     def identity(self) -> str:
         """Identity of the checkpoint that was read."""
-        return self.outcome.identity
+        return self.outcome.checkpoint.identity
 
     async def apply(self) -> None:
         """Set the objects and call every ``load_state_dict``."""
@@ -204,13 +204,13 @@ def load_report(
     chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: LoadOutcome
 ) -> LoadReport:
     """Return the report of a load from the checkpoint ``chosen``."""
-    common = _common_fields(chosen, skipped, outcome)
+    found = outcome.found
     return LoadReport(
-        **common,
-        missing=outcome.missing,
-        unexpected=outcome.unexpected,
-        dropped=outcome.dropped,
-        mismatched=outcome.mismatched,
+        **_common_fields(chosen, skipped, outcome),
+        missing=tuple(found.missing),
+        unexpected=found.unexpected,
+        dropped=found.dropped,
+        mismatched=found.mismatched,
     )
 
 
@@ -225,14 +225,15 @@ def _common_fields(
     chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: LoadOutcome | ReadOutcome
 ) -> dict[str, Any]:
     """Return the fields that both reports have: the checkpoint, and what was read of it."""
+    checkpoint, fetched = outcome.checkpoint, outcome.fetched
     return {
-        "step": outcome.step if chosen.is_given and outcome.step is not None else chosen.step,
+        "step": checkpoint.step if chosen.is_given and checkpoint.step is not None else chosen.step,
         "path": chosen.path,
         "skipped": skipped,
-        "untrusted": outcome.untrusted,
-        "bytes_read": outcome.bytes_read,
-        "verified": outcome.verified,
-        "extra": outcome.extra,
+        "untrusted": tuple(fetched.untrusted),
+        "bytes_read": fetched.bytes_read,
+        "verified": not fetched.has_unchecked,
+        "extra": checkpoint.extra,
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from aio_ckpt.checkpoint.open import Checkpoint
@@ -11,30 +10,21 @@ from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.leaves import compound
 from aio_ckpt.leaves.compound import CompoundTensor
 from aio_ckpt.leaves.containers import Notes
+from aio_ckpt.match.options import ReadContext
+from aio_ckpt.match.takers import CompoundTaker
 from aio_ckpt.state.flatten import Template, compounds_of
 from aio_ckpt.state.names import below_each, is_below
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompoundTarget:
-    """A compound tensor of the template, whose parts are filled."""
-
-    name: str
-    own: CompoundTensor
-    """The tensor of the template, and its parts."""
-    stored: Notes
-    """Stored properties, which the tensor gets once its parts are filled."""
-
-
 def match_compounds(
     checkpoint: Checkpoint, template: Template, missing: Sequence[str], rank: int
-) -> tuple[list[CompoundTarget], list[str], list[str]]:
+) -> tuple[list[CompoundTaker], list[str], list[str]]:
     """Compare the compound tensors of the template with the stored ones.
 
-    Returns the targets to fill, the faults, and the names of ``missing`` that no fault explains.
+    Returns the takers to fill, the faults, and the names of ``missing`` that no fault explains.
     """
     stored = _stored(checkpoint, rank) if template.compounds or missing else {}
-    targets: list[CompoundTarget] = []
+    takers: list[CompoundTaker] = []
     faults: list[str] = []
     told = [name for name in missing if name in stored]
     faults += [
@@ -53,35 +43,35 @@ def match_compounds(
         else:
             continue
         if fault is None:
-            targets.append(CompoundTarget(name=name, own=own, stored=stored[name]))
+            takers.append(CompoundTaker(name=name, held=own, stored=stored[name]))
         else:
             faults.append(f"{name!r} {fault}")
             told += [part for part in missing if is_below(part, name)]
-    return targets, faults, [name for name in missing if name not in told]
+    return takers, faults, [name for name in missing if name not in told]
 
 
 def own_below(
-    checkpoint: Checkpoint, stateful: Sequence[tuple[str, Any]], *, rank: int, trusted: bool
+    checkpoint: Checkpoint, stateful: Sequence[tuple[str, Any]], ctx: ReadContext
 ) -> tuple[dict[str, CompoundTensor], list[str]]:
     """Return the compound tensors of Stateful values by full name, and the faults.
 
     Raises:
         UnsafeObjectError: a stored tensor has a type that its Stateful value does not hold yet and that is not allowed.
     """
-    stored = _stored(checkpoint, rank) if stateful else {}
+    stored = _stored(checkpoint, ctx.rank) if stateful else {}
     found: dict[str, CompoundTensor] = {}
     faults: list[str] = []
     typed = below_each({prefix for prefix, _ in stateful}, [name for name in stored if "type" in dict(stored[name])])
     for prefix, value in stateful:
         if prefix not in typed:
             continue
-        found |= compounds_of(value.state_dict(), prefix, rank=rank)
+        found |= compounds_of(value.state_dict(), prefix, rank=ctx.rank)
         for name in typed[prefix]:
             notes = stored[name]
             if name in found:
                 fault = compound.difference(found[name].notes, notes)
                 faults += [] if fault is None else [f"{name!r} {fault}"]
-            elif compound.allowed_type(dict(notes), trusted=trusted) is None:
+            elif compound.allowed_type(dict(notes), trusted=ctx.trusted) is None:
                 raise UnsafeObjectError(
                     f"{name}: a {str(dict(notes)['type']).replace(':', '.')}, which {prefix or 'the template'!r} does "
                     "not hold yet, so that its type would have to be made: import and allow it with "

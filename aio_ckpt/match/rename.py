@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, MissingNameError
-from aio_ckpt.state.names import branches_of
+from aio_ckpt.state.names import branches_of, node_names
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 """Maps the stored name of a leaf to its name in the template. A mapping may name branches, too."""
@@ -110,3 +111,40 @@ def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:
 
 def _joined(*parts: str) -> str:
     return ".".join(filter(None, parts))
+
+
+# -- branches --------------------------------------------------------------------------------------
+
+
+class Branches(NamedTuple):
+    """Branches of a checkpoint of which ``rename=`` changes names."""
+
+    counts: Mapping[str, int]
+    """Stored leaves at or below each name."""
+    held: frozenset[str] | None
+    """Names of all containers and leaves that the rank saved; None if the checkpoint notes no containers."""
+
+
+def branches_of_rank(checkpoint: Checkpoint, rank: int) -> Branches | None:
+    """Return the branches of a checkpoint; None if ``rename=`` changes no name of it."""
+    if not checkpoint.names:
+        return None
+    everything = {*map(checkpoint.stored_name, checkpoint.names_of(rank)), *checkpoint.names}
+    counts = Counter(branch for name in everything for branch in branches_of(name))
+    held = frozenset(node_names(checkpoint.skeleton(rank), rank=rank)) if checkpoint.has_skeleton else None
+    return Branches(counts, held)
+
+
+def stored_branch(checkpoint: Checkpoint, prefix: str, below: Sequence[str], branches: Branches | None) -> str | None:
+    """Return the stored name of the branch that is called ``prefix`` in the template.
+
+    None if the stored leaves are not one whole branch. ``below``: names of the leaves of this rank below ``prefix``.
+    """
+    if branches is None or (stored := [checkpoint.stored_name(name) for name in below]) == below:
+        return prefix
+    rests = ["" if name == prefix else name.removeprefix(f"{prefix}.") for name in below]
+    branch = stored[0].removesuffix(rests[0]).removesuffix(".") if rests[0] else stored[0]
+    moved = {".".join(filter(None, (branch, rest))) for rest in rests}
+    # Keys of a module hold dots, so the common beginning of its names need not be the name of a container.
+    is_one = branches.held is None or branch in branches.held
+    return branch if is_one and moved == {*stored} and len(moved) == branches.counts[branch] else None

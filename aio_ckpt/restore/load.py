@@ -7,23 +7,21 @@ block, each block once it is verified. Objects and ``load_state_dict`` come last
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from aio_ckpt.checkpoint.catalog import Catalog, Item
+from aio_ckpt.checkpoint.catalog import Catalog
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
-from aio_ckpt.checkpoint.requests import ReadRequest
-from aio_ckpt.errors import TemplateMismatchError
+from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.match import Match, OnMatched, at_once, match_template
+from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.match.rename import renamed
-from aio_ckpt.restore.apply import prepare_apply, target_modified
-from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
-from aio_ckpt.restore.load_plan import LoadPlan, locate
-from aio_ckpt.restore.options import LoadOptions, ReadContext
+from aio_ckpt.match.takers import Fetched, target_modified
+from aio_ckpt.restore.apply import prepare_apply
+from aio_ckpt.restore.fetch_values import fetch_values
+from aio_ckpt.restore.load_plan import plan_reads
 from aio_ckpt.restore.page_cache import is_read_by_several, wanted_bytes
 from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
@@ -36,26 +34,9 @@ _FREED_AFTER_SECS = 0.01
 class LoadOutcome:
     """Result of one load."""
 
-    step: int | None
-    """Step that the checkpoint tells; None for plain DCP."""
-    extra: Mapping[str, Any]
-    """JSON values that are stored with the step."""
-    missing: tuple[str, ...]
-    """Template names that the checkpoint lacks (only with ``allow_missing``)."""
-    unexpected: tuple[str, ...]
-    """Names of the checkpoint that the template lacks."""
-    mismatched: tuple[str, ...]
-    """Tensors of another shape, which were left as they are (only with ``skip_mismatched``)."""
-    dropped: tuple[str, ...]
-    """``PerRank`` values of ranks that this load lacks."""
-    untrusted: tuple[str, ...]
-    """Objects that were left as they are (only with ``skip_untrusted``)."""
-    bytes_read: int
-    """Bytes read from data files."""
-    verified: bool
-    """Whether all that was read was compared with checksums; False if ``verify`` is off, or if a part has none."""
-    identity: str
-    """Identity of the save that was read. A checkpoint that replaces it has another identity."""
+    checkpoint: Checkpoint
+    found: Match
+    fetched: Fetched
     apply: Callable[[], None]
     """Writes what the reads did not fill, and calls every ``load_state_dict``. It blocks and is called once.
     If it has written something, its errors have ``target_modified``."""
@@ -96,49 +77,23 @@ async def load_checkpoint(
         checkpoint = await run_blocking(ctx.executor, ctx.as_one_state, checkpoint)
         if options.rename is not None:
             checkpoint = await run_blocking(ctx.executor, renamed, checkpoint, options.rename, ctx.rank)
-        found = await run_blocking(ctx.executor, _match, ctx, checkpoint, state, options)
+        found = await run_blocking(ctx.executor, match_template, ctx, checkpoint, state, options)
         if not past_page_cache:
             await _share_page_cache(ctx, files, found, checkpoint.catalog)
-        values, objects = _unplaced(found, checkpoint.catalog)
-        ahead = await _fetch_objects(ctx, files, checkpoint, objects, options, meter)
-        plan, requests = await _plan(ctx, files, checkpoint, found, values)
+        fetched = Fetched(skip_untrusted=options.skip_untrusted)
+        # Objects are read before a tensor is touched: one that is damaged or needs trust refuses the load.
+        if found.fills.objects:
+            plan = await plan_reads(ctx, files, checkpoint, Fills(objects=found.fills.objects))
+            await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
+        plan = await plan_reads(ctx, files, checkpoint, replace(found.fills, objects=[]), tied=found.tied)
         await on_matched(checkpoint.identity)
-        await meter.begin_reading(requests)
+        await meter.begin_reading(plan.requests)
         with target_modified():
-            fetched = ahead.joined_with(await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter))
-            prepare = functools.partial(
-                prepare_apply, ctx, checkpoint, state, found, fetched, fills_missing=options.allow_missing
-            )
-            apply, filled = await run_blocking(ctx.executor, prepare)
+            await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
+            apply = await run_blocking(ctx.executor, prepare_apply, ctx, checkpoint, found, fetched)
             await files.close()  # inside of the block, because an error of it comes after tensors were filled
     asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
-    return LoadOutcome(
-        step=checkpoint.step,
-        extra=checkpoint.extra,
-        missing=(*found.missing, *filled),
-        mismatched=tuple(found.mismatched),
-        unexpected=found.unexpected,
-        dropped=found.dropped,
-        untrusted=tuple(fetched.untrusted),
-        bytes_read=fetched.bytes_read,
-        verified=fetched.is_verified(verify=ctx.verify),
-        identity=checkpoint.identity,
-        apply=apply,
-    )
-
-
-def _match(ctx: ReadContext, checkpoint: Checkpoint, state: object, options: LoadOptions) -> Match:
-    return match_template(
-        checkpoint,
-        state,
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        strict=options.strict,
-        allow_missing=options.allow_missing,
-        trusted=ctx.trusted,
-        casts=options.cast,
-        skips_mismatched=options.skip_mismatched,
-    )
+    return LoadOutcome(checkpoint=checkpoint, found=found, fetched=fetched, apply=apply)
 
 
 def _free(_: Checkpoint) -> None:
@@ -148,73 +103,6 @@ def _free(_: Checkpoint) -> None:
 async def _share_page_cache(ctx: ReadContext, files: Files, found: Match, catalog: Catalog) -> None:
     """Read through the page cache if other ranks of this host read the same bytes."""
     if ctx.ranks_on_host > 1:
-        wanted = await run_blocking(ctx.executor, wanted_bytes, found, catalog)
+        wanted = await run_blocking(ctx.executor, wanted_bytes, found.fills, catalog)
         if is_read_by_several(wanted, catalog.nbytes, ranks_on_host=ctx.ranks_on_host):
             await files.share()
-
-
-# -- the plan of the load ----------------------------------------------------------------------------
-
-
-async def _fetch_objects(
-    ctx: ReadContext, files: Files, checkpoint: Checkpoint, objects: Sequence[str], options: LoadOptions, meter: Meter
-) -> FetchedValues:
-    """Read the objects before a tensor is touched: one that is damaged or needs trust refuses the load.
-
-    Raises:
-        UnsafeObjectError, CorruptCheckpointError, ReadError: see :func:`load_checkpoint`.
-    """
-    if not objects:
-        return FetchedValues(skip_untrusted=options.skip_untrusted)
-    source = await locate(ctx, files, checkpoint, objects)
-    plan = LoadPlan(source=source, skip_untrusted=options.skip_untrusted)
-    await run_blocking(ctx.executor, plan.add_all, [], [], objects)
-    requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
-    return await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)
-
-
-async def _plan(
-    ctx: ReadContext, files: Files, checkpoint: Checkpoint, found: Match, values: Sequence[str]
-) -> tuple[LoadPlan, list[ReadRequest]]:
-    """Return the plan of the tensors and its read requests. ``values``: names of tensors outside the template."""
-    names = [*(target.name for target in found.tensors), *values]
-    await files.measure({item.file for item, _, _ in found.whole}, checkpoint.catalog.files)
-    source = await locate(ctx, files, checkpoint, names)
-    _check_tied(checkpoint, found.tied, source.items)
-    plan = LoadPlan(source=source, found=found)
-
-    def requests() -> list[ReadRequest]:
-        plan.reads.add_whole(found.whole)
-        plan.add_all(found.tensors, values, [])
-        return plan.reads.requests(ctx.readers)
-
-    return plan, await run_blocking(ctx.executor, requests)
-
-
-def _check_tied(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], items: Mapping[str, Sequence[Item]]) -> None:
-    """Check that the two values that plain DCP stores for one tensor of the template have the same checksums.
-
-    Raises:
-        TemplateMismatchError: the values differ, or have no checksums.
-    """
-    for before, later in pairs:
-        one, other = ({item.offsets: _content(item) for item in items.get(name, ())} for name in (before, later))
-        if one and one == other and all(item.record_crc32 is not None for item in items[later]):
-            continue
-        holds = "holds other values for it" if one != other else "has no checksums that tell whether their values agree"
-        raise TemplateMismatchError(
-            f"{checkpoint.path}: {later!r} shares memory with {before!r} in the template, and the checkpoint {holds}: "
-            "give it memory of its own (.clone()), or leave it out"
-        )
-
-
-def _content(item: Item) -> tuple[object, ...]:
-    return item.record_crc32, item.raw_bytes, item.storage_offset, item.stride, item.is_conj, item.is_neg
-
-
-def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:
-    """Return the names of the tensors that no leaf of the template has memory for, and of the objects."""
-    groups = [*(target.leaf_names for target in found.stateful), *(place.names for place in found.open.values())]
-    below = [name for names in groups for name in names if name not in found.kept]
-    values = [*(array.name for array in found.arrays), *(name for name in below if name in catalog.shards)]
-    return values, [*found.objects, *(name for name in below if name in catalog.objects)]

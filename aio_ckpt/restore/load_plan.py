@@ -1,4 +1,4 @@
-"""The plan of one load: where each value is stored, and the memory that it is read into."""
+"""The plan of one load: where each value is stored, the memory that it is read into, and the reads."""
 
 from __future__ import annotations
 
@@ -19,39 +19,80 @@ from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.foreign_items import parse_item
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
-from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsafeObjectError, UnsupportedLeafError
+from aio_ckpt.checkpoint.requests import ReadRequest
+from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsupportedLeafError
 from aio_ckpt.format.tensor_zip import is_dense, row_major_stride
 from aio_ckpt.leaves.tensor_memory import unwrapped
 from aio_ckpt.leaves.values import OwnedShard, Shard, Target
-from aio_ckpt.match.match import Match, WholeTarget, shard_like
-from aio_ckpt.restore.options import ReadContext
+from aio_ckpt.match.fills import ExactFill, Fill, Fills
+from aio_ckpt.match.options import ReadContext
+from aio_ckpt.runtime.portal import run_blocking
 
-_SHOWN = 5
-"""Objects that a message names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """The stored items of the names to read. Every place was checked to lie inside its data file."""
-
-    items: Mapping[str, tuple[Item, ...]]
-    """Tensors by name."""
-    objects: Mapping[str, StoredObject]
-    """Objects by name."""
+HostMemory: TypeAlias = Callable[[int], torch.Tensor]
+"""Function that returns host memory of a number of bytes, as a uint8 tensor with a storage of its own."""
 
 
-async def locate(ctx: ReadContext, files: Files, checkpoint: Checkpoint, names: Iterable[str]) -> Source:
-    """Find the items of ``names``: measure their files and, for plain DCP, parse their envelopes.
+@dataclass(slots=True, repr=False, kw_only=True)
+class LoadPlan:
+    """Plan of one load. The reads add the bytes of objects to it."""
+
+    reads: ReadPlan = field(default_factory=ReadPlan)
+    """The pieces to read."""
+    requests: Sequence[ReadRequest] = ()
+    """The reads of these pieces."""
+    values: dict[str, object] = field(default_factory=dict)
+    """Tensors that are read, by name, without those that fill exactly."""
+    undecoded: dict[str, bytes] = field(default_factory=dict)
+    """Bytes of the objects that were read, by name."""
+
+
+async def plan_reads(
+    ctx: ReadContext,
+    files: Files,
+    checkpoint: Checkpoint,
+    fills: Fills,
+    *,
+    tied: Iterable[tuple[str, str]] = (),
+    memory: HostMemory | None = None,
+) -> LoadPlan:
+    """Return the plan that reads ``fills``: measure the files and, for plain DCP, parse the envelopes.
+
+    Args:
+        tied: see :attr:`aio_ckpt.match.match.Match.tied`.
+        memory: gives the memory of new host tensors; None: torch's own.
 
     Raises:
         CorruptCheckpointError: an item does not lie inside its file, or its envelope cannot be parsed.
+        TemplateMismatchError: a target cannot take the stored values.
         UnsupportedLeafError: an item is no plain tensor, or was written through a stream extension of DCP.
         ReadError: the operating system could not read.
     """
+    names = [fill.name for fill in fills.others]
+    await files.measure({item.file for item, _, _ in fills.exact}, checkpoint.catalog.files)
+    items, objects = await _locate(ctx, files, checkpoint, names, fills.objects)
+    _check_tied(checkpoint, tied, items)
+    plan = LoadPlan()
+
+    def add_all() -> None:
+        exact = _add_fills(plan, fills.others, items, memory)
+        plan.reads.add_whole([*fills.exact, *exact])
+        for name, stored in objects.items():
+            plan.reads.add_object(stored, functools.partial(plan.undecoded.__setitem__, name))
+        synchronize(plan.reads.devices)
+        plan.requests = plan.reads.requests(ctx.readers)
+
+    await run_blocking(ctx.executor, add_all)
+    return plan
+
+
+async def _locate(
+    ctx: ReadContext, files: Files, checkpoint: Checkpoint, tensors: Sequence[str], objects: Sequence[str]
+) -> tuple[Mapping[str, tuple[Item, ...]], Mapping[str, StoredObject]]:
+    """Return the items of tensors and the stored objects by name. Each was checked to lie inside its data file."""
     catalog = checkpoint.catalog
-    shards = {name: catalog.shards[name] for name in names if name in catalog.shards}
-    objects = {name: catalog.objects[name] for name in names if name in catalog.objects}
-    stored = [*{id(shard): shard for found in shards.values() for shard in found}.values(), *objects.values()]
+    shards = {name: catalog.shards[name] for name in tensors}
+    held = {name: catalog.objects[name] for name in objects}
+    stored = [*{id(shard): shard for found in shards.values() for shard in found}.values(), *held.values()]
     for each in stored if checkpoint.is_plain_dcp else ():
         if not isinstance(each, Item) and each.is_transformed:
             raise UnsupportedLeafError(
@@ -62,82 +103,67 @@ async def locate(ctx: ReadContext, files: Files, checkpoint: Checkpoint, names: 
         files, stored, catalog.files, parse_item, executor=ctx.executor, readers=ctx.readers
     )
     if not checkpoint.is_plain_dcp:
-        return Source(items=shards, objects=objects)  # type: ignore[arg-type]  # no UnparsedItem in ours
+        return shards, held  # type: ignore[return-value]  # no UnparsedItem in ours
     parsed = {id(before): item for before, item in zip(stored, located, strict=True) if isinstance(item, Item)}
-    items = {name: tuple(parsed[id(shard)] for shard in found) for name, found in shards.items()}
-    return Source(items=items, objects=objects)
+    return {name: tuple(parsed[id(shard)] for shard in found) for name, found in shards.items()}, held
 
 
-HostMemory: TypeAlias = Callable[[int], torch.Tensor]
-"""Function that returns host memory of a number of bytes, as a uint8 tensor with a storage of its own."""
+def _check_tied(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], items: Mapping[str, Sequence[Item]]) -> None:
+    """Check that the two values that plain DCP stores for one tensor of the template have the same checksums.
+
+    Raises:
+        TemplateMismatchError: the values differ, or have no checksums.
+    """
+    for before, later in pairs:
+        one, other = ({item.offsets: _content(item) for item in items.get(name, ())} for name in (before, later))
+        if one and one == other and all(item.record_crc32 is not None for item in items[later]):
+            continue
+        holds = "holds other values for it" if one != other else "has no checksums that tell whether their values agree"
+        raise TemplateMismatchError(
+            f"{checkpoint.path}: {later!r} shares memory with {before!r} in the template, and the checkpoint {holds}: "
+            "give it memory of its own (.clone()), or leave it out"
+        )
 
 
-@dataclass(slots=True, repr=False, kw_only=True)
-class LoadPlan:
-    """Plan of one load: the items to read, and their targets. The reads add the bytes of objects to it."""
+def _content(item: Item) -> tuple[object, ...]:
+    return item.record_crc32, item.raw_bytes, item.storage_offset, item.stride, item.is_conj, item.is_neg
 
-    source: Source
-    """Places of all items to read."""
-    reads: ReadPlan = field(default_factory=ReadPlan)
-    """The pieces to read."""
-    values: dict[str, object] = field(default_factory=dict)
-    """Tensors that are read into memory outside of the template's leaves, by name."""
-    undecoded: dict[str, bytes] = field(default_factory=dict)
-    """Bytes of the objects that were read, by name."""
-    found: Match = field(default_factory=Match)
-    """The tensors of Stateful values that are filled, and the layouts of new ones; empty without a template."""
-    skip_untrusted: bool = False
-    """Whether objects that need trust are left unread."""
-    memory: HostMemory | None = None
-    """Memory of new host tensors; None: torch's own."""
-    devices: set[torch.device] = field(default_factory=set)
-    """Devices of the targets, without the host."""
 
-    def add_all(self, tensors: Iterable[tuple[str, Target]], values: Iterable[str], objects: Iterable[str]) -> None:
-        """Plan ``tensors`` into their memory, ``values`` into that of a live tensor or new memory, and ``objects``."""
-        for name, tensor in tensors:
-            self._add_tensor(name, tensor)
-        self._add_values(values)
-        for name in objects:
-            self.reads.add_object(self.source.objects[name], functools.partial(self.undecoded.__setitem__, name))
-        synchronize(self.devices)
+def _add_fills(
+    plan: LoadPlan, fills: Iterable[Fill], items: Mapping[str, tuple[Item, ...]], memory: HostMemory | None
+) -> list[ExactFill]:
+    """Add tensors to the plan, but for those that fill exactly, which are returned. New tensors are made."""
+    exact: list[ExactFill] = []
+    made: dict[tuple[int, ...], Target] = {}
+    for name, target, like, address in fills:
+        if isinstance(like, OwnedShard):  # load_state_dict takes only the owner, so that is filled in place
+            target = like
+        key = (id(target), id(like), *map(id, items[name]))  # tied names have one key, so they are read once
+        if key not in made:
+            made[key] = new_tensor(name, items[name], like, memory) if target is None else target
+            if address and isinstance(target, torch.Tensor):
+                exact.append((items[name][0], target, address))
+            else:
+                _add_fill(plan, name, items[name], made[key])
+        value = made[key]
+        plan.values[name] = value.owner if isinstance(value, OwnedShard) else value
+    return exact
 
-    def _add_values(self, names: Iterable[str]) -> None:
-        made: dict[tuple[int, ...], Target] = {}
-        whole: list[WholeTarget] = []
-        for name in names:
-            items = self.source.items[name]
-            target, like = self.found.live.get(name), shard_like(self.found.layouts.get(name), items)
-            if isinstance(like, OwnedShard):  # load_state_dict takes only the owner, so that is filled in place
-                target = like
-            key = (id(target), id(like), *map(id, items))  # tied names have one key, so they are read once
-            if key not in made:
-                made[key] = new_tensor(name, items, like, self.memory) if target is None else target
-                address = self.found.live_at.get(name, 0)
-                if address and isinstance(target, torch.Tensor):
-                    whole.append((items[0], target, address))
-                else:
-                    self._add_tensor(name, made[key])
-            value = made[key]
-            self.values[name] = value.owner if isinstance(value, OwnedShard) else value
-        self.reads.add_whole(whole)
 
-    def _add_tensor(self, name: str, target: Target) -> None:
-        tensor = target.tensor if isinstance(target, Shard) else target
-        offsets: Sequence[int] = target.offsets if isinstance(target, Shard) else (0,) * tensor.dim()
-        if type(tensor) is DTensor:
-            shard = create_chunk_list(tensor)[0]
-            offsets = shard.offsets
-            with torch.no_grad():
-                tensor = unwrapped(tensor.to_local())
-            if tensor.shape != shard.sizes:
-                raise TemplateMismatchError(
-                    f"{name!r} holds a shard of shape {tuple(tensor.shape)} in the template where torch cuts one of "
-                    f"{tuple(shard.sizes)}: lay it out with distribute_tensor() or fully_shard()"
-                )
-        if not tensor.is_cpu:
-            self.devices.add(tensor.device)
-        self.reads.add_tensor(self.source.items[name], offsets, tensor)
+def _add_fill(plan: LoadPlan, name: str, items: tuple[Item, ...], target: Target) -> None:
+    tensor = target.tensor if isinstance(target, Shard) else target
+    offsets: Sequence[int] = target.offsets if isinstance(target, Shard) else (0,) * tensor.dim()
+    if type(tensor) is DTensor:
+        shard = create_chunk_list(tensor)[0]
+        offsets = shard.offsets
+        with torch.no_grad():
+            tensor = unwrapped(tensor.to_local())
+        if tensor.shape != shard.sizes:
+            raise TemplateMismatchError(
+                f"{name!r} holds a shard of shape {tuple(tensor.shape)} in the template where torch cuts one of "
+                f"{tuple(shard.sizes)}: lay it out with distribute_tensor() or fully_shard()"
+            )
+    plan.reads.add_tensor(items, offsets, tensor)
 
 
 def new_tensor(name: str, items: tuple[Item, ...], like: Target | None, memory: HostMemory | None = None) -> Target:
@@ -162,15 +188,3 @@ def new_tensor(name: str, items: tuple[Item, ...], like: Target | None, memory: 
     if memory is None or 0 in shape:
         return torch.empty_strided(shape, stride, dtype=first.dtype)
     return torch.as_strided(memory(math.prod(shape) * first.dtype.itemsize).view(first.dtype), shape, stride)
-
-
-def check_trusted(untrusted: Mapping[str, str], *, skip_untrusted: bool) -> None:
-    """Raise UnsafeObjectError, which names the objects that need trust, unless they are skipped."""
-    if not untrusted or skip_untrusted:
-        return
-    (_, why), *more = untrusted.items()
-    names = [repr(name) for name, _ in more]
-    if names:
-        further = f" and {len(names) - _SHOWN + 1} others" if len(names) >= _SHOWN else ""
-        why += f" (and so it is with {len(names)} more: {', '.join(names[: _SHOWN - 1])}{further})"
-    raise UnsafeObjectError(why)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aio_ckpt.checkpoint.catalog import Catalog, Shards, global_shape
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.leaves.tensor_memory import memory_of
-from aio_ckpt.match.match import Match, shard_like
+from aio_ckpt.match.fills import Fills
 
 _SHARING_PAYS_READERS = 1.5
 """Readers a byte from which on the page cache, which serves all but the first, beats O_DIRECT for each. 2 GiB on 32
@@ -23,15 +23,12 @@ def is_read_by_several(wanted: int, stored: int, *, ranks_on_host: int) -> bool:
     return ranks_on_host * wanted >= _SHARING_PAYS_READERS * stored > 0
 
 
-def wanted_bytes(found: Match, catalog: Catalog) -> int:
+def wanted_bytes(fills: Fills, catalog: Catalog) -> int:
     """Return about how many bytes of data files this rank will read for its tensors."""
-    wanted = sum(item.raw_bytes for item, _, _ in found.whole)
-    wanted += sum(_bytes_for(memory_of(tensor).shape, catalog.shards[name]) for name, tensor in found.tensors)
-    below = (name for target in found.stateful for name in catalog.shards.keys() & set(target.leaf_names))
-    for name in (*(array.name for array in found.arrays), *below):
-        shards = catalog.shards[name]
-        target = found.live.get(name, shard_like(found.layouts.get(name), shards))
-        wanted += _bytes_for(global_shape(shards) if target is None else memory_of(target).shape, shards)
+    wanted = sum(item.raw_bytes for item, _, _ in fills.exact)
+    for name, target, like, _ in fills.others:
+        shards, holder = catalog.shards[name], target if target is not None else like
+        wanted += _bytes_for(global_shape(shards) if holder is None else memory_of(holder).shape, shards)
     return wanted
 
 

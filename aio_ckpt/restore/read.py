@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.checkpoint.rank_names import dropped_names, listed, wanted_names
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.leaves.values import UntrustedObject
-from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
-from aio_ckpt.restore.load_plan import HostMemory, LoadPlan, locate
-from aio_ckpt.restore.options import ReadContext
+from aio_ckpt.match.fills import Fills
+from aio_ckpt.match.options import ReadContext
+from aio_ckpt.match.takers import Fetched
+from aio_ckpt.restore.fetch_values import fetch_values
+from aio_ckpt.restore.load_plan import HostMemory, plan_reads
 from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.state.build import build
@@ -29,18 +30,10 @@ class ReadOutcome:
 
     state: object
     """The nested state."""
-    step: int | None
-    """Step that the checkpoint tells; None for plain DCP."""
-    extra: Mapping[str, Any]
-    """JSON values that are stored with the step."""
-    untrusted: tuple[str, ...]
-    """Names of the objects that an ``UntrustedObject`` replaces."""
     plain: tuple[str, ...]
     """Containers that were read as a plain dict, list or tuple: ``name (type when saved)``."""
-    bytes_read: int
-    """Bytes read from data files."""
-    verified: bool
-    """Whether all that was read was compared with checksums; False if ``verify`` is off, or if a part has none."""
+    checkpoint: Checkpoint
+    fetched: Fetched
 
 
 async def read_state(
@@ -98,7 +91,7 @@ def stored_names(ctx: ReadContext, checkpoint: Checkpoint, only: Collection[str]
 
 
 def assemble(
-    ctx: ReadContext, checkpoint: Checkpoint, fetched: FetchedValues, *, only: Collection[str] | None
+    ctx: ReadContext, checkpoint: Checkpoint, fetched: Fetched, *, only: Collection[str] | None
 ) -> ReadOutcome:
     """Return the nested state of the values that were read: those of all names of :func:`stored_names`."""
     values = fetched.values | {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
@@ -115,15 +108,7 @@ def assemble(
         )
     else:
         state = unflatten_dcp(checkpoint.dcp_paths, values)
-    return ReadOutcome(
-        state=state,
-        step=checkpoint.step,
-        extra=checkpoint.extra,
-        untrusted=tuple(fetched.untrusted),
-        plain=tuple(plain),
-        bytes_read=fetched.bytes_read,
-        verified=fetched.is_verified(verify=ctx.verify),
-    )
+    return ReadOutcome(state=state, plain=tuple(plain), checkpoint=checkpoint, fetched=fetched)
 
 
 async def read_leaves(
@@ -135,7 +120,7 @@ async def read_leaves(
     past_page_cache: bool = False,
     meter: Meter = NO_METER,
     memory: HostMemory | None = None,
-) -> FetchedValues:
+) -> Fetched:
     """Return the values of stored leaves by name, in new host memory. Tied names share a tensor.
 
     ``memory`` gives the memory of the tensors; None: torch's own.
@@ -143,12 +128,11 @@ async def read_leaves(
     Raises:
         CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.load_checkpoint`.
     """
-    objects = [name for name in names if name in checkpoint.catalog.objects]
-    tensors = [name for name in names if name in checkpoint.catalog.shards]
     async with ctx.files(checkpoint.path, past_page_cache=past_page_cache) as files:
-        source = await locate(ctx, files, checkpoint, names)
-        plan = LoadPlan(source=source, skip_untrusted=skip_untrusted, memory=memory)
-        await run_blocking(ctx.executor, plan.add_all, [], tensors, objects)
-        requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
-        await meter.begin_reading(requests)
-        return await fetch_values(ctx, files, checkpoint, plan, requests, meter=meter)
+        fills = Fills()
+        fills.add_new(checkpoint.catalog, names)
+        plan = await plan_reads(ctx, files, checkpoint, fills, memory=memory)
+        await meter.begin_reading(plan.requests)
+        fetched = Fetched(skip_untrusted=skip_untrusted)
+        await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
+        return fetched

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from aio_ckpt.leaves.containers import Form, Opened, decode_metadata, open_conta
 from aio_ckpt.leaves.keys import HELD_KEYS, Key, key_text, thaw_key
 from aio_ckpt.leaves.objects import from_tensor
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.state.names import children_of, containers_of, find_named, is_selected
+from aio_ckpt.state.names import NamedNode, children_of, containers_of, is_selected
 from aio_ckpt.state.skeleton import KEYED, MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
 
 _FORMS: dict[int, Form] = {
@@ -68,41 +68,38 @@ def build(
     return value
 
 
-def build_parts(
-    skeleton: Skeleton,
-    names: Iterable[str],
+def build_part(
+    part: NamedNode,
+    name: str,
     leaves: Mapping[str, object],
     *,
     rank: int,
     trusted: bool = False,
     own: Mapping[str, CompoundTensor] | None = None,
     untrusted: dict[str, str] | None = None,
-) -> dict[str, object]:
-    """Return the values with these names, such as a ``state_dict()``, from leaves given by full name.
+) -> object:
+    """Return the value called ``name``, such as a ``state_dict()``, from leaves given by full name.
 
-    A name that no value has is left out. The skeleton is walked once for all of them.
-
+    ``part``: its part of the skeleton, by :func:`aio_ckpt.state.names.find_named`.
     ``own``: compound tensors of the value that takes the result, by full name. Their types are made without trust.
     ``untrusted``: as in :func:`build`.
 
     Raises:
-        MissingNameError: ``leaves`` lacks one of their leaves.
+        MissingNameError: ``leaves`` lacks one of its leaves.
     """
-    built: dict[str, object] = {}
-    for name, (node, number) in find_named(skeleton, list(names), rank=rank).items():
-        builder = _Builder(
-            leaves=leaves,
-            rank=rank,
-            only=None,
-            trusted=trusted,
-            own=own or {},
-            untrusted=untrusted,
-            number=number,
-        )
-        built[name] = builder.value(node, f"{name}." if name else "", True)
-        if builder.absent:
-            lost = builder.absent
-            raise MissingNameError(f"the checkpoint lacks {len(lost)} leaves of {name!r}: {lost[:5]}")
+    builder = _Builder(
+        leaves=leaves,
+        rank=rank,
+        only=None,
+        trusted=trusted,
+        own=own or {},
+        untrusted=untrusted,
+        number=part.number,
+    )
+    built: object = builder.value(part.node, f"{name}." if name else "", True)
+    if builder.absent:
+        lost = builder.absent
+        raise MissingNameError(f"the checkpoint lacks {len(lost)} leaves of {name!r}: {lost[:5]}")
     return built
 
 

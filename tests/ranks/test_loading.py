@@ -47,7 +47,6 @@ from aio_ckpt.errors import (
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.restore import load as restore
-from aio_ckpt.restore.fetch_values import FetchedValues
 from aio_ckpt.restore.load_plan import LoadPlan
 from aio_ckpt.restore.page_cache import covering_bytes
 from aio_ckpt.runtime.portal import Executor
@@ -490,12 +489,10 @@ def tensors_later(gate: Gate) -> Any:
     """``fetch_values`` behind a gate where it reads tensors; objects are read before the ranks agree."""
     act = restore.fetch_values
 
-    async def fetch_later(
-        ctx: Any, files: Any, checkpoint: Any, plan: LoadPlan, requests: Any, **options: Any
-    ) -> FetchedValues:
+    async def fetch_later(ctx: Any, files: Any, checkpoint: Any, plan: LoadPlan, *rest: Any, **options: Any) -> None:
         if plan.reads.filled:
             await gate.wait()
-        return await act(ctx, files, checkpoint, plan, requests, **options)
+        await act(ctx, files, checkpoint, plan, *rest, **options)
 
     return fetch_later
 

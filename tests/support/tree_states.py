@@ -15,10 +15,10 @@ from torch import nn
 
 from aio_ckpt.leaves.objects import as_tensor, decode_object, encode_object
 from aio_ckpt.leaves.values import LeafKind, PerRank
-from aio_ckpt.state.build import build, build_parts
+from aio_ckpt.state.build import build, build_part
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.names import skeleton_names
+from aio_ckpt.state.names import find_named, skeleton_names
 from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
 
 Point = collections.namedtuple("Point", "x y")
@@ -77,7 +77,7 @@ def round_trip(state, *, rank=0, **kwargs):
 
 
 def build_below(skeleton, name, leaves, *, rank):
-    return build_parts(skeleton, [name], leaves, rank=rank)[name]
+    return build_part(find_named(skeleton, [name], rank=rank)[name], name, leaves, rank=rank)
 
 
 def t(number=1.0):

@@ -26,7 +26,7 @@ from aio_ckpt.checkpoint import read_plan as readplan
 from aio_ckpt.checkpoint import scatter as place
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES, align_up
-from aio_ckpt.match import match
+from aio_ckpt.match import tensors
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory import read_buffers as bounce
 from aio_ckpt.memory.copies import Copies, CopyEvent
@@ -118,7 +118,7 @@ class WatchedMark:
 def copies(monkeypatch: pytest.MonkeyPatch) -> WatchedCopies:
     """Host memory is filled as if it were a device's."""
     watched = WatchedCopies()
-    monkeypatch.setattr(match, "is_host_memory", lambda _: False)
+    monkeypatch.setattr(tensors, "is_host_memory", lambda _: False)
     monkeypatch.setattr(readplan, "is_host_memory", lambda _: False)
     monkeypatch.setattr(place, "is_host_memory", lambda memory: not watched.has(memory.data_ptr()))
     monkeypatch.setattr(fetch, "begin_uploads", lambda _: watched)

@@ -49,9 +49,9 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.leaves.values import PerRank
+from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.restore.load import load_checkpoint
-from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.flatten import flatten
@@ -237,7 +237,7 @@ async def test_a_load_fills_tensors_and_arrays_in_place_and_replaces_the_rest(st
     target["scalar"], target["lists"][1], target["ordered"]["a"] = np.float32(0), {"k": None, "none": 1}, None
     target["rng"].value["seed"] = 0
     outcome = await load(storage, path, target)
-    assert (outcome.missing, outcome.unexpected, outcome.verified) == ((), (), True)
+    assert (outcome.found.missing, outcome.found.unexpected, outcome.fetched.has_unchecked) == ([], (), False)
     assert kept[0] is target["array"]
     assert kept[1] is target["big"]
     assert kept[2] is target["model"]["w"]
@@ -297,7 +297,7 @@ async def test_a_plain_dcp_checkpoint_gives_its_nested_state(storage, tmp_path):
     assert found["l"][1] == {"s": "x"}
     target = {"a": {"b": torch.zeros(4), "n": 0}, "l": [torch.zeros(2), {"s": ""}]}
     outcome = await load(storage, tmp_path / "c", target)
-    assert outcome.verified
+    assert not outcome.fetched.has_unchecked
     assert torch.equal(target["l"][0], state["l"][0])
     assert (target["a"]["n"], target["l"][1]["s"]) == (3, "x")
 
@@ -440,8 +440,8 @@ async def test_missing_names_are_left_alone_when_allowed_and_unexpected_ones_ref
     path = save_state(tmp_path / "c", {"t": torch.ones(4), "n": 3, "m": torch.nn.Linear(1, 1)})
     state = {"t": torch.zeros(4), "more": torch.full((2,), 9.0)}
     outcome = await load(storage, path, state, allow_missing=True)
-    assert outcome.missing == ("more",)
-    assert outcome.unexpected == ("m.bias", "m.weight", "n")
+    assert outcome.found.missing == ["more"]
+    assert outcome.found.unexpected == ("m.bias", "m.weight", "n")
     assert state["more"].tolist() == [9, 9]
     assert state["t"].tolist() == [1] * 4
     with pytest.raises(UnexpectedNameError, match="'n'"):
@@ -583,7 +583,7 @@ async def test_what_lies_between_the_names_that_are_wanted_is_not_read(storage, 
     state = {"a": torch.ones(10), "between": torch.zeros(1 << 20, dtype=torch.uint8), "z": torch.ones(10)}
     path = save_state(tmp_path / "c", state)
     outcome = await load(storage, path, {"a": torch.zeros(10), "z": torch.zeros(10)})
-    assert outcome.bytes_read <= 16384
+    assert outcome.fetched.bytes_read <= 16384
 
 
 def sharded(stored, cuts, ranks, name="t"):
@@ -728,10 +728,10 @@ async def test_each_rank_gets_its_own_value_and_does_not_expect_that_of_others(d
         state = {"rng": PerRank(None)}
         outcome = await load(direct, path, state, rank=rank, world_size=2)
         assert state["rng"].value == rank
-        assert outcome.unexpected == (("w",) if rank == 0 else ())
+        assert outcome.found.unexpected == (("w",) if rank == 0 else ())
     assert await read(direct, path, rank=1, world_size=2) == {"rng": 1}
     outcome = await load(direct, path, {"rng": PerRank(None)}, rank=0, world_size=1)
-    assert outcome.unexpected == ("w",)
+    assert outcome.found.unexpected == ("w",)
     with pytest.raises(MissingNameError, match="rank2"):
         await load(direct, path, {"rng": PerRank(None)}, rank=2, world_size=3)
 
@@ -742,7 +742,7 @@ async def test_an_empty_template_takes_what_its_rank_saved(direct, tmp_path):
     for rank in range(2):
         state, other = {}, {f"stage{1 - rank}": {}, "rng": PerRank(None)}
         outcome = await load(direct, path, state, rank=rank, world_size=2, strict=True)
-        assert outcome.unexpected == ()
+        assert outcome.found.unexpected == ()
         assert list(state) == [f"stage{rank}", "rng"]
         assert state["rng"] == rank
         assert state[f"stage{rank}"]["w"].tolist() == [rank + 1.0] * 2
@@ -751,7 +751,7 @@ async def test_an_empty_template_takes_what_its_rank_saved(direct, tmp_path):
     with pytest.raises(MissingNameError, match=r"'rng\.rank2'"):
         await load(direct, path, {}, rank=2, world_size=3)
     state = {"stage0": {}, "rng": None}
-    assert (await load(direct, path, state, rank=2, world_size=3, allow_missing=True)).missing == ("rng.rank2",)
+    assert (await load(direct, path, state, rank=2, world_size=3, allow_missing=True)).found.missing == ["rng.rank2"]
     assert state["rng"] is None
     assert state["stage0"]["w"].tolist() == [1.0, 1.0]
 
@@ -798,13 +798,13 @@ async def test_ranks_of_another_number_read_and_load_what_all_ranks_saved(direct
     outcome = await load(direct, path, state := {"net": net, "stage0": {}, "stage1": None, "rng": PerRank(None)})
     assert [module.w.item() for module in net.values()] == [1, 2]
     assert (state["stage0"]["w"].tolist(), state["stage1"]["w"].tolist()) == ([1, 1], [2, 2])
-    assert outcome.dropped == ("own1.0.rank1", "rng.rank1")
-    assert outcome.unexpected == ()
+    assert outcome.found.dropped == ("own1.0.rank1", "rng.rank1")
+    assert outcome.found.unexpected == ()
 
 
 async def test_as_many_ranks_as_saved_drop_nothing(direct, tmp_path):
     outcome = await load(direct, staged(tmp_path), {"rng": PerRank(None)}, rank=0, world_size=2)
-    assert outcome.dropped == ()
+    assert outcome.found.dropped == ()
 
 
 # -- damage -----------------------------------------------------------------------------------------
@@ -865,7 +865,7 @@ async def test_without_verification_damage_passes_and_is_said_to_be_unverified(s
     flip(path / "__0_0.distcp", (await opened(storage, path)).ranks[0].tensors[0].raw_offset + 3)
     state = {"t": torch.zeros(50)}
     outcome = await load(storage, path, state, verify=False)
-    assert not outcome.verified
+    assert outcome.fetched.has_unchecked
     assert state["t"][0] != 0
 
 

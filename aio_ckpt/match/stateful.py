@@ -1,0 +1,232 @@
+"""Stateful values of a template, and the tensors of ``state_dict()`` that a load fills in place, as ``dcp.load`` does.
+
+``load_state_dict`` is then given the object's own tensors, so a module or an optimizer of torch has nothing to copy.
+Other tensors are read into new memory, and ``load_state_dict`` copies or keeps them. Reads no data file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from aio_ckpt._torch import has_load_hooks, is_load_of_torch
+from aio_ckpt.checkpoint.catalog import Shards, global_shape
+from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.rank_names import empty_containers, listed
+from aio_ckpt.leaves.objects import type_name
+from aio_ckpt.leaves.tensor_memory import (
+    are_apart,
+    memory_fault,
+    memory_of,
+    overlaps_itself,
+    signature_of,
+    span_of,
+)
+from aio_ckpt.leaves.values import Shard, Target
+from aio_ckpt.match.compounds import own_below
+from aio_ckpt.match.fills import Fill, Fills
+from aio_ckpt.match.options import LoadOptions, ReadContext
+from aio_ckpt.match.rename import branches_of_rank, stored_branch
+from aio_ckpt.match.takers import StatefulTaker
+from aio_ckpt.match.tensors import exact_addresses, full_shape, has_other_shape, tensor_fault
+from aio_ckpt.state.flatten import Template, leaves_of
+from aio_ckpt.state.names import NamedNode, below_each, find_named, is_below
+
+
+def match_stateful(
+    checkpoint: Checkpoint, template: Template, fills: Fills, ctx: ReadContext, options: LoadOptions, lacking: list[str]
+) -> tuple[list[StatefulTaker], list[str], list[str]]:
+    """Add what Stateful values take to ``fills``. ``lacking``: see :class:`StatefulTaker`.
+
+    Returns their takers, the names of the values of which nothing is stored, and the faults.
+    """
+    if not template.stateful:
+        return [], [], []
+    takers: list[StatefulTaker] = []
+    rank = ctx.rank
+    missing: list[str] = []
+    faults: list[str] = []
+    # The catalog lacks the PerRank values of a rank that did not save.
+    names = list(filter(checkpoint.holds, checkpoint.names_of(rank)))
+    shards = checkpoint.catalog.shards
+    held: dict[str, Target] = {}
+    layouts: dict[str, Target] = {}
+    counts = Counter(prefix for prefix, _ in template.stateful)
+    faults += [
+        f"{prefix!r} is the name of several values with state_dict(), as keys with dots join to one name: rename one"
+        for prefix, count in counts.items()
+        if count > 1
+    ]
+    grouped, branches = below_each(counts, names), branches_of_rank(checkpoint, rank)
+    empty = empty_containers(checkpoint, counts.keys() - grouped.keys(), rank)
+    for prefix, value in template.stateful:
+        below = grouped.get(prefix, [])
+        if prefix in below and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+            faults.append(f"{prefix!r} is a {type(value).__name__} in the template and a single leaf in the checkpoint")
+        elif below or prefix in empty:
+            branch = stored_branch(checkpoint, prefix, below, branches)
+            taker = StatefulTaker(
+                checkpoint=checkpoint,
+                name=prefix,
+                value=value,
+                names=below,
+                branch=branch,
+                ctx=ctx,
+                options=options,
+                lacking=lacking,
+            )
+            takers.append(taker)
+            if branch is None and (fault := _branch_fault(prefix, value, checkpoint.compounds(rank))):
+                faults.append(fault)
+            tensors = [name for name in below if name in shards]
+            if tensors:  # state_dict() of a data loader, for example, is slow, so it is not called without need
+                found = _tensors_below(prefix, value, tensors, rank=rank)
+                like = _layouts_below(prefix, value, tensors, found)
+                faults += _meta_fault(prefix, value, like | found)
+                if options.skip_mismatched and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+                    taker.kept = {name: own for name, own in found.items() if has_other_shape(own, shards[name])}
+                layouts |= like
+                held |= found
+        else:
+            missing.append(prefix)
+    own, misfits = own_below(checkpoint, [(taker.name, taker.value) for taker in takers], ctx)
+    parts: Mapping[str, NamedNode] = {}
+    if takers and checkpoint.has_skeleton:
+        wanted = {taker.branch for taker in takers if taker.branch is not None}
+        parts = find_named(checkpoint.skeleton(rank), wanted, rank=rank)
+    compounds = checkpoint.by_stored_name(own)
+    for taker in takers:
+        taker.part = parts.get(taker.branch) if taker.branch is not None else None
+        taker.compounds = compounds
+    _add_fills(checkpoint, takers, fills, held, layouts, casts=options.cast)
+    return takers, missing, faults + misfits
+
+
+def _add_fills(
+    checkpoint: Checkpoint,
+    takers: Sequence[StatefulTaker],
+    fills: Fills,
+    held: Mapping[str, Target],
+    layouts: Mapping[str, Target],
+    *,
+    casts: bool,
+) -> None:
+    """Add what the takers need to ``fills``. A tensor of ``held`` is filled in place if it can be."""
+    catalog = checkpoint.catalog
+    addresses = exact_addresses(list(held.values()), [catalog.shards[name] for name in held])
+    fitting = {
+        name: address
+        for (name, tensor), address in zip(held.items(), addresses, strict=True)
+        if address
+        or (tensor_fault(tensor, catalog.shards[name], casts=casts) is None and not overlaps_itself(memory_of(tensor)))
+    }
+    below = [name for taker in takers for name in taker.names if name not in taker.kept]
+    stored = {name: catalog.shards[name] for name in below if name in catalog.shards}
+    targets = _fillable(
+        {name: held[name] for name in fitting}, stored, [taker.value for taker in takers], fills.spans()
+    )
+    fills.objects += (name for name in below if name in catalog.objects)
+    for name, shards in stored.items():
+        like = layouts.get(name)
+        if like is not None and full_shape(like) != global_shape(shards):  # a scalar, say, where a shard is held now
+            like = None
+        fills.others.append(Fill(name, targets.get(name), like, fitting[name] if name in targets else 0))
+
+
+def _branch_fault(prefix: str, value: Any, compounds: Iterable[str]) -> str | None:
+    """Return why ``load_state_dict`` of ``value`` cannot take leaves of several branches; None if it can."""
+    if isinstance(value, torch.nn.Module) and not any(is_below(name, prefix) for name in compounds):
+        return None
+    return (
+        f"{prefix!r} is a {type(value).__name__}, and rename= changes names inside of what is stored for it: rename "
+        "the whole branch"
+    )
+
+
+def _meta_fault(prefix: str, value: Any, there: Mapping[str, Target]) -> list[str]:
+    """Return the fault of tensors on the meta device, as a list of at most one.
+
+    ``load_state_dict`` of torch's own would report success for them and load nothing, as they have no memory.
+    """
+    meta = [name for name, tensor in there.items() if memory_of(tensor).is_meta]
+    is_module = isinstance(value, torch.nn.Module)
+    if not meta or not is_load_of_torch(value) or (is_module and any(map(has_load_hooks, value.modules()))):
+        return []
+    of = f"{prefix or 'the template'!r}, a {type_name(value)}"
+    remedy = "materialize it" if is_module else "materialize the model before the optimizer is made"
+    return [
+        f"{listed(meta)} of {of}, on the meta device, where nothing can be loaded to: {remedy} (.to_empty(device=...))"
+    ]
+
+
+def _tensors_below(prefix: str, value: Any, names: Iterable[str], *, rank: int) -> dict[str, Target]:
+    """Return the tensors of ``value.state_dict()`` that have one of ``names``. Calls it once."""
+    leaves = leaves_of(value.state_dict(), prefix, rank=rank)
+    return {name: leaf for name in names if isinstance(leaf := leaves.get(name), (torch.Tensor, Shard))}
+
+
+def _layouts_below(prefix: str, value: Any, names: Iterable[str], there: Mapping[str, Target]) -> dict[str, Target]:
+    """Return the tensors whose layout and device newly allocated ones get, by name.
+
+    They are the DTensors and shards of ``there``. For an optimizer that was not stepped yet, they are its parameters:
+    ``load_state_dict`` of torch moves the state of a parameter to the parameter's device.
+    """
+    found: dict[str, Target] = {name: own for name, own in there.items() if isinstance(own, (DTensor, Shard))}
+    if not isinstance(value, torch.optim.Optimizer):
+        return found
+    parameters = [parameter for group in value.param_groups for parameter in group["params"]]
+    is_moved, dot = is_load_of_torch(value), prefix and f"{prefix}."
+    for name in names:
+        number, _, key = name.removeprefix(f"{dot}state.").partition(".")
+        if key and number.isdigit() and int(number) < len(parameters):
+            parameter = parameters[int(number)]
+            if isinstance(parameter, DTensor) or (is_moved and key != "step" and not parameter.is_cpu):
+                found.setdefault(name, parameter)
+    return found
+
+
+def _fillable(
+    there: Mapping[str, Target],
+    shards: Mapping[str, Shards],
+    stateful: Iterable[Any],
+    taken: Sequence[tuple[int, int]],
+) -> dict[str, Target]:
+    """Return the tensors that are filled in place, by name. Tied names get one tensor.
+
+    These tensors are left out: those that share memory with another one or with ``taken``; those that are tied in the
+    checkpoint and not in the template; those of a module with load hooks of its own, which may rename or drop values.
+
+    Args:
+        there: tensors of ``state_dict()`` by name; they fit the stored ones.
+        taken: (address, bytes) of memory that other leaves of the template use.
+    """
+    tied: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in shards:
+        tied[tuple(map(id, shards[name]))].append(name)
+    barred = {*_hooked_memory(stateful)}
+    groups: list[tuple[list[str], torch.Tensor]] = []
+    for names in tied.values():
+        tensors = [memory_of(there[name]) for name in names if name in there]
+        if len(tensors) < len(names) or (len(names) > 1 and len({*map(signature_of, tensors)}) > 1):
+            continue
+        if not tensors[0].is_inference() and tensors[0].data_ptr() not in barred:
+            groups.append((names, tensors[0]))
+    spans = [*(span_of(tensor) for _, tensor in groups), *taken]
+    is_apart = are_apart(*np.array(spans, np.int64).reshape(-1, 2).T)
+    alone = zip(groups, is_apart.tolist(), strict=False)
+    return {name: there[names[0]] for (names, _), is_alone in alone if is_alone for name in names}
+
+
+def _hooked_memory(stateful: Iterable[Any]) -> Iterator[int]:
+    """Yield the addresses of parameters and buffers in, or below, modules with load hooks of their own."""
+    for value in stateful:
+        if isinstance(value, torch.nn.Module):
+            hooked = [value] if not is_load_of_torch(value) else filter(has_load_hooks, value.modules())
+            for module in hooked:
+                tensors = (*module.parameters(), *module.buffers())
+                yield from (memory_of(tensor).data_ptr() for tensor in tensors if memory_fault(tensor) is None)

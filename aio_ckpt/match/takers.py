@@ -1,0 +1,354 @@
+"""Takers: the parts of a template that get stored values other than by a fill of their memory.
+
+``built`` returns the value to put. It finds damage and touches nothing. ``put`` gives the value to the template, once
+all is verified. It gets whether this load has written to the template before, and returns whether it has now.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from aio_ckpt._torch import has_load_hooks, is_load_of_torch
+from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.leaves.compound import CompoundTensor, mark_as_stored, put_together
+from aio_ckpt.leaves.containers import Notes
+from aio_ckpt.leaves.objects import from_tensor, type_name
+from aio_ckpt.leaves.values import LeafKind, OwnedShard, Target, UntrustedObject
+from aio_ckpt.match.options import LoadOptions, ReadContext
+from aio_ckpt.match.rename import prefix_remedy
+from aio_ckpt.runtime.error_notes import mark_modified
+from aio_ckpt.state.build import build_part
+from aio_ckpt.state.dcp_paths import unflatten_dcp
+from aio_ckpt.state.flatten import leaves_of
+from aio_ckpt.state.names import NamedNode, find_named
+from aio_ckpt.state.put_back import put_back
+
+
+@dataclass(slots=True, kw_only=True)
+class Fetched:
+    """Values that a load has read so far. Tensors of the template were filled in place."""
+
+    values: dict[str, object] = field(default_factory=dict)
+    """Tensors and decoded objects, by name."""
+    untrusted: dict[str, str] = field(default_factory=dict)
+    """Names of the objects that need trust, and why."""
+    skip_untrusted: bool = False
+    """Whether such objects are left out."""
+    bytes_read: int = 0
+    """Bytes read from data files."""
+    has_unchecked: bool = False
+    """Whether bytes were read and not compared with a checksum: they have none, or ``verify`` is off."""
+
+    @property
+    def skipped(self) -> dict[str, str] | None:
+        """``untrusted`` if such objects are left out, else None."""
+        return self.untrusted if self.skip_untrusted else None
+
+
+@dataclass(slots=True, kw_only=True)
+class CompoundTaker:
+    """Compound tensor of the template, whose parts are filled."""
+
+    name: str
+    held: CompoundTensor
+    """Tensor of the template, and its parts."""
+    stored: Notes
+    """Stored properties, which the tensor gets once its parts are filled."""
+    names: Sequence[str] = ()
+
+    def built(self, _: Fetched) -> Notes:
+        """Return the properties. Checks the parts: an index out of bounds would read beyond their memory."""
+        notes = dict(self.stored)
+        if "type" not in notes:  # the code of a subclass checks its own parts
+            try:
+                put_together(notes, self.held.parts, trusted=False)
+            except (ValueError, TypeError, LookupError, RuntimeError) as error:
+                raise CorruptCheckpointError(f"{self.name!r}: its parts are of no tensor: {error}") from error
+        return self.stored
+
+    def put(self, value: Notes, _: bool) -> bool:
+        """Set the properties."""
+        with target_modified():
+            mark_as_stored(self.held.tensor, value)
+        return True
+
+
+# -- leaves -------------------------------------------------------------------------------------------
+
+
+class ReplacedArray(NamedTuple):
+    """A numpy value of the template that is replaced: a scalar, or an array whose memory cannot be written."""
+
+    name: str
+    kind: LeafKind
+    dtype: torch.dtype
+
+
+class AnyLeaf(NamedTuple):
+    """Leaf that takes any stored value: None, a number, a text, or an empty container."""
+
+    names: Sequence[str]
+    """Names of the stored leaves that it takes, as the template would name them."""
+    branch: str
+    """Stored name of the branch, or of the leaf if there is one alone."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LeavesTaker:
+    """Leaves of the caller's containers that a loaded value replaces."""
+
+    checkpoint: Checkpoint
+    state: object
+    """Template."""
+    empty: Sequence[str]
+    """Names of the empty mappings and lists of the template, which may be filled."""
+    ctx: ReadContext
+    objects: list[str] = field(default_factory=list)
+    """Names of the leaves that a decoded object replaces."""
+    arrays: list[ReplacedArray] = field(default_factory=list)
+    any_leaves: dict[str, AnyLeaf] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the stored leaves that it takes and that may not be leaves of the template."""
+        return [name for leaf in self.any_leaves.values() for name in leaf.names]
+
+    def built(self, fetched: Fetched) -> dict[str, object]:
+        """Return the values by name. Leaves whose object needs trust are left out."""
+        values = fetched.values
+        leaves = {name: values[name] for name in self.objects if name not in fetched.untrusted}
+        for array in self.arrays:
+            tensor = values[array.name]
+            assert isinstance(tensor, torch.Tensor)
+            leaves[array.name] = from_tensor(tensor.to(array.dtype), array.kind)
+        if self.any_leaves:
+            refused = {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
+            leaves |= self._built_any(self.checkpoint.by_stored_name(values | refused))
+        return leaves
+
+    def put(self, value: dict[str, object], is_modified: bool) -> bool:
+        """Set the values in their containers."""
+        if not value:
+            return is_modified
+        with target_modified():
+            put_back(self.state, value, rank=self.ctx.rank, empty=self.empty)
+        return True
+
+    def _built_any(self, values: Mapping[str, object]) -> dict[str, object]:
+        """Return the value of each of ``any_leaves``, built as ``read`` does. ``values``: by stored name.
+
+        Plain DCP stores every key as a str. The keys of an optimizer's ``state`` are made numbers again.
+        """
+        left, ctx = dict(self.any_leaves), self.ctx
+        built: dict[str, object] = {}
+        for skeleton in self.checkpoint.skeletons(ctx.rank) if self.checkpoint.has_skeleton else ():
+            parts = find_named(skeleton, {leaf.branch for leaf in left.values()}, rank=ctx.rank)
+            for name, leaf in left.items():
+                if leaf.branch in parts:
+                    part = parts[leaf.branch]
+                    built[name] = build_part(part, leaf.branch, values, rank=ctx.rank, trusted=ctx.trusted)
+            left = {name: leaf for name, leaf in left.items() if name not in built}
+            if not left:
+                break
+        for name, leaf in left.items():
+            stored = {found: values[found] for found in map(self.checkpoint.stored_name, leaf.names)}
+            if list(stored) == [leaf.branch]:
+                built[name] = values[leaf.branch]
+            else:
+                nested = _nested_at(self.checkpoint, leaf.branch, stored)
+                built[name] = _with_int_keys(nested) if name.rpartition(".")[2] == "state" else nested
+        return built
+
+
+def _nested_at(checkpoint: Checkpoint, place: str, leaves: dict[str, object]) -> Any:
+    """Return the nested value called ``place``, which stock DCP flattened. ``leaves``: all its leaves, by name."""
+    paths = checkpoint.dcp_paths or {}
+    nested: Any = unflatten_dcp(paths, leaves)
+    name = next(iter(leaves))
+    path = paths.get(name, (name,))
+    depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == place), None)
+    if depth is None:
+        return {name.removeprefix(f"{place}."): leaf for name, leaf in leaves.items()}
+    for part in path[:depth]:
+        nested = nested[part]
+    return nested
+
+
+def _with_int_keys(state: Any) -> Any:
+    """Return the ``state`` of an optimizer with keys of digits as ints, by which the optimizer looks them up."""
+    return {int(key) if str(key).isdigit() else key: item for key, item in state.items()}
+
+
+# -- Stateful values ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class StatefulTaker:
+    """Stateful value of the template, whose ``load_state_dict`` is called."""
+
+    checkpoint: Checkpoint
+    name: str
+    value: Any
+    names: Sequence[str]
+    """Names in the template of the stored leaves at or below it."""
+    branch: str | None
+    """Stored name of the branch that it is given; None if it is given leaves of several branches."""
+    ctx: ReadContext
+    options: LoadOptions
+    lacking: list[str]
+    """With ``allow_missing``, gets the names that are not stored, of values that are kept."""
+    part: NamedNode | None = None
+    """Its part of the skeleton; None if there is none, as in plain DCP."""
+    kept: Mapping[str, Target] = field(default_factory=dict)
+    """Name -> its own tensor, of another shape than the stored one, which it keeps."""
+    compounds: Mapping[str, CompoundTensor] = field(default_factory=dict)
+    """Stored name -> the compound tensor that it holds now. Its type is used for the loaded one."""
+
+    def built(self, fetched: Fetched) -> Any:
+        """Return the ``state_dict()`` to load. Leaves whose object needs trust keep the value's own."""
+        given = {name: fetched.values[name] for name in self.names if name in fetched.values}
+        given |= {name: own.owner if isinstance(own, OwnedShard) else own for name, own in self.kept.items()}
+        if not fetched.untrusted.keys().isdisjoint(self.names):
+            own = leaves_of(self.value.state_dict(), self.name, rank=self.ctx.rank)
+            given |= {name: own[name] for name in self.names if name in fetched.untrusted and name in own}
+        stored = {self.checkpoint.stored_name(name): given[name] for name in self.names if name in given}
+        if self.branch is None:
+            inner: Any = {name.removeprefix(f"{self.name}."): given[name] for name in self.names}
+        elif self.part is not None:
+            inner = build_part(
+                self.part,
+                self.branch,
+                stored,
+                rank=self.ctx.rank,
+                trusted=self.ctx.trusted,
+                own=self.compounds,
+                untrusted=fetched.skipped,
+            )
+        else:
+            inner = _nested_at(self.checkpoint, self.branch, stored)
+            if isinstance(self.value, torch.optim.Optimizer):  # DCP drops an empty ``state``, its int keys are text
+                inner["state"] = _with_int_keys(inner.get("state", {}))
+        if self.options.allow_missing:
+            inner = _filled(inner, self.value.state_dict(), self.name, self.lacking)
+        return _with_versions(inner, self.value)
+
+    def put(self, value: Any, is_modified: bool) -> bool:
+        """Call ``load_state_dict``."""
+        with _noting_refusal(self, value, is_modified=is_modified):
+            self.value.load_state_dict(value)
+        return True
+
+
+def _filled(stored: Any, own: Any, name: str, names: list[str]) -> Any:
+    """Return ``stored`` with the entries of ``own`` that it lacks, in mappings and in lists of equal length.
+
+    ``names`` gets the names of these entries. ``name``: that of the value.
+    """
+    if isinstance(stored, Mapping) and isinstance(own, Mapping):
+        lacking = [key for key in own if key not in stored]
+        names += [_joined(name, key) for key in lacking]
+        made: Any = copy.copy(stored)  # of the same type
+        for key, value in own.items():
+            made[key] = _filled(stored[key], value, _joined(name, key), names) if key in stored else value
+        if hasattr(stored, "_metadata"):
+            made._metadata = stored._metadata
+        return made
+    if type(stored) is list and type(own) is list and len(stored) == len(own):
+        pairs = zip(stored, own, strict=True)
+        return [_filled(one, other, _joined(name, number), names) for number, (one, other) in enumerate(pairs)]
+    return stored
+
+
+def _joined(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _with_versions(state_dict: Any, value: object) -> Any:
+    """Return the ``state_dict`` of a module with versions: its own or the module's, as stock ``dcp.load`` does."""
+    if not isinstance(value, torch.nn.Module) or hasattr(state_dict, "_metadata"):
+        return state_dict
+    versions = getattr(value.state_dict(), "_metadata", None)
+    if versions is None or not isinstance(state_dict, Mapping):
+        return state_dict
+    made: Any = OrderedDict(state_dict)
+    made._metadata = versions
+    return made
+
+
+@contextmanager
+def _noting_refusal(target: StatefulTaker, state_dict: Any, *, is_modified: bool) -> Iterator[None]:
+    """Note on an error of ``load_state_dict`` which value refused what, and whether the template changed."""
+    try:
+        yield
+    except Exception as error:
+        checkpoint = target.checkpoint
+        which = f"{checkpoint.path}" if checkpoint.is_plain_dcp else f"step {checkpoint.step} at {checkpoint.path}"
+        if is_modified:
+            change = "the target was modified: tensors or values were filled before"
+        elif _may_have_begun(target.value, state_dict):
+            change = "the target may be modified: load_state_dict() may have taken a part before it raised"
+        else:
+            change = ""
+        if change:
+            mark_modified(error)
+        remedy = _remedy(target, state_dict)
+        error.add_note(
+            f"aio_ckpt: load_state_dict() of {target.name or 'the template'!r}, a {type_name(target.value)}, refused "
+            f"what {which} holds for it; {change or 'nothing was modified'}{remedy}"
+        )
+        raise
+
+
+def _may_have_begun(value: Any, state_dict: Any) -> bool:
+    """Return whether a ``load_state_dict`` that raised may have changed ``value``.
+
+    A module of torch copies what agrees in name and shape and then raises for the rest. An optimizer of torch
+    compares its groups first. Of other code, nothing is known.
+    """
+    if isinstance(value, torch.optim.Optimizer):
+        return not is_load_of_torch(value)
+    if not isinstance(value, torch.nn.Module) or not is_load_of_torch(value):
+        return True
+    own: Mapping[str, Any] = value.state_dict()
+    agree = (
+        getattr(own[key], "shape", None) == getattr(state_dict[key], "shape", None) for key in own if key in state_dict
+    )
+    return any(agree) or any(map(has_load_hooks, value.modules()))
+
+
+def _remedy(target: StatefulTaker, state_dict: Any) -> str:
+    """Return the rest of a note: the options of ``load`` by which a module takes what is stored; '' if none helps."""
+    if not isinstance(target.value, torch.nn.Module) or not isinstance(state_dict, Mapping):
+        return ""
+    own: Mapping[str, Any] = target.value.state_dict()
+    remedies = [prefix_remedy(own, state_dict, name=target.name, branch=target.branch)]
+    if own.keys() - state_dict.keys():
+        remedies.append("allow_missing=True leaves what is not stored as it is")
+    shapes = [
+        (getattr(own[key], "shape", None), getattr(state_dict[key], "shape", None))
+        for key in own.keys() & state_dict.keys()
+    ]
+    if any(one != other for one, other in shapes):
+        remedies.append("skip_mismatched=True leaves tensors of another shape as they are")
+    return "".join(f"; {remedy}" for remedy in remedies if remedy)
+
+
+@contextmanager
+def target_modified() -> Iterator[None]:
+    """Note on an error of the block that the template may hold a mix of old and new values."""
+    try:
+        yield
+    except Exception as error:
+        mark_modified(error)
+        raise
+
+
+Taker: TypeAlias = CompoundTaker | LeavesTaker | StatefulTaker
