@@ -243,11 +243,11 @@ def test_a_rank_that_comes_later_to_save_keeps_nobody_in_it(two: Ranks, tmp_path
 
 
 def be_slow(rank: int, count: int, root: Path) -> None:
-    with acting_engine(root, SHORT_SECS) as (engine, storage):
+    with acting_engine(root, SHORT_SECS / 2) as (engine, storage):
         engine.save(mixed_state(rank, count, 1), step=1).result(SECS)
         if rank == 1:
-            storage.slow("write", secs=0.6 * SHORT_SECS)
-            storage.slow("sync", secs=0.6 * SHORT_SECS)
+            storage.slow("write", secs=0.3 * SHORT_SECS)
+            storage.slow("sync", secs=0.3 * SHORT_SECS)
         assert engine.save(mixed_state(rank, count, 2), step=2).result(SECS) is not None
         dist.barrier()
 

@@ -18,6 +18,7 @@ from rank_processes import Ranks, engine_on, error_of, needs_list_keys
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.commit.owner import pending_path
 from aio_ckpt.errors import AioCkptError, BusyError, ConfigError, PeerFailedError, StallError, WriteError
+from aio_ckpt.ranks import store_coordinator
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 
@@ -111,7 +112,8 @@ def test_metadata_of_many_ranks_may_take_longer_to_render_than_a_stall(two: Rank
 
 
 def commit_in_doubt(rank: int, count: int, root: Path) -> tuple[str, bool, list[str]]:
-    with held_engine(root, SHORT_SECS) as (engine, _, storage):
+    with pytest.MonkeyPatch.context() as patch, held_engine(root, SHORT_SECS) as (engine, _, storage):
+        patch.setattr(store_coordinator, "_LEAVE_SECS", 1.0)
         engine.save(resized(1), step=1).result(LEAVE_SECS)
         if rank == 0:
             storage.hold("rename")
@@ -212,7 +214,11 @@ def test_a_rank_that_is_late_by_many_calls_skips_or_refuses_the_same_ones(
 
 
 def close_early(rank: int, count: int, root: Path) -> tuple[list[str], str, float]:
-    with acting_engine(root, SHORT_SECS, when_busy="skip", on_failure="log") as (engine, _):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        acting_engine(root, SHORT_SECS, when_busy="skip", on_failure="log") as (engine, _),
+    ):
+        patch.setattr(store_coordinator, "_LEAVE_SECS", 1.0)
         engine.save(state_of(1), step=1).result(SECS)
         if rank == 1:
             dist.barrier()
