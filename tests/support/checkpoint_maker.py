@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.format import rank_manifest as manifest
 from aio_ckpt.format import root_manifest, tensor_zip
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
@@ -141,35 +142,71 @@ def write_checkpoint(path: Path, contents: Sequence[RankContent], *, step: int =
     files = [manifest.data_file_name(rank) for rank in range(len(contents))]
     ranks = []
     for rank, (content, file) in enumerate(zip(contents, files, strict=True)):
-        _lay_out(content)
+        encoded = _encoded_rank(content, rank, len(contents), step, save_id)
         (path / file).write_bytes(content.data)
-        entry = root_manifest.FileEntry(file, len(content.data), isal_zlib.crc32(content.data))
-        encoded = manifest.encode_rank(
-            save_id=save_id,
-            step=step,
-            rank=rank,
-            world_size=len(contents),
-            file=entry,
-            tensors=manifest.encode_static(content.entries),
-            sums=bytes(content.sums),
-            objects=content.object_entries,
-            skeleton=encode_skeleton(content.skeleton),
-        )
         ranks.append(write_small(path / root_manifest.rank_manifest_name(rank), encoded))
     dcp = _render_metadata(contents, files, save_id)
-    root = root_manifest.RootManifest(
+    root = _root(dcp, write_small(path / ".metadata", dcp), ranks, step, save_id)
+    (path / root_manifest.ROOT_MANIFEST).write_bytes(root_manifest.encode_root(root))
+    return path
+
+
+def opened_checkpoint(contents: Sequence[RankContent]) -> Checkpoint:
+    """What opening a checkpoint of ``len(contents)`` ranks gives. No file is written."""
+    encoded = [_encoded_rank(content, rank, len(contents), 7, "save-1") for rank, content in enumerate(contents)]
+    dcp = _render_metadata(contents, [manifest.data_file_name(rank) for rank in range(len(contents))], "save-1")
+    none = root_manifest.FileEntry("none", 0, 0)
+    return Checkpoint(
+        path=Path("made"),
+        step=7,
+        metadata_bytes=dcp,
+        root=_root(dcp, none, [none] * len(contents), 7, "save-1"),
+        ranks=tuple(manifest.decode_rank(data, name="made") for data in encoded),
+    )
+
+
+def opened_plain_dcp(state: object) -> Checkpoint:
+    """What opening a checkpoint of stock DCP gives. No file is written."""
+    content = content_of(state)
+    _lay_out(content)
+    data = _render_metadata([content], [manifest.data_file_name(0)], "save-1")
+    return Checkpoint(path=Path("plain"), step=None, metadata_bytes=data, root=None, ranks=())
+
+
+def _encoded_rank(content: RankContent, rank: int, world_size: int, step: int, save_id: str) -> bytes:
+    _lay_out(content)
+    file = manifest.data_file_name(rank)
+    return manifest.encode_rank(
+        save_id=save_id,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        file=root_manifest.FileEntry(file, len(content.data), isal_zlib.crc32(content.data)),
+        tensors=manifest.encode_static(content.entries),
+        sums=bytes(content.sums),
+        objects=content.object_entries,
+        skeleton=encode_skeleton(content.skeleton),
+    )
+
+
+def _root(
+    dcp: bytes,
+    metadata: root_manifest.FileEntry,
+    ranks: Sequence[root_manifest.FileEntry],
+    step: int,
+    save_id: str,
+) -> root_manifest.RootManifest:
+    return root_manifest.RootManifest(
         format=(root_manifest.FORMAT_MAJOR, root_manifest.FORMAT_MINOR),
         save_id=save_id,
         step=step,
-        world_size=len(contents),
-        metadata=write_small(path / ".metadata", dcp),
+        world_size=len(ranks),
+        metadata=metadata,
         metadata_blake2b=hashlib.blake2b(dcp, digest_size=32).hexdigest(),
         ranks=tuple(ranks),
         written_by={"aio_ckpt": "test"},
         created_unix=time.time(),
     )
-    (path / root_manifest.ROOT_MANIFEST).write_bytes(root_manifest.encode_root(root))
-    return path
 
 
 def write_small(path: Path, data: bytes) -> root_manifest.FileEntry:
