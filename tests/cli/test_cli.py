@@ -327,7 +327,7 @@ def test_a_corrupt_checkpoint_is_one_line_and_exit_code_1(root, capsys):
     assert err.count("\n") == 1
 
 
-def test_without_arguments_it_shows_its_commands(capsys):
+def test_the_command_without_arguments_shows_its_commands(capsys):
     code, out, _ = called(capsys)
     assert code == 0
     for command in ("ls", "inspect", "verify", "demo"):

@@ -56,7 +56,7 @@ def test_priorities_may_be_left_alone(tmp_path: Path, portals: list[Portal]) -> 
         assert portals[0].executor.submit(priorities).result(TIMEOUT) == before
 
 
-def test_where_it_is_not_permitted_the_engine_works_all_the_same(
+def test_an_engine_works_where_no_priority_may_be_set(
     tmp_path: Path, portals: list[Portal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: int) -> None:

@@ -61,7 +61,7 @@ def test_an_engine_works_with_the_threads_that_it_gets_or_names_the_limit_and_le
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("call", ["load", "read", "dcp.save", "dcp.load", "ls"])
-def test_calls_without_an_engine_do_the_same(
+def test_calls_without_an_engine_work_with_the_threads_that_they_get_or_name_the_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], call: str, count: int
 ) -> None:
     with SyncCheckpointEngine(tmp_path / "root") as engine:

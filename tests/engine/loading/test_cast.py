@@ -49,7 +49,7 @@ def test_a_tensor_is_converted_as_copy_does(
     assert template["same"].tolist() == [1, 1, 1]
 
 
-def test_without_it_the_error_names_it_and_nothing_is_touched(engine: SyncCheckpointEngine) -> None:
+def test_without_cast_the_error_names_cast_and_nothing_is_touched(engine: SyncCheckpointEngine) -> None:
     engine.save({"w": torch.ones(3)}).result(TIMEOUT)
     template = {"w": torch.zeros(3, dtype=torch.bfloat16)}
     with pytest.raises(

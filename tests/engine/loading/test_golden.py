@@ -112,7 +112,7 @@ def test_git_keeps_every_file_of_a_golden_checkpoint(version: str) -> None:
     assert (ignored.returncode, ignored.stdout) == (1, ""), "1 is git's answer for: none is ignored"
 
 
-async def test_the_engine_loads_it_bit_for_bit(root: Path) -> None:
+async def test_the_engine_loads_a_golden_checkpoint_bit_for_bit(root: Path) -> None:
     target = blank(golden_state())
     async with CheckpointEngine(root) as engine:
         report = await engine.load(target, strict=True)
@@ -120,7 +120,7 @@ async def test_the_engine_loads_it_bit_for_bit(root: Path) -> None:
     assert_same(target, golden_state())
 
 
-async def test_the_engine_reads_it_without_a_template_bit_for_bit(root: Path) -> None:
+async def test_the_engine_reads_a_golden_checkpoint_without_a_template_bit_for_bit(root: Path) -> None:
     async with CheckpointEngine(root) as engine:
         state: Any = await engine.read(STEP)
     assert_same(state, golden_state())
@@ -139,7 +139,7 @@ def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
     return dict(collections.ChainMap(*below))
 
 
-def test_stock_dcp_loads_it_bit_for_bit(checkpoint: Path) -> None:
+def test_stock_dcp_loads_a_golden_checkpoint_bit_for_bit(checkpoint: Path) -> None:
     wanted = tensors_of(golden_state())
     target = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     with warnings.catch_warnings():
@@ -168,12 +168,12 @@ async def faults_of(checkpoint: Path) -> list[str]:
     return [fault.message for fault in found]
 
 
-async def test_every_byte_of_it_verifies(checkpoint: Path) -> None:
+async def test_every_byte_of_a_golden_checkpoint_verifies(checkpoint: Path) -> None:
     assert await faults_of(checkpoint) == []
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json"])
-async def test_a_flipped_byte_of_it_is_found(checkpoint: Path, root: Path, name: str) -> None:
+async def test_a_flipped_byte_of_a_golden_checkpoint_is_found(checkpoint: Path, root: Path, name: str) -> None:
     data = bytearray((checkpoint / name).read_bytes())
     place = data.index(b"\x00\x00\x40\x40") if name.endswith("distcp") else len(data) // 2  # the raw bytes of 3.0
     data[place] ^= 0x10
@@ -238,7 +238,7 @@ def test_an_unknown_major_version_is_refused_by_name(
     assert_same(target, blank(golden_state()))
 
 
-def test_without_manifests_it_is_a_plain_dcp_checkpoint(checkpoint: Path, root: Path) -> None:
+def test_a_checkpoint_without_manifests_is_one_of_plain_dcp(checkpoint: Path, root: Path) -> None:
     for path in checkpoint.glob("aio_ckpt.*"):
         path.unlink()
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(golden_state()).items()}
@@ -248,7 +248,7 @@ def test_without_manifests_it_is_a_plain_dcp_checkpoint(checkpoint: Path, root: 
         assert_same_tensor(target[name], tensor)
 
 
-def test_without_metadata_it_is_no_checkpoint_but_a_damaged_one(checkpoint: Path, root: Path) -> None:
+def test_a_checkpoint_without_metadata_is_damaged(checkpoint: Path, root: Path) -> None:
     (checkpoint / ".metadata").unlink()
     with SyncCheckpointEngine(root) as engine:
         assert engine.steps() == []

@@ -212,7 +212,7 @@ def test_prepare_makes_the_engine_the_writer(tmp_path: Path) -> None:
             other.prepare(state(1.0))
 
 
-def test_on_the_engines_own_thread_it_is_an_error(tmp_path: Path) -> None:
+def test_prepare_on_a_thread_of_the_engine_is_an_error(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
 
         async def inside() -> None:

@@ -63,7 +63,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_root_holds_one_of_each(root: Path) -> None:
+def test_the_root_that_torchtitan_searches_holds_one_of_each_kind(root: Path) -> None:
     assert sorted(os.listdir(root)) == [ENGINE_DIR, "step-20", "step-30"]
     assert [path.name.partition("-")[2] for path in (root / ABANDONED_DIR).iterdir()].count("step-60") == 1
     assert [path.name[:7] for path in (root / CORRUPT_DIR).iterdir()] == ["step-50"]

@@ -54,7 +54,7 @@ def engine_beside(root: Path, *refused: int, code: int = errno.EACCES) -> Iterat
 
 
 @pytest.mark.parametrize("kind", ["loop", "nothing", "foreign"])
-def test_every_call_goes_on_beside_it_and_one_warning_names_it(
+def test_every_call_goes_on_beside_an_unreadable_entry_and_one_warning_names_it(
     root: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     with SyncCheckpointEngine(root) as engine:

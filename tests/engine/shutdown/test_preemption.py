@@ -65,7 +65,7 @@ async def test_a_signal_inside_a_running_loop_sets_the_flag(tmp_path: Path) -> N
         assert (await engine.steps()) == [1]
 
 
-def test_two_engines_both_hear_of_it_in_whatever_order_they_are_closed(tmp_path: Path) -> None:
+def test_two_engines_both_hear_of_a_signal_in_whatever_order_they_are_closed(tmp_path: Path) -> None:
     first, second = SyncCheckpointEngine(tmp_path / "model"), SyncCheckpointEngine(tmp_path / "ema")
     for engine in (first, second):
         engine.on_preemption()
@@ -132,7 +132,7 @@ def test_an_ignored_signal_sets_the_flag_and_is_ignored_again_afterwards(tmp_pat
 # -- wrong use ------------------------------------------------------------------------------------
 
 
-def test_only_the_main_thread_may_ask_for_it(tmp_path: Path) -> None:
+def test_only_the_main_thread_may_call_on_preemption(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine, ThreadPoolExecutor(1) as pool:
         with pytest.raises(WrongThreadError, match="main thread"):
             pool.submit(engine.on_preemption).result(TIMEOUT)

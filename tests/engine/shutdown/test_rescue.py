@@ -416,7 +416,7 @@ def test_a_step_that_does_not_exceed_what_is_committed_is_refused(
 # -- the next engine ------------------------------------------------------------------------------
 
 
-def test_the_next_engine_tells_of_it_keeps_it_and_gives_it_up_with_its_first_commit(
+def test_the_next_engine_tells_of_a_snapshot_and_gives_it_up_with_its_first_commit(
     killed: Killed, root: Path, shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed.copy(root, shm)
@@ -530,7 +530,7 @@ def test_a_rollback_that_fails_gives_nothing_up(killed: Killed, root: Path, shm:
     assert len(segments_in(shm)) == 1
 
 
-def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed, root: Path, shm: Path) -> None:
+def test_a_close_right_behind_the_first_commit_gives_the_snapshot_up(killed: Killed, root: Path, shm: Path) -> None:
     killed.copy(root, shm)
     engine = SyncCheckpointEngine(root, EngineConfig(shm_path=shm))
     go_on = threading.Event()
@@ -567,7 +567,7 @@ def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed,
     assert segments_in(shm) == []
 
 
-def test_an_engine_that_commits_nothing_leaves_it_to_be_rescued(
+def test_an_engine_that_commits_nothing_leaves_the_snapshot_to_be_rescued(
     killed: Killed, root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed.copy(root, shm)
@@ -836,7 +836,7 @@ def test_a_directory_that_cannot_hold_segments_is_refused_when_the_engine_is_ope
 @pytest.mark.parametrize(
     "settings", [{"staging": "pinned"}, {"staging": "pageable"}, {"shm_path": ""}, {"shm_path": 3}]
 )
-def test_settings_that_make_no_sense_with_it_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_that_make_no_sense_with_shm_path_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="shm_path="):
         EngineConfig(**{"shm_path": "/dev/shm", **settings})
 
@@ -847,7 +847,7 @@ def test_a_root_that_nobody_staged_for_is_not_touched(root: Path, capsys: pytest
     assert list(root.rglob("*")) == [root / ".aio_ckpt"]
 
 
-def test_steps_of_another_pattern_are_not_committed_without_it(
+def test_steps_of_another_step_dir_are_not_committed_without_the_option(
     root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without the trainer's pattern nobody can tell whether the step is newer than what is committed."""
