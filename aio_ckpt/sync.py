@@ -32,18 +32,7 @@ class SyncCheckpointEngine(BaseEngine):
     Its calls are those of :class:`~aio_ckpt.engine.engine.CheckpointEngine`. What is awaited there blocks here until it
     has ended. ``save`` returns a ticket, and its ``result()`` blocks.
 
-    Args:
-        root: directory of the checkpoints, or its ``file:`` URL; the first save makes it if it is missing.
-        config: settings; the defaults suit a trainer on a local disk.
-        coordinator: the ranks that save together; all of torch.distributed's default group if it is initialised. Give
-            ``SoloCoordinator()`` for an engine of this process alone.
-        storage: file system of the checkpoints; by default the local one.
-
-    Raises:
-        RootError: ``root`` is a file, a URL of another kind, or cannot be made.
-        ConfigError: a setting does not suit this machine or this number of ranks, or an argument has a wrong type.
-            Later, by a call that saves or loads: the engine was opened before the process group of its ranks.
-        SystemLimitError: the system gives no thread, or no open file. The engine keeps none.
+    Arguments and errors are those of the other engine.
     """
 
     load = _blocking(CheckpointEngine.load)
@@ -65,24 +54,10 @@ class SyncCheckpointEngine(BaseEngine):
     delete = _blocking(CheckpointEngine.delete)
     """Delete a committed step, durably; see :meth:`CheckpointEngine.delete`."""
 
-    def ready(self) -> None:
-        """Block until ``save()`` would not have to wait for an earlier save.
-
-        If an earlier save fails meanwhile, this does not raise: the next ``save()`` or ``close()`` does.
-        """
-        self._wait_ready()
-
-    def close(self) -> None:
-        """Finish pending saves, then release all resources. A second call does nothing.
-
-        ``with`` does this at the end of its block. If Ctrl-C ends the wait, nothing is released: pending saves go on,
-        and a later call, or the interpreter's exit, finishes them.
-
-        Raises:
-            Exception: the failure of a save that nobody awaited, once, after all resources were released. With
-                ``on_failure="log"``, failures are only logged.
-        """
-        self._close_blocking()
+    ready = BaseEngine._wait_ready
+    """Block until ``save()`` would not have to wait for an earlier save; see :meth:`CheckpointEngine.ready`."""
+    close = BaseEngine._close_blocking
+    """Finish pending saves, then release all resources. ``with`` does this at the end of its block."""
 
     def __enter__(self) -> Self:
         return self

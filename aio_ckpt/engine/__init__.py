@@ -3,10 +3,11 @@
 In: calls of ``save``, ``load`` and ``close``. Out: tickets and reports. Each save and each load runs here through the
 packages below; the engine alone knows their order. ``engine`` wires it together:
 
-- a save: ``save_call`` on the caller's thread, ``run_job`` and ``pipeline`` on the loop; a file: ``file_save`` and
-  ``file_pipeline``; ``job``: the save between both
-- all saves: ``job_queue``: the pending ones, their waits, and their end by Ctrl-C; ``known_steps``: the default step;
-  ``root``: lock, retention, protection
+- a save: ``state_save`` on the caller's thread, ``run_job`` and ``pipeline`` on the loop; a file: ``file_save`` and
+  ``file_pipeline``; ``remove()``: ``root_changes`` and ``removal``; ``job``: what passes between both threads
+- all of them: ``call_lock``: one call at a time; ``capture_session``: plans and memory; ``job_queue``: the pending
+  jobs, their waits, and their end by Ctrl-C; ``known_steps``: the default step; ``root``: lock, retention,
+  protection
 - a load: ``load`` shows its stages; ``fallback``: which checkpoint verifies; ``group_load``: the same on all ranks
 - both: ``context``: what all calls share; ``outcomes``: what is logged, explained and counted
 - the end: ``shutdown``

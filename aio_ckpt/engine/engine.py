@@ -24,14 +24,22 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine.call_lock import CallLock
+from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.file_pipeline import FilePipeline
+from aio_ckpt.engine.file_save import FileSaves
 from aio_ckpt.engine.job import SaveCall
+from aio_ckpt.engine.job_queue import JobQueue
+from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.load import Loader, PendingLoad, selection, wanted_checkpoint
+from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, usable_root
+from aio_ckpt.engine.root_changes import RootChanges
 from aio_ckpt.engine.run_job import JobRunner
-from aio_ckpt.engine.save_call import SaveFrontend
 from aio_ckpt.engine.shutdown import Shutdown
+from aio_ckpt.engine.state_save import StateSaves
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.leaves.values import State
@@ -92,7 +100,7 @@ class BaseEngine:
             self._make_parts()
             self._rescue.announce(self._portal)
             self._portal.at_exit(self._drain)
-            self._frontend.meet()
+            self._state_saves.meet()
 
     def _make_context(
         self,
@@ -146,26 +154,39 @@ class BaseEngine:
             rescue=self._rescue,
             must_wait=lambda: self._preemption.is_on,
         )
-        pipeline = SavePipeline(
+        runner = JobRunner(ctx=ctx, throttle=self._throttle, trash=self._trash)
+        pipeline = SavePipeline(ctx=ctx, runner=runner, quarantine=self._quarantine, rescue=self._rescue)
+        self._call_lock = call_lock = CallLock(portal)
+        self._session = session = CaptureSession(ctx, self._rescue.shared_memory)
+        self._recorder = OutcomeRecorder(ctx, session.cache, self._root_session)
+        self._queue = queue = JobQueue(ctx, portal, runner, self._quarantine, session, self._recorder)
+        self._earlier_steps = EarlierSteps(ctx.root)
+        self._state_saves = StateSaves(
+            call_lock=call_lock,
             ctx=ctx,
-            runner=JobRunner(ctx=ctx, throttle=self._throttle, trash=self._trash),
-            quarantine=self._quarantine,
-            rescue=self._rescue,
-        )
-        self._frontend = SaveFrontend(
-            ctx,
-            portal,
-            self._root_session,
-            pipeline,
-            rescue=self._rescue,
+            portal=portal,
+            session=session,
+            root_session=self._root_session,
+            queue=queue,
+            pipeline=pipeline,
+            statistics=self._recorder.statistics,
+            earlier_steps=self._earlier_steps,
             is_urgent=self._preemption.poll,
-            on_committed=self._expire,
+        )
+        self._file_saves = FileSaves(ctx, call_lock, session, queue, FilePipeline(ctx=ctx, runner=runner))
+        self._root_changes = RootChanges(
+            call_lock=call_lock,
+            ctx=ctx,
+            portal=portal,
+            root_session=self._root_session,
+            queue=queue,
+            earlier_steps=self._earlier_steps,
+            rescue=self._rescue,
         )
         self._shutdown = Shutdown(
-            self._frontend.queue,
+            self._queue,
             background=lambda: [
                 *self._root_session.last_passes(),
-                *self._frontend.dropping,
                 *(agreed.ended for agreed in self._agreed),
             ],
             agreements=lambda: [agreed.name for agreed in self._agreed if not agreed.ended.done()],
@@ -247,7 +268,7 @@ class BaseEngine:
             extra=extra,
             files=files,
         )
-        return self._frontend.save(state, step, call)
+        return self._state_saves.save(state, step, call)
 
     def remove(self, path: str | os.PathLike[str]) -> Milestone[None]:
         """Remove the checkpoint at ``path`` in the background, after the commits of all saves called before.
@@ -272,7 +293,7 @@ class BaseEngine:
             CheckpointNotFoundError: by the milestone: there is no checkpoint at ``path``, so that nothing is removed.
             WriteError: by the milestone: the disk failed. The checkpoint is whole, or gone.
         """
-        return self._frontend.remove(path)
+        return self._root_changes.remove(path)
 
     def save_file(
         self,
@@ -317,7 +338,7 @@ class BaseEngine:
                 of this call is saved all the same: ``error.ticket`` is its ticket.
         """
         options = SafetensorsOptions(metadata=metadata, max_shard_bytes=max_shard_bytes, dtype=dtype, rename=rename)
-        return self._frontend.save_file(obj, path, options)
+        return self._file_saves.save_file(obj, path, options)
 
     def prepare(self, state: State, step: int | None = None) -> Milestone[None]:
         """Do the slow parts of a first save ahead: take the root's lock, plan, map and register staging memory.
@@ -343,7 +364,7 @@ class BaseEngine:
             Exception: any other error that :meth:`save` would raise for this state or root. The milestone, and again
                 the save, raises BudgetExceededError if the system refuses the memory.
         """
-        return self._frontend.prepare(state, step)
+        return self._state_saves.prepare(state, step)
 
     def guard(self, guarded: OptimizerLike) -> None:
         """Let the device compute while the tensors of an optimizer are copied: its ``step()`` waits for the copies.
@@ -356,49 +377,48 @@ class BaseEngine:
         Raises:
             ConfigError: ``guarded`` has no ``step()`` or ``param_groups``. So does a step inside a CUDA graph.
         """
-        self._frontend.queue.guards.add(guarded)
+        self._session.guards.add(guarded)
 
     def clear_cache(self) -> None:
         """Forget the cached plan and free its gather buffers: the next save plans anew."""
-        self._frontend.clear_cache()
+        self._state_saves.clear_cache()
 
     def stats(self) -> EngineStats:
         """Return what the engine has done so far, and what it holds now, on this rank.
 
         This never waits. Any thread and any signal handler may call it, also once the engine is closed.
         """
-        frontend = self._frontend
-        counters, newest = frontend.statistics.counters, frontend.queue.steps.newest(())
+        session, counters, newest = self._session, self._recorder.statistics.counters, self._queue.steps.newest(())
         return EngineStats(
             rank=self._ctx.rank,
             committed=counters.committed,
             failed=counters.failed,
             skipped=counters.skipped,
-            pending=frontend.queue.pending_count,
+            pending=self._queue.pending_count,
             committed_bytes=counters.committed_bytes,
             blocked_secs=counters.blocked_secs,
             stage_secs=counters.stage_secs,
             newest_step=newest,
             newest_age_secs=counters.age_secs(newest),
-            memory_bytes=frontend.lifetime.arena_bytes,
-            plan_hits=frontend.cache.hits,
-            plan_misses=frontend.cache.misses,
+            memory_bytes=session.lifetime.arena_bytes,
+            plan_hits=session.cache.hits,
+            plan_misses=session.cache.misses,
         )
 
     @property
     def plan_hits(self) -> int:
         """Saves, and calls of :meth:`prepare`, that reused the cached layout."""
-        return self._frontend.cache.hits
+        return self._session.cache.hits
 
     @property
     def plan_misses(self) -> int:
         """Saves, and calls of :meth:`prepare`, that planned anew."""
-        return self._frontend.cache.misses
+        return self._session.cache.misses
 
     @property
     def lifetime(self) -> LifetimeStats:
         """Arenas and leases held now."""
-        return self._frontend.lifetime.stats
+        return self._session.lifetime.stats
 
     @property
     def undeleted_steps(self) -> Mapping[int, str]:
@@ -481,12 +501,26 @@ class BaseEngine:
         self._shutdown.abandon(self.config.stall_timeout_secs)
 
     def _wait_ready(self) -> None:
-        """Block until ``save()`` would not have to wait for an earlier save."""
+        """Block until ``save()`` would not have to wait for an earlier save.
+
+        If an earlier save fails meanwhile, this does not raise: the next ``save()`` or ``close()`` does.
+        """
         self._portal.check_thread("ready()")
-        queue = self._frontend.queue
+        queue = self._queue
         lines = queue.wait_warning("ready")
         while (settled := queue.settled_before_room) is not None:
             lines.wait_for([settled])
+
+    def _before_load(self, kind: str, step: object, path: object) -> Callable[[], Awaitable[None]]:
+        """Return what a load or read awaits first: the pending calls that change what it finds. ``kind`` names it.
+
+        Raises:
+            WrongThreadError: the call stands inside a save of the same thread, which may be one of these.
+        """
+        calls = self._queue.calls_before_load(step, path)
+        if calls:
+            self._call_lock.check(f"{kind}()")
+        return functools.partial(self._queue.await_calls, kind, path, calls)
 
     def _beside(self, name: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> PendingCall[T]:
         """Run ``call``, which blocks, in a thread of its own. ``name`` is used in messages."""
@@ -498,17 +532,20 @@ class BaseEngine:
         """Return the result of ``load``. If no path is given, note that this run goes on from the steps of its root."""
         loaded = await load()
         if path is None:
-            self._frontend.earlier_steps.go_on()
+            self._earlier_steps.go_on()
         return loaded
 
     def _close_blocking(self) -> None:
-        """Finish pending saves, then release all resources."""
-        self._shutdown.finish_blocking()
+        """Finish pending saves, then release all resources. A second call does nothing.
 
-    def _expire(self, step: int | None) -> None:
-        """After the commit of ``step``, or of a path if that is None: let retention delete expired steps."""
-        if not self._preemption.is_on:
-            self._root_session.delete_expired(step)
+        If Ctrl-C ends the wait, nothing is released: pending saves go on, and a later call, or the interpreter's exit,
+        finishes them.
+
+        Raises:
+            Exception: the failure of a save that nobody awaited, once, after all resources were released. With
+                ``on_failure="log"``, failures are only logged.
+        """
+        self._shutdown.finish_blocking()
 
     def _drain(self) -> None:
         """At interpreter exit, when training has ended: finish pending saves, for a limited time."""
@@ -521,12 +558,12 @@ class BaseEngine:
             contextlib.ExitStack() as steps
         ):  # runs from the last to the first; each step runs whatever the others raise
             steps.callback(self._root_session.release)
-            steps.callback(self._frontend.lifetime.close)
+            steps.callback(self._session.lifetime.close)
             steps.callback(coordinator.close)
             steps.callback(self._portal.close, STOP_SECS)
             steps.enter_context(contextlib.suppress(EngineClosedError, StallError))
             steps.callback(lambda: self._portal.call(coordinator.leave, timeout=STOP_SECS))
-            steps.callback(self._frontend.let_go)
+            steps.callback(self._session.release_devices)
 
 
 class CheckpointEngine(BaseEngine):
@@ -560,7 +597,7 @@ class CheckpointEngine(BaseEngine):
 
         If an earlier save fails meanwhile, this does not raise: the next ``save()`` or ``close()`` does.
         """
-        queue = self._frontend.queue
+        queue = self._queue
         with queue.wait_warning("ready").on_loop():
             while (settled := queue.settled_before_room) is not None:
                 await asyncio.wrap_future(follow(settled))
@@ -638,7 +675,7 @@ class CheckpointEngine(BaseEngine):
         )
         self._portal.check_thread("load()")
         self._ctx.members.check_group()
-        before = self._frontend.before_load("load", step, path)
+        before = self._before_load("load", step, path)
         loading = functools.partial(self._loader.load, state, options, given_up, before)
         return PendingLoad(self._portal.check_thread, self._portal.submit(self._going_on, loading, path), given_up)
 
@@ -675,7 +712,7 @@ class CheckpointEngine(BaseEngine):
         check_flag("with_report", with_report)
         check_callback("progress", progress)
         wanted = wanted_checkpoint(step, path)
-        names, before = selection(only), self._frontend.before_load("read", step, path)
+        names, before = selection(only), self._before_load("read", step, path)
         read = functools.partial(self._loader.read, wanted, names, skip_untrusted, with_report, progress, before=before)
         work = self._portal.submit(self._going_on, read, path)
         return PendingCall("read()", self._portal.check_thread, work)
@@ -714,8 +751,8 @@ class CheckpointEngine(BaseEngine):
             WriteError: the disk failed.
             PeerFailedError, StallError: as :meth:`load`.
         """
-        self._frontend.check_call("rollback()")
-        return self._beside("rollback()", self._frontend.rollback, step)
+        self._call_lock.check("rollback()")
+        return self._beside("rollback()", self._root_changes.rollback, step)
 
     def protect(self, step: int) -> PendingCall[None]:
         """Never delete ``step``. The protection is durable. Any process may set it, also beside a writer.
@@ -772,8 +809,8 @@ class CheckpointEngine(BaseEngine):
             WriteError: the disk failed. The step is whole, or gone; what is left of it is deleted later.
             PeerFailedError, StallError: as :meth:`load`.
         """
-        self._frontend.check_call("delete()")
-        return self._beside("delete()", self._frontend.delete, step, allow_newest=allow_newest)
+        self._call_lock.check("delete()")
+        return self._beside("delete()", self._root_changes.delete, step, allow_newest=allow_newest)
 
     async def __aenter__(self) -> Self:
         return self

@@ -16,7 +16,6 @@ from aio_ckpt.commit.trash import settle_failure
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob
 from aio_ckpt.engine.run_job import JobRunner
-from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.safetensors_file import SUFFIX
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
@@ -100,10 +99,3 @@ class FilePipeline:
             owner = owner_by_name(name, here) if name.startswith(TEMPORARY) else None
             if owner is not None and owner.is_proven_dead(here):
                 await self.runner.trash.delete(folder / name)
-
-
-def what_is_there(error: BaseException | None) -> str:
-    """Return what stands at the path after a failed save."""
-    if isinstance(error, AioCkptError) and error.in_doubt:
-        return "the new one may be in its place, and a power loss may undo that"
-    return "what was at its path is unchanged"

@@ -8,27 +8,26 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from aio_ckpt.checks import MAX_SECS, check_path, shown
 from aio_ckpt.commit.by_path import file_refusal
+from aio_ckpt.engine.call_lock import CallLock, LockedCalls
+from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.file_pipeline import TEMPORARY, FilePipeline, what_is_there
+from aio_ckpt.engine.file_pipeline import TEMPORARY, FilePipeline
 from aio_ckpt.engine.job import FileJob, SaveTimer
-from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.outcomes import duration, named
-from aio_ckpt.engine.run_job import JobRunner
-from aio_ckpt.errors import ConfigError, SaveCancelledError, WriteError
+from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
+from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, index_name
 from aio_ckpt.memory.kind import StagingChoice
-from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.file_plan import FileContent, FilePlans, torch_content
 from aio_ckpt.plan.planner import PlannedImage, collector_paused
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions, safetensors_content
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import SaveRound
-from aio_ckpt.reports import SaveReport, amount
 from aio_ckpt.runtime.deadline import NO_DEADLINE
 from aio_ckpt.runtime.waiting import call_within
 from aio_ckpt.snapshot.image import lease_image
@@ -39,26 +38,45 @@ from aio_ckpt.write.part import Part
 _log = logging.getLogger("aio_ckpt")
 
 
-class FileSaves:
-    """Caller's half of the files of one engine. The caller holds the lock under which the engine captures."""
+class FileSaves(LockedCalls):
+    """Caller's half of the files of one engine."""
 
-    def __init__(self, ctx: EngineContext, runner: JobRunner, queue: JobQueue, lifetime: LifetimeManager) -> None:
+    def __init__(
+        self, ctx: EngineContext, call_lock: CallLock, session: CaptureSession, queue: JobQueue, pipeline: FilePipeline
+    ) -> None:
+        super().__init__(call_lock=call_lock)
         self._ctx = ctx
-        self._runner = runner
         self._queue = queue
-        self._lifetime = lifetime
+        self._lifetime = session.lifetime
         # A snapshot that can be rescued belongs to a step, so a file needs no memory with a name.
         staging = "auto" if ctx.config.shm_path is not None else ctx.config.staging
         self._staging = StagingChoice(staging)
-        self._pipeline = FilePipeline(ctx=ctx, runner=runner)
-        self._plans = FilePlans(gather_bytes=ctx.config.gather_bytes, budget_bytes=lifetime.measure_budget)
+        self._pipeline = pipeline
+        self._plans = FilePlans(gather_bytes=ctx.config.gather_bytes, budget_bytes=self._lifetime.measure_budget)
         self._calls = 0
 
-    def save(self, obj: object, path: Path, options: SafetensorsOptions, started: float) -> SaveTicket:
-        """Capture ``obj`` and save it to ``path`` in the background; see ``CheckpointEngine.save_file``.
+    def save_file(self, obj: object, path: object, options: SafetensorsOptions) -> SaveTicket:
+        """See ``CheckpointEngine.save_file``."""
+        started = time.perf_counter()
+        self.call_lock.check("save_file()")
+        limit_secs, place = self._ctx.config.stall_timeout_secs, check_path("path", path, of="a file")
+        target = call_within(limit_secs, functools.partial(file_target, path), "looking at the file", place)
+        with self.call_lock.mutex:
+            self._queue.check_open()
+            self._lifetime.close_lost(self._queue.leases)
+            earlier = self._queue.take_unreported(0)
+            try:
+                ticket = self._save(obj, target, options, started)
+            except BaseException as error:
+                if earlier is not None:
+                    note_failure(error, earlier)
+                raise
+        if earlier is not None:
+            raise_failure(earlier, made=ticket)
+        return ticket
 
-        ``started`` is ``time.perf_counter`` at the call.
-        """
+    def _save(self, obj: object, path: Path, options: SafetensorsOptions, started: float) -> SaveTicket:
+        """Plan, lease and capture. ``started`` is ``time.perf_counter`` at the call."""
         check, limit_secs = functools.partial(self._check_place, path), self._ctx.config.stall_timeout_secs
         call_within(limit_secs, check, "looking at the file", path)
         with collector_paused():
@@ -68,13 +86,14 @@ class FileSaves:
         self._calls += 1
         path = path if content.index is None else path.with_name(index_name(content.index.single))
         job = self._queue.enter(
-            FileJob,
-            path,
-            SaveRound(self._ctx.members, self._ctx.executor, topic=Topic("file", self._calls)),
-            SaveTimer(started, waited_secs=waited_secs),
-            place=path.parent,
-            temporary=path.parent / f"{TEMPORARY}{self._ctx.owner.label}-{self._calls}",
-            content=content,
+            FileJob(
+                target=path,
+                round=SaveRound(self._ctx.members, self._ctx.executor, topic=Topic("file", self._calls)),
+                timer=SaveTimer(started, waited_secs=waited_secs),
+                place=path.parent,
+                temporary=path.parent / f"{TEMPORARY}{self._ctx.owner.label}-{self._calls}",
+                content=content,
+            )
         )
         self._queue.start(job, self._pipeline, self._parts(job))
         return job.ticket
@@ -91,7 +110,7 @@ class FileSaves:
                 planned_file.tail_bytes,
                 self._lifetime,
                 self._staging,
-                timeout_secs=self._runner.slot_timeout_secs(planned.plan.layout.chunk_bytes),
+                timeout_secs=self._pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes),
                 limit_secs=MAX_SECS,
             )
             yield (
@@ -124,22 +143,6 @@ class FileSaves:
         if options != SafetensorsOptions():
             raise ConfigError(f"path={name!r}: these options are for files that end in {SUFFIX}: leave them away")
         return torch_content(obj, name, self._plans)
-
-
-def log_file(job: FileJob, outcome: SaveReport | BaseException) -> None:
-    """Log one line of a file that is committed, or that failed."""
-    if isinstance(outcome, SaveReport):
-        timings = outcome.timings
-        _log.info(
-            "%s: %s durable after %s; save_file() blocked %s, staged after %s",
-            outcome.path,
-            amount(outcome.image_bytes),
-            duration(timings.committed_secs),
-            duration(timings.blocked_secs),
-            duration(timings.staged_secs),
-        )
-    elif not isinstance(outcome, SaveCancelledError):
-        _log.error("saving %s failed: %s; %s", job.path, named(outcome), what_is_there(outcome))
 
 
 def _resolved(path: Path) -> Path:

@@ -208,8 +208,8 @@ class WriteJob(Job):
     """Time by which the save must be committed."""
     round: SaveRound
     """State of the save, and its agreement with the other ranks."""
-    ticket: SaveTicket
-    earlier: tuple[Future[None], ...]
+    ticket: SaveTicket = field(init=False)
+    earlier: tuple[Future[None], ...] = ()
     """Ends of the turns of all jobs that were pending at the call, as commits keep the order of the calls. The last of
     them alone would not do: it may fail while one before it goes on."""
     timer: SaveTimer
@@ -292,6 +292,11 @@ class WriteJob(Job):
         with self.stall.paused():
             for settled in self.earlier:
                 await asyncio.wrap_future(follow(settled))
+
+    def fence(self, stream: object) -> None:
+        """Make ``stream`` wait for the copies from devices."""
+        for event in self.events:
+            event.fence(stream)
 
     async def cancel(self) -> bool:
         """Cancel the save, on the loop; False if it is too late."""

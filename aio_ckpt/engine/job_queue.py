@@ -16,17 +16,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from aio_ckpt.checks import MAX_SECS, check_path
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.by_path import is_same_place
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
+from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.job import Job, RemoveJob, SaveJob, SaveTimer, WriteJob
+from aio_ckpt.engine.job import Job, RemoveJob, SaveJob, WriteJob
 from aio_ckpt.engine.known_steps import KnownSteps
-from aio_ckpt.engine.outcomes import call_back, logged_errors, named
+from aio_ckpt.engine.outcomes import OutcomeRecorder, logged_errors, named
 from aio_ckpt.engine.removal import Remover
 from aio_ckpt.engine.run_job import JobRunner, Pipeline
 from aio_ckpt.errors import (
@@ -41,16 +42,14 @@ from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.planner import PlannedImage
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.messages import Topic
-from aio_ckpt.ranks.save_round import Room, SaveRound, SaveState
-from aio_ckpt.reports import SaveReport, Target, title
+from aio_ckpt.ranks.save_round import Room, SaveState
+from aio_ckpt.reports import SaveReport, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage, note_ticket
 from aio_ckpt.runtime.futures import failed, follow
 from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
-from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
-from aio_ckpt.snapshot.device_copy import DeviceCopier
-from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
+from aio_ckpt.snapshot.capture import Capture, capture
 from aio_ckpt.snapshot.progress import CapturedRun
 from aio_ckpt.ticket import Milestone, SaveTicket, settle
 from aio_ckpt.write.part import Part
@@ -78,19 +77,15 @@ class JobQueue:
         portal: Portal,
         runner: JobRunner,
         quarantine: Quarantine,
-        *,
-        on_settled: Callable[[WriteJob, SaveReport | BaseException], None],
+        session: CaptureSession,
+        recorder: OutcomeRecorder,
     ) -> None:
-        """``on_settled`` gets each save, with its report or its error, before the save leaves the table."""
         self._ctx = ctx
         self._portal = portal
         self._runner = runner
         self._remover = Remover(ctx=ctx, quarantine=quarantine, trash=runner.trash)
-        self._on_settled = on_settled
-        max_bytes = ctx.config.device_copy_bytes
-        self.copy_engines = CopyEngines(device_copier=DeviceCopier(None if max_bytes == "auto" else max_bytes))
-        """Streams and buffers of all captures of the engine."""
-        self.guards = OptimizerGuards()
+        self._session = session
+        self._recorder = recorder
         self._max = ctx.config.max_in_flight
         self.steps = KnownSteps(quarantine, counts_calls=ctx.world_size > 1)
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
@@ -229,30 +224,25 @@ class JobQueue:
 
     # -- one save -------------------------------------------------------------------------------------
 
-    def enter(self, kind: type[W], target: Target, round_: SaveRound, timer: SaveTimer, **fields: Any) -> W:
-        """Make a pending save. :meth:`start` puts it into the table and runs it."""
+    def enter(self, job: W) -> W:
+        """Give a new save its ticket and its turn. :meth:`start` puts it into the table and runs it."""
 
         def cancel() -> bool:
             return self._portal.call(job.cancel, timeout=self._ctx.config.stall_timeout_secs, what="cancel()")
 
-        def fence(stream: object) -> None:
-            for event in job.events:
-                event.fence(stream)
-
-        ticket = SaveTicket(
-            step=0 if isinstance(target, Path) else target,
-            path=target if isinstance(target, Path) else None,
+        job.ticket = SaveTicket(
+            step=job.step or 0,
+            path=job.target if isinstance(job.target, Path) else None,
             portal_check=self._portal.check_thread,
             cancel=cancel,
-            fence=fence,
+            fence=job.fence,
             progress=lambda: job.so_far,
-            waited_secs=timer.waited_secs,
+            waited_secs=job.timer.waited_secs,
         )
+        kinds = (SaveJob, RemoveJob) if isinstance(job, SaveJob) else type(job)
         with self._lock:
-            kinds = (SaveJob, RemoveJob) if kind is SaveJob else kind
-            earlier = tuple(other.turn_ended for other in self._jobs if isinstance(other, kinds))
-        job = kind(target=target, round=round_, timer=timer, ticket=ticket, earlier=earlier, **fields)
-        round_.advance(SaveState.CAPTURING)
+            job.earlier = tuple(other.turn_ended for other in self._jobs if isinstance(other, kinds))
+        job.round.advance(SaveState.CAPTURING)
         return job
 
     def next_number(self, kind: str = "save", step: object = None) -> int:
@@ -320,7 +310,7 @@ class JobQueue:
 
         def issued(work: Capture) -> None:
             job.events += work.source_events
-            self.guards.wait_for(work.source_events)
+            self._session.guards.wait_for(work.source_events)
             job.timer.reached("blocked")  # now: the loop wakes next and may settle the save before this thread goes on
 
         if not plan.uses_cuda and not job.is_submitted:  # with CUDA, once all copies are issued: see capture()
@@ -328,8 +318,8 @@ class JobQueue:
         return capture(
             planned,
             image,
-            self.copy_engines,
-            guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure),
+            self._session.copy_engines,
+            guarded=self._session.guards.leaves(plan.descriptors.fingerprint, plan.structure),
             on_captured=captured,
             on_issued=issued,
             stall_timeout_secs=self._runner.slot_timeout_secs(image.slots * image.chunk_bytes),
@@ -378,13 +368,12 @@ class JobQueue:
                 if error is not None:
                     for part in job.parts:
                         part.image.fail_slots(error)  # a pipeline that never began has not done it
-                self._on_settled(job, outcome)
+                self._recorder.record(job, outcome, newest=self.steps.newest(()))
         finally:  # in any case: close() and later saves wait for a save that stays in the table
             self._leave(job, error)
             job.settled.set_result(None)
             settle(job.ticket, outcome)
-        if isinstance(job, SaveJob):  # last: a slow callback then delays no waiter, and no save() that waits for room
-            self._call_back(job, outcome)
+        self._recorder.call_back(job, outcome)  # last: a slow callback delays no waiter, and no save() that waits
 
     def _leave(self, job: WriteJob, error: BaseException | None) -> None:
         """Take a save that has ended out of the table."""
@@ -395,13 +384,6 @@ class JobQueue:
             if error is not None and not isinstance(error, SaveCancelledError) and not _was_raised_elsewhere(error):
                 self._unreported.append((job.number, job.ticket))
             self._changed.notify_all()
-
-    def _call_back(self, job: SaveJob, outcome: SaveReport | BaseException) -> None:
-        config, rank = self._ctx.config, self._ctx.rank
-        if isinstance(outcome, SaveReport):
-            call_back("on_commit", config.on_commit, outcome, target=job.target, rank=rank)
-        elif isinstance(outcome, Exception) and not isinstance(outcome, SaveCancelledError):
-            call_back("on_error", config.on_error, outcome, target=job.target, rank=rank)
 
     # -- removals and paths ---------------------------------------------------------------------------
 

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.job import FileJob, WriteJob
+from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import AioCkptError, SaveCancelledError
+from aio_ckpt.plan.planner import PlanCache
 from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, Target, amount, title
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.runtime.portal import Lock
@@ -86,15 +89,23 @@ def log_failure(error: BaseException, target: Target, *, stage: str, rank: int, 
     )
 
 
-def call_back(name: str, callback: Callable[[T], object] | None, value: T, *, target: Target, rank: int) -> None:
-    """Call ``callback(value)``, the setting ``name``, if it is given. If it raises, log the error."""
-    if callback is None:
-        return
-    try:
-        callback(value)
-    except BaseException as error:  # noqa: BLE001 - SystemExit would end the engine's loop
-        text = "%s raised at %s, which changes nothing for the save: %s"
-        log_step(logging.ERROR, _step_of(target), rank, text, name, title(target), named(error))
+def log_file(path: Path, outcome: SaveReport | BaseException) -> None:
+    """Log one line of a file that is committed, or that failed to be saved at ``path``."""
+    if isinstance(outcome, SaveReport):
+        timings = outcome.timings
+        _log.info(
+            "%s: %s durable after %s; save_file() blocked %s, staged after %s",
+            outcome.path,
+            amount(outcome.image_bytes),
+            duration(timings.committed_secs),
+            duration(timings.blocked_secs),
+            duration(timings.staged_secs),
+        )
+    elif not isinstance(outcome, SaveCancelledError):
+        good = "what was at its path is unchanged"
+        if isinstance(outcome, AioCkptError) and outcome.in_doubt:
+            good = "the new one may be in its place, and a power loss may undo that"
+        _log.error("saving %s failed: %s; %s", path, named(outcome), good)
 
 
 @contextlib.contextmanager
@@ -240,3 +251,56 @@ def stage_secs(timings: StageTimings) -> dict[str, float]:
         secs[stage] = max(0.0, end - start)
         start = max(start, end)
     return secs
+
+
+class OutcomeRecorder:
+    """Records the outcomes of the saves of one engine."""
+
+    def __init__(self, ctx: EngineContext, cache: PlanCache, root_session: RootSession) -> None:
+        self._ctx = ctx
+        self._cache = cache
+        self._root_session = root_session
+        self.statistics = Statistics()
+
+    def record(self, job: WriteJob, outcome: SaveReport | BaseException, *, newest: int | None) -> None:
+        """Log and count the outcome of a save that is about to settle. ``newest``: the newest committed step.
+
+        After a failure, the cached plan is not trusted. After a commit, expired steps are deleted.
+        """
+        ctx = self._ctx
+        if isinstance(job, FileJob):
+            log_file(job.path, outcome)
+            return
+        if isinstance(outcome, BaseException):
+            if not isinstance(outcome, SaveCancelledError):
+                log_failure(outcome, job.target, stage=job.failing_stage, rank=ctx.rank, newest=newest)
+            self._cache.clear()
+            ctx.members.sent.forget()
+        else:
+            log_commit(outcome, job.target, rank=ctx.rank, world_size=ctx.world_size)
+        self.statistics.settle(outcome, job.step)
+        if isinstance(outcome, BaseException):
+            return
+        if job.step is not None:
+            ctx.members.newest = max(job.step, ctx.members.newest or 0)
+        self._root_session.delete_expired(job.step)
+
+    def call_back(self, job: WriteJob, outcome: SaveReport | BaseException) -> None:
+        """Call the user's ``on_commit`` or ``on_error`` with the outcome of a save that has settled."""
+        config = self._ctx.config
+        if isinstance(job, FileJob):
+            return
+        if isinstance(outcome, SaveReport):
+            self._call("on_commit", config.on_commit, outcome, job)
+        elif isinstance(outcome, Exception) and not isinstance(outcome, SaveCancelledError):
+            self._call("on_error", config.on_error, outcome, job)
+
+    def _call(self, name: str, callback: Callable[[T], object] | None, value: T, job: WriteJob) -> None:
+        """Call ``callback(value)``, the setting ``name``, if it is given. If it raises, log the error."""
+        if callback is None:
+            return
+        try:
+            callback(value)
+        except BaseException as error:  # noqa: BLE001 - SystemExit would end the engine's loop
+            text = "%s raised at %s, which changes nothing for the save: %s"
+            log_step(logging.ERROR, job.step, self._ctx.rank, text, name, job.title, named(error))

@@ -69,10 +69,6 @@ class SavePipeline:
     rescue: Rescue | None = None
     """Records each snapshot in a named segment, which can then be committed after a crash."""
 
-    def clear_pending(self, number: int) -> None:
-        """Delete the directory of call ``number`` later. The call has ended before its pipeline began."""
-        self.runner.trash.add(self.ctx.pending_path(number))
-
     async def save(self, job: SaveJob) -> SaveReport:
         """Write, vote, commit, with heartbeats."""
         ctx, group = self.ctx, job.round

@@ -360,12 +360,19 @@ class RootSession:
     def delete_expired(self, good: int | None) -> None:
         """After the commit of step ``good``: begin to delete expired steps and directories of failed saves.
 
-        After the commit of a path, ``good`` is None, and no step expires.
+        After the commit of a path, ``good`` is None, and no step expires. After that of a step, snapshots of dead
+        trainers are deleted, too: this run does not go on from them.
 
         The deletion runs in the background. Without the lock no step expires, so only the leader of several ranks
         deletes steps, by its own settings.
         """
         self._passes = [done for done in self._passes if not done.done()]
+        if good is not None and self._rescue.has_orphans:
+            with contextlib.suppress(EngineClosedError):
+                work = self._ctx.executor.submit(self._rescue.give_up, "a later run has committed a step")
+                self._passes.append(work)
+        if self._must_wait():
+            return
         expires = good is not None and self._retention.has_work and self._lock is not None
         if expires or len(self._trash):
             self._begin_pass(good if expires else None)

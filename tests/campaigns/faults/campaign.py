@@ -155,7 +155,7 @@ def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Cl
 def cancel_now(engine: CheckpointEngine) -> list[bool]:
     """What ``ticket.cancel()`` of each pending save does, at this very instant."""
     answers: list[bool] = []
-    for save in engine._frontend.queue.pending(WriteJob):
+    for save in engine._queue.pending(WriteJob):
         try:
             save.cancel().send(None)
         except StopIteration as answer:

@@ -241,7 +241,7 @@ class Ground:
             yield f"leaked: {self.engine.lifetime.leases} leases"
         if self.engine.lifetime.arenas > 1:
             yield f"{self.engine.lifetime.arenas} arenas"
-        if self.engine._frontend.queue.pending(WriteJob):
+        if self.engine._queue.pending(WriteJob):
             yield "a save is still pending"
 
     def _held(self) -> Counter[str]:

@@ -30,11 +30,13 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted
 from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.load import Loader
+from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
@@ -222,7 +224,12 @@ class World:
                 quarantine=Quarantine(),
             )
             queue = JobQueue(
-                self.ctx, self.portal, pipeline.runner, pipeline.quarantine, on_settled=lambda job, outcome: None
+                self.ctx,
+                self.portal,
+                pipeline.runner,
+                pipeline.quarantine,
+                CaptureSession(self.ctx, None),
+                mock.create_autospec(OutcomeRecorder, instance=True),
             )
             for number in range(1, self.rng.randrange(2, 6)):
                 while (settled := queue.settled_before_room) is not None:
@@ -274,23 +281,24 @@ class World:
         step = queue.claim_step(call, max(committed) if overwrite else None)
         queue.steps.check(step, queue.pending_steps, overwrite=overwrite, read=lambda: committed)
         save = queue.enter(
-            SaveJob,
-            step,
-            SaveRound(self.ctx.members, self.ctx.executor, topic=Topic("save", 1)),
-            SaveTimer(now, waited_secs=0.0),
-            place=_ROOT,
-            number=call,
-            deadline=deadline,
-            call=SaveCall(overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
-            pending=self.ctx.pending_path(call),
-            final=self.ctx.final_path(step),
-            save_id=self.ctx.save_id(call),
-            requested=flat.names,
-            plan=planned.plan,
-            plan_hit=planned.plan_hit,
-            fingerprint_hit=planned.fingerprint_hit,
-            objects=objects,
-            content=ContentSums(b""),
+            SaveJob(
+                target=step,
+                round=SaveRound(self.ctx.members, self.ctx.executor, topic=Topic("save", 1)),
+                timer=SaveTimer(now, waited_secs=0.0),
+                place=_ROOT,
+                number=call,
+                deadline=deadline,
+                call=SaveCall(overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
+                pending=self.ctx.pending_path(call),
+                final=self.ctx.final_path(step),
+                save_id=self.ctx.save_id(call),
+                requested=flat.names,
+                plan=planned.plan,
+                plan_hit=planned.plan_hit,
+                fingerprint_hit=planned.fingerprint_hit,
+                objects=objects,
+                content=ContentSums(b""),
+            )
         )
         part = Part(
             name=data_file_name(0),

@@ -18,7 +18,7 @@ from log_lines import LogLines, early_lines
 from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
-from aio_ckpt.engine import file_save, save_call
+from aio_ckpt.engine import file_save
 from aio_ckpt.engine import root as root_module
 from aio_ckpt.errors import StallError
 from aio_ckpt.rescue import hooks
@@ -195,7 +195,7 @@ def test_save_file_ends_by_the_limit_before_anything_is_captured(
     root: Path, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     if where == "the link":
-        monkeypatch.setattr(save_call, "file_target", disk.after(save_call.file_target))
+        monkeypatch.setattr(file_save, "file_target", disk.after(file_save.file_target))
     else:
         monkeypatch.setattr(file_save, "file_refusal", disk.after(file_save.file_refusal))
     with SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=STALL_SECS)) as engine:

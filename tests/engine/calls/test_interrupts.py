@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
-from aio_ckpt.engine import engine, file_save, job_queue
+from aio_ckpt.engine import capture_session, engine, file_save, job_queue
 from aio_ckpt.engine import root as keeper
-from aio_ckpt.engine import save_call as saver
+from aio_ckpt.engine import state_save as saver
 from aio_ckpt.engine.job import SaveJob, WriteJob
 from aio_ckpt.errors import SaveCancelledError
 from aio_ckpt.memory import lifetime
@@ -32,6 +32,7 @@ COUNT = 40_000
 TRACED = {
     module.__file__
     for module in (
+        capture_session,
         deadline,
         futures,
         engine,
@@ -109,14 +110,14 @@ def guard_of(code: CodeType, offset: int) -> int | None:
 
 def check_intact(opened: SyncCheckpointEngine, interrupt: Interrupt) -> None:
     """Nothing stays pending, leased or locked: the next save commits."""
-    for save in opened._frontend.queue.pending(WriteJob):
+    for save in opened._queue.pending(WriteJob):
         save.settled.result(TIMEOUT)
-    assert opened._frontend.queue.pending(WriteJob) == (), interrupt.where
+    assert opened._queue.pending(WriteJob) == (), interrupt.where
     state = {"a": torch.full((COUNT,), 7.0 + interrupt.at), "note": "n"}  # of the same plan
     report = opened.save(state).result(TIMEOUT)
     assert report is not None
     assert torch.equal(opened.read(report.step)["a"], state["a"]), interrupt.where
-    assert (opened.lifetime.leases, opened._frontend.lifetime._reserved_bytes) == (0, 0), interrupt.where
+    assert (opened.lifetime.leases, opened._session.lifetime._reserved_bytes) == (0, 0), interrupt.where
     assert opened.latest_step() == report.step
 
 
@@ -193,7 +194,7 @@ def test_closing_ends_the_lease_that_ctrl_c_lost(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(job_queue.JobQueue, "enter", lost)
         with pytest.raises(KeyboardInterrupt):
             opened.save({"a": torch.zeros(5000)})
-        stats = opened._frontend.lifetime
+        stats = opened._session.lifetime
         assert stats.stats.leases == 1
     assert (stats.stats.leases, stats.stats.arenas) == (0, 0)
 
@@ -220,11 +221,11 @@ def test_wherever_ctrl_c_comes_in_save_file_nothing_stays_pending_or_leased(
                 interrupt.run(lambda: saved(1.0))
             except KeyboardInterrupt:
                 assert interrupt.left == 0, "raised twice"
-            for pending in opened._frontend.queue.pending(WriteJob):
+            for pending in opened._queue.pending(WriteJob):
                 pending.settled.result(TIMEOUT)
-            assert opened._frontend.queue.pending(WriteJob) == (), interrupt.where
+            assert opened._queue.pending(WriteJob) == (), interrupt.where
             saved(2.0).result(TIMEOUT)
-            assert (opened.lifetime.leases, opened._frontend.lifetime._reserved_bytes) == (0, 0), interrupt.where
+            assert (opened.lifetime.leases, opened._session.lifetime._reserved_bytes) == (0, 0), interrupt.where
             if interrupt.left > 0:
                 break
         assert at > 100

@@ -24,7 +24,7 @@ from tensor_bits import random_tensor
 from warm_python import WarmPython, run_warm
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
-from aio_ckpt.engine import save_call
+from aio_ckpt.engine import outcomes
 from aio_ckpt.errors import (
     ConfigError,
     EngineClosedError,
@@ -402,7 +402,7 @@ def test_an_error_while_a_file_is_settled_loses_no_ticket(
     def fails(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(save_call, "log_file", fails)
+    monkeypatch.setattr(outcomes, "log_file", fails)
     with gated_engine(tmp_path / "root") as (engine, storage):
         if not succeeds:
             storage.fail("sync", "x.pt", disk_error(errno.EIO))

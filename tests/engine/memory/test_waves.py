@@ -214,7 +214,7 @@ def saved_while(root: Path, end: Callable[[CheckpointEngine, WaveStorage], objec
 
 def test_an_engine_that_is_terminated_in_a_wave_ends_the_save(tmp_path: Path, quiet: None) -> None:
     def terminate(engine: CheckpointEngine, storage: WaveStorage) -> None:
-        (pending,) = engine._frontend.queue.pending(WriteJob)
+        (pending,) = engine._queue.pending(WriteJob)
         assert pending.ticket.cancel()  # as terminate() does; then no thread is held any more
         storage.wave.open()
         engine.terminate()

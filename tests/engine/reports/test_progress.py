@@ -74,7 +74,7 @@ def test_a_state_that_is_still_captured_tells_so_and_counts_what_is_written(tmp_
     with watched_engine(tmp_path, storage, budget_bytes=MIB, workers=1) as engine, ThreadPoolExecutor(1) as pool:
         saving = pool.submit(engine.save, uniform(COUNT, MIB, 1.0))
         gates[0].wait_held()
-        (pending,) = engine._frontend.queue.pending(WriteJob)
+        (pending,) = engine._queue.pending(WriteJob)
         now = pending.ticket.progress
         assert now.stage == "capture"
         assert 0 < now.bytes_done < now.bytes_total

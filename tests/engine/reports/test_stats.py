@@ -85,13 +85,12 @@ def test_stats_wait_for_no_lock_of_the_engine(root: Path) -> None:
     """A signal handler may interrupt the thread that holds one."""
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1)
-        frontend = engine._frontend
         locks = [
-            frontend._lock,
-            frontend.queue._lock,
-            frontend.queue.steps._lock,
-            frontend.lifetime._lock,
-            frontend.statistics._lock,
+            engine._call_lock.mutex,
+            engine._queue._lock,
+            engine._queue.steps._lock,
+            engine._session.lifetime._lock,
+            engine._recorder.statistics._lock,
         ]
         for lock in locks:
             with lock:

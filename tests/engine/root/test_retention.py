@@ -422,7 +422,7 @@ def test_a_damaged_step_that_could_not_be_set_aside_is_none_of_the_kept(root: Pa
 def test_a_save_that_ends_while_the_engine_closes_settles_all_the_same(root: Path) -> None:
     with gated_engine(root, keep_last=1) as (engine, _):
         engine.save(weights(1), 1).result(TIMEOUT)
-    engine._expire(1)
+    engine._root_session.delete_expired(1)
     assert engine._root_session.passes == ()
 
 
@@ -464,7 +464,7 @@ def test_nothing_is_remembered_of_each_step(root: Path) -> None:
             engine.save(weights(step), metrics={"loss": -step}).result(TIMEOUT)
             for done in engine._root_session.passes:
                 done.result(TIMEOUT)
-            counts.append(sizes(engine, engine._frontend.queue, engine._root_session, engine._root_session._retention))
+            counts.append(sizes(engine, engine._queue, engine._root_session, engine._root_session._retention))
     assert counts[-1] == counts[9]
 
 

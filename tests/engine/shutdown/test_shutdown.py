@@ -167,7 +167,7 @@ def test_a_save_that_waits_for_room_when_the_engine_is_closed_is_refused(root: P
         gate.wait_reached()
         waiting = pool.submit(engine.save, weights(2))
         deadline = time.monotonic() + TIMEOUT
-        while not engine._frontend.queue._changed._waiters:  # it must be asleep, or there is nothing to wake
+        while not engine._queue._changed._waiters:  # it must be asleep, or there is nothing to wake
             assert time.monotonic() < deadline
         closing = pool.submit(engine.close_blocking)
         with pytest.raises(EngineClosedError):
@@ -205,7 +205,7 @@ def test_a_save_that_was_reading_its_state_when_another_thread_closed_is_refused
         assert state.reached.wait(TIMEOUT)
         closing = pool.submit(engine.close_blocking)
         deadline = time.monotonic() + TIMEOUT
-        while not engine._frontend.queue._is_closing:
+        while not engine._queue._is_closing:
             assert time.monotonic() < deadline
         state.gate.set()
         with pytest.raises(EngineClosedError):
@@ -375,8 +375,8 @@ def test_an_engine_whose_device_is_dead_releases_all_that_it_can(root: Path, mon
     engine = SyncCheckpointEngine(root)
     engine.guard(optimizer)
     engine.save({"p": parameter}).result(TIMEOUT)
-    engine._frontend.queue.guards._marks = (DeadMark(),)
-    (arena,) = engine._frontend.lifetime._arenas
+    engine._session.guards._marks = (DeadMark(),)
+    (arena,) = engine._session.lifetime._arenas
     arena.is_registered = True
     monkeypatch.setattr(device, "unregister_host_memory", refuse)
     with pytest.raises(RuntimeError, match="device-side assert"):

@@ -1,0 +1,132 @@
+"""Plans, staging memory and copy engines of all captures of one engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from concurrent.futures import Future
+
+from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.errors import EngineClosedError
+from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
+from aio_ckpt.memory.arena import SharedMemoryFactory
+from aio_ckpt.memory.kind import StagingChoice
+from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave
+from aio_ckpt.reports import Target, title
+from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.log_records import log_step
+from aio_ckpt.snapshot.capture import CopyEngines
+from aio_ckpt.snapshot.device_copy import DeviceCopier
+from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
+from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
+from aio_ckpt.state.flatten import FlatState, check_not_empty, flatten
+from aio_ckpt.state.leaf_faults import naming_all_faults
+
+_log = logging.getLogger("aio_ckpt")
+
+
+class CaptureSession:
+    """Plans, staging memory and copy engines of one engine. Its caller holds the engine's lock."""
+
+    def __init__(self, ctx: EngineContext, segments: SharedMemoryFactory | None) -> None:
+        """``segments``: factory of shared memory that outlives the process."""
+        config = ctx.config
+        self._ctx = ctx
+        self.lifetime = LifetimeManager(
+            budget_bytes=config.budget_bytes,
+            ranks_on_host=ctx.members.on_host,
+            rank=ctx.rank,
+            executor=ctx.executor,
+            debug=config.debug,
+            segments=segments,
+        )
+        self.cache = PlanCache(
+            world_size=ctx.world_size, gather_bytes=config.gather_bytes, budget_bytes=self.lifetime.measure_budget
+        )
+        """The plan of the last save."""
+        max_bytes = config.device_copy_bytes
+        self.copy_engines = CopyEngines(device_copier=DeviceCopier(None if max_bytes == "auto" else max_bytes))
+        """Streams and buffers of all captures."""
+        self.guards = OptimizerGuards()
+        self._encoder = ObjectEncoder(trusted=config.trusted_objects)
+        self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
+        self._has_told_waves = False
+
+    def plan(self, state: object) -> tuple[FlatState, PlannedSave]:
+        """Flatten ``state``, and plan it or reuse the plan of the last save."""
+        ctx = self._ctx
+        flat = flatten(state, rank=ctx.rank)
+        if not ctx.members.are_several:  # rank 0 alone may hold the whole state, and the others nothing
+            check_not_empty(flat)
+        with naming_all_faults(flat):
+            return flat, self.cache.resolve(flat)
+
+    def encode(self, flat: FlatState, planned: PlannedSave) -> ObjectBytes:
+        """Encode the leaves of a state that are stored as objects."""
+        with naming_all_faults(flat):
+            return self._encoder.encode(planned.objects, flat.versions)
+
+    def lease(
+        self,
+        planned: PlannedSave,
+        objects: ObjectBytes,
+        target: Target,
+        *,
+        slot_timeout_secs: float,
+        deadline: Deadline,
+    ) -> Image:
+        """Lease the memory of an image; see :func:`lease_image`."""
+        step = target if isinstance(target, int) else None
+        image = lease_image(
+            planned,
+            len(objects.region),
+            self.lifetime,
+            self._staging,
+            timeout_secs=slot_timeout_secs,
+            limit_secs=deadline.left_secs(MAX_SECS),
+            step=step,
+        )
+        if not (image.is_whole or self._has_told_waves):
+            self._has_told_waves = True
+            log_step(
+                logging.WARNING,
+                step,
+                self._ctx.rank,
+                "%s: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
+                "is captured, which takes as long as the disk needs for the others%s; raise budget_bytes where there "
+                "is memory. Told once",
+                title(target),
+                image.chunks[-1].stop,
+                self.lifetime.budget_bytes,
+                "" if self._ctx.config.shm_path is None else ", and such a snapshot cannot be rescued (shm_path)",
+            )
+        return image
+
+    def map_ahead(self, plan: Plan, objects: ObjectBytes, *, arenas: int) -> Future[None] | None:
+        """Map an arena for the next save in the background; see :meth:`LifetimeManager.map_ahead`."""
+        kind, budget_bytes = self._staging.kind(plan.source), self.lifetime.budget_bytes
+        spec = arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes)
+        return self.lifetime.map_ahead(spec, arenas=arenas)
+
+    def map_next(self, plan: Plan, objects: ObjectBytes) -> None:
+        """Map the arena of the next save ahead, if saves may overlap. A failure is logged."""
+        arenas = self._ctx.config.max_in_flight
+        if arenas == 1:
+            return
+        with contextlib.suppress(EngineClosedError):
+            mapped = self.map_ahead(plan, objects, arenas=arenas)
+            if mapped is not None:
+                mapped.add_done_callback(_log_failure)
+
+    def release_devices(self) -> None:
+        """Forget guarded optimizers and free the gather buffers. Arenas are freed once their last thread has ended."""
+        self.guards.close()
+        self.copy_engines.clear()
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        _log.info("no arena was mapped ahead, the next save will try: %s: %s", type(error).__name__, str(error))
