@@ -1,8 +1,9 @@
 """Compare a template with a checkpoint: which values are read into which memory, and the faults.
 
-In: an opened checkpoint and a template. Out: a ``Match``, or an error that names every leaf that does not fit.
-``match.match`` compares the shape, dtype and kind of each leaf, and makes the errors "lacks name" and "the template
-lacks name"; ``rename`` applies ``rename=``; ``narrowing`` finds narrowing casts.
+In: an opened checkpoint and a template. Out: a ``Match``, or an error that names every leaf that does not fit. Fills
+say which tensor is read into which memory. Takers build and put all other values, once these are read.
+``match.match`` makes the errors "lacks name" and "the template lacks name"; ``tensors``, ``leaves``, ``stateful`` and
+``compounds`` compare; ``rename`` applies ``rename=``; ``narrowing`` finds narrowing casts.
 Reads no data file and touches no tensor. Imports ``checkpoint`` and what it imports; nothing that saves.
 """
 
