@@ -36,7 +36,7 @@ from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError
 from aio_ckpt.format.rank_manifest import ObjectEntry, RankManifest
 from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.leaves.tensor_memory import span_of
-from aio_ckpt.restore.page_cache import is_read_by_several
+from aio_ckpt.restore.page_cache import share_page_cache
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import run_blocking
 
@@ -94,11 +94,9 @@ class Load:
         config, executor = self.runtime.config, self.runtime.portal.executor
         async with self._files() as files:
             requests = await run_blocking(executor, reads.requests, config.workers)
-            if (ranks_on_host := peers_on_host()) > 1:
-                stored = sum(place.length for place in self.metadata.storage_data.values())
-                if is_read_by_several(reads.total_bytes, stored, ranks_on_host=ranks_on_host):
-                    await files.share()
-            await files.measure({request.file for request in requests}, {})
+            stored = sum(place.length for place in self.metadata.storage_data.values())
+            await share_page_cache(files, reads, stored, ranks_on_host=peers_on_host())
+            await files.measure(reads.rows, {})
             await fetch(
                 files,
                 requests,

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aio_ckpt.checkpoint.catalog import Catalog
-from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.match import Match, OnMatched, at_once, match_template
@@ -22,7 +20,7 @@ from aio_ckpt.match.takers import Fetched, target_modified
 from aio_ckpt.restore.apply import prepare_apply
 from aio_ckpt.restore.fetch_values import fetch_values
 from aio_ckpt.restore.load_plan import plan_reads
-from aio_ckpt.restore.page_cache import is_read_by_several, wanted_bytes
+from aio_ckpt.restore.page_cache import share_page_cache
 from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
 
@@ -78,14 +76,14 @@ async def load_checkpoint(
         if options.rename is not None:
             checkpoint = await run_blocking(ctx.executor, renamed, checkpoint, options.rename, ctx.rank)
         found = await run_blocking(ctx.executor, match_template, ctx, checkpoint, state, options)
-        if not past_page_cache:
-            await _share_page_cache(ctx, files, found, checkpoint.catalog)
         fetched = Fetched(skip_untrusted=options.skip_untrusted)
         # Objects are read before a tensor is touched: one that is damaged or needs trust refuses the load.
         if found.fills.objects:
             plan = await plan_reads(ctx, files, checkpoint, Fills(objects=found.fills.objects))
             await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
         plan = await plan_reads(ctx, files, checkpoint, replace(found.fills, objects=[]), tied=found.tied)
+        if not past_page_cache:
+            await share_page_cache(files, plan.reads, checkpoint.catalog.nbytes, ranks_on_host=ctx.ranks_on_host)
         await on_matched(checkpoint.identity)
         await meter.begin_reading(plan.requests)
         with target_modified():
@@ -98,11 +96,3 @@ async def load_checkpoint(
 
 def _free(_: Checkpoint) -> None:
     """Drop the last reference to the checkpoint."""
-
-
-async def _share_page_cache(ctx: ReadContext, files: Files, found: Match, catalog: Catalog) -> None:
-    """Read through the page cache if other ranks of this host read the same bytes."""
-    if ctx.ranks_on_host > 1:
-        wanted = await run_blocking(ctx.executor, wanted_bytes, found.fills, catalog)
-        if is_read_by_several(wanted, catalog.nbytes, ranks_on_host=ctx.ranks_on_host):
-            await files.share()
