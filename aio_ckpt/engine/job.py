@@ -259,8 +259,9 @@ class WriteJob(Job):
         """Note, on the loop, the activity that begins now, and its stage if that changes."""
         self.activity = activity
         self.stage = stage or self.stage
-        self.stall.touch()
-        self.debug(activity)
+        self.stall.last = time.monotonic()
+        if is_logged(logging.DEBUG):
+            self.debug(activity)
 
     def wrote(self, nbytes: int) -> None:
         """Note, on the loop, that ``nbytes`` of a data file were written."""
@@ -270,9 +271,8 @@ class WriteJob(Job):
 
     def debug(self, text: str) -> None:
         """Log one DEBUG line of this save, with the time since its call."""
-        if is_logged(logging.DEBUG):
-            secs, line = self.timer.elapsed(), f"%s, %.3f s after {self.kind}(): %s"
-            log_step(logging.DEBUG, self.step, self.round.rank, line, self.title, secs, text)
+        secs, line = self.timer.elapsed(), f"%s, %.3f s after {self.kind}(): %s"
+        log_step(logging.DEBUG, self.step, self.round.rank, line, self.title, secs, text)
 
     def captured(self, part: Part, runs: Sequence[CapturedRun]) -> None:
         """Note, on the loop, that chunks of ``part`` are captured."""

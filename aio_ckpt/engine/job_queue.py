@@ -47,6 +47,7 @@ from aio_ckpt.reports import SaveReport, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage, note_ticket
 from aio_ckpt.runtime.futures import failed, follow
+from aio_ckpt.runtime.log_records import is_logged
 from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
 from aio_ckpt.snapshot.capture import Capture, capture
@@ -187,7 +188,8 @@ class JobQueue:
     @property
     def leases(self) -> list[Lease]:
         """Memory of the pending jobs."""
-        return [part.image.lease for job in self.pending(WriteJob) for part in job.parts]
+        with self._lock:
+            return [part.image.lease for job in self._jobs if isinstance(job, WriteJob) for part in job.parts]
 
     def room(self) -> Room:
         """Return whether another save may enter now, and up to which call all have settled."""
@@ -283,7 +285,8 @@ class JobQueue:
                     _end_copies(work, part)
                 else:  # each part by itself, because the next one may need the memory
                     copied.append(self._portal.executor.submit(_end_copies, work, part))
-            job.debug(f"{job.kind}() returns")
+            if is_logged(logging.DEBUG):
+                job.debug(f"{job.kind}() returns")
             _after_all(copied, functools.partial(_staged, job, copied))
         except BaseException as error:
             for work, part in copies:
@@ -479,7 +482,8 @@ class JobQueue:
     @property
     def pending_steps(self) -> list[int]:
         """Steps of the saves that are not settled, without the saves by path."""
-        return [job.step for job in self.pending(SaveJob) if job.step is not None]
+        with self._lock:
+            return [job.step for job in self._jobs if job.step is not None]
 
     def count_call(self, number: int, step: object) -> None:
         """Count call ``number`` of ``save()``. Of several ranks it takes its step, however it ends: all count alike."""
@@ -557,5 +561,6 @@ def _staged(job: WriteJob, copied: Sequence[Future[None]]) -> None:
     """Note that all copies of a save are done. If one failed, its pipeline fails, too, and settles the ticket."""
     if all(copy.exception() is None for copy in copied):
         job.timer.reached("staged")
-        job.debug("everything is staged")
+        if is_logged(logging.DEBUG):
+            job.debug("everything is staged")
         job.ticket.staged.resolve(None)

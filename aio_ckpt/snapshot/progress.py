@@ -42,7 +42,7 @@ class StallTimer:
     def resume(self) -> None:
         """End the pause of the stall timer, also inside the block of :meth:`paused`."""
         self.is_paused = False
-        self.touch()
+        self.last = time.monotonic()
 
     def idle_left_secs(self, limit_secs: float) -> float:
         """Return the seconds left until the save counts as stalled, if it may make no progress for ``limit_secs``."""
@@ -86,7 +86,7 @@ class CapturedChunks:
                 self._events[index] = events
                 if index in self._awaited:
                     self._awaited[index].set()
-        self._timer.touch()
+        self._timer.last = time.monotonic()
 
     async def wait(self, index: int, executor: Executor) -> None:
         """Wait until chunk ``index`` is captured. If the capture ended early, this waits for ever."""
