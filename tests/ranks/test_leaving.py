@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from builders import state_of
+from builders import flip, state_of
 from rank_engines import acting_engine, held_engine, no_space, told
 from rank_processes import Ranks, engine_on, error_of, needs_list_keys
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, SoloCoordinator, SyncCheckpointEngine
 from aio_ckpt.commit.owner import pending_path
 from aio_ckpt.errors import AioCkptError, BusyError, ConfigError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator
@@ -395,6 +395,29 @@ def test_a_call_given_up_before_the_leader_speaks_ends_as_that_call_on_both(
     leader, other = two.run(give_up_before_the_leader_speaks, tmp_path, has_room)
     assert leader == [word, *steps.split()]
     assert other == steps.split()
+
+
+def give_up_before_the_ranks_have_met(rank: int, count: int, root: Path) -> list[int]:
+    if rank == 1:
+        with acting_engine(root, SECS, on_failure="log") as (engine, _):
+            with pytest.raises(StallError, match="to open their engines"):
+                engine.save(state_of(3, 3000), deadline_secs=0.2)
+            dist.barrier()
+            return [engine.load(state_of(0, 3000)).result(SECS).step, engine.save(state_of(4, 3000)).result(SECS).step]
+    dist.barrier()
+    with acting_engine(root, SECS, on_failure="log") as (engine, _):
+        with pytest.raises(PeerFailedError):
+            engine.save(state_of(3, 3000)).result(SECS)
+        return [engine.load(state_of(0, 3000)).result(SECS).step, engine.save(state_of(4, 3000)).result(SECS).step]
+
+
+def test_a_call_given_up_before_the_ranks_have_met_takes_its_step_as_they_meet(two: Ranks, tmp_path: Path) -> None:
+    """The load finds an older step than the one that was the newest then."""
+    with SyncCheckpointEngine(tmp_path, coordinator=SoloCoordinator()) as engine:
+        for step in (1, 2):
+            engine.save(state_of(step, 3000), step=step).result(SECS)
+    flip(tmp_path / "step_000000002" / "__0_0.distcp", 5000)
+    assert two.run(give_up_before_the_ranks_have_met, tmp_path) == [[1, 4], [1, 4]]
 
 
 # -- different calls ----------------------------------------------------------------------------------
