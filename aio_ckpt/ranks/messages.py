@@ -12,8 +12,13 @@ from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.runtime.waiting import call_text
 
 _NUMBERED_WITH_SAVES = frozenset({"rollback", "delete", "remove"})
-_PARTS = {"room": "whether there is room", "planned": "once the ranks have planned it"}
-"""By part of a save, what messages say of it."""
+_PARTS = {
+    "room": "whether there is room",
+    "planned": "once the ranks have planned it",
+    "outcome": "how it ended",
+    "poll": "which poll finds its end",
+}
+"""By part of a topic, what messages say of it."""
 
 
 class Topic(NamedTuple):

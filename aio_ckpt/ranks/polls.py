@@ -201,7 +201,7 @@ class AgreedTimer:
 
     def _watched(self) -> AgreedPoll:
         self._periods += 1
-        leads, topic = self._members.is_leader, Topic(f"{self._name}.{self._periods}")
+        leads, topic = self._members.is_leader, Topic(self._name, part=f"period {self._periods}")
         agreed = AgreedPoll(self._members, self._portal, topic=topic, has_come=lambda: leads and self._is_over())
         agreed.watch()
         return agreed

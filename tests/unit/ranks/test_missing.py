@@ -110,6 +110,20 @@ def test_topics_that_are_no_call_have_words_of_their_own() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("topic", "step", "text"),
+    [
+        (Topic("save", 5), 200, "the save of step 200"),
+        (Topic("save", 5, "planned"), 200, "the save of step 200 (once the ranks have planned it)"),
+        (Topic("save", 5, "room"), None, "save() (call 5, whether there is room)"),
+        (Topic("the save timer 1", part="period 3"), None, "the save timer 1 (period 3)"),
+        (Topic("agreement 1 on x", part="outcome"), None, "agreement 1 on x (how it ended)"),
+    ],
+)
+def test_a_topic_is_named_in_the_words_of_a_user(topic: Topic, step: int | None, text: str) -> None:
+    assert topic.text(step) == text
+
+
 def test_silence_is_told_of_once_two_heartbeats_are_missing() -> None:
     assert "heartbeat" not in line(beat(SAVE), silent=299)
     assert line(beat(SAVE), silent=300).endswith("for 30 s; it gave no heartbeat for 5 min")
