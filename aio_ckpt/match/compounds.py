@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.leaves import compound
-from aio_ckpt.leaves.compound import CompoundTensor
 from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.match.options import ReadContext
-from aio_ckpt.match.takers import CompoundTaker
+from aio_ckpt.match.takers import CompoundTaker, StatefulTaker
 from aio_ckpt.state.flatten import Template, compounds_of
 from aio_ckpt.state.names import below_each, is_below
 
@@ -26,16 +24,18 @@ def match_compounds(
     stored = _stored(checkpoint, rank) if template.compounds or missing else {}
     takers: list[CompoundTaker] = []
     faults: list[str] = []
-    told = [name for name in missing if name in stored]
+    explained = [name for name in missing if name in stored]
     faults += [
         f"{name!r} is a {compound.kind_of(())} in the template and a {compound.kind_of(stored[name])} in the checkpoint"
-        for name in told
+        for name in explained
     ]
-    for name, own in template.compounds.items():
+    for name, held in template.compounds.items():
         if name in stored:
-            fault = compound.difference(own.notes, stored[name])
+            fault = compound.difference(held.notes, stored[name])
         elif name in checkpoint.catalog.shards:
-            fault = f"is a {compound.kind_of(own.notes)} in the template and a {compound.kind_of(())} in the checkpoint"
+            fault = (
+                f"is a {compound.kind_of(held.notes)} in the template and a {compound.kind_of(())} in the checkpoint"
+            )
             if not checkpoint.has_skeleton:
                 fault += (
                     ", or one that dcp.save pickled: dcp.load with an aio_ckpt.dcp.Reader loads what torch.load can"
@@ -43,41 +43,39 @@ def match_compounds(
         else:
             continue
         if fault is None:
-            takers.append(CompoundTaker(name=name, held=own, stored=stored[name]))
+            takers.append(CompoundTaker(name=name, held=held, stored=stored[name]))
         else:
             faults.append(f"{name!r} {fault}")
-            told += [part for part in missing if is_below(part, name)]
-    return takers, faults, [name for name in missing if name not in told]
+            explained += [part for part in missing if is_below(part, name)]
+    return takers, faults, [name for name in missing if name not in explained]
 
 
-def own_below(
-    checkpoint: Checkpoint, stateful: Sequence[tuple[str, Any]], ctx: ReadContext
-) -> tuple[dict[str, CompoundTensor], list[str]]:
-    """Return the compound tensors of Stateful values by full name, and the faults.
+def match_stateful_compounds(checkpoint: Checkpoint, takers: Sequence[StatefulTaker], ctx: ReadContext) -> list[str]:
+    """Add the compound tensors that Stateful values hold to their takers. Returns the faults.
 
     Raises:
         UnsafeObjectError: a stored tensor has a type that its Stateful value does not hold yet and that is not allowed.
     """
-    stored = _stored(checkpoint, ctx.rank) if stateful else {}
-    found: dict[str, CompoundTensor] = {}
+    stored = _stored(checkpoint, ctx.rank) if takers else {}
     faults: list[str] = []
-    typed = below_each({prefix for prefix, _ in stateful}, [name for name in stored if "type" in dict(stored[name])])
-    for prefix, value in stateful:
-        if prefix not in typed:
+    typed = below_each({taker.name for taker in takers}, [name for name in stored if "type" in dict(stored[name])])
+    for taker in takers:
+        if taker.name not in typed:
             continue
-        found |= compounds_of(value.state_dict(), prefix, rank=ctx.rank)
-        for name in typed[prefix]:
+        held = compounds_of(taker.value.state_dict(), taker.name, rank=ctx.rank)
+        taker.compounds = checkpoint.by_stored_name(held)
+        for name in typed[taker.name]:
             notes = stored[name]
-            if name in found:
-                fault = compound.difference(found[name].notes, notes)
+            if name in held:
+                fault = compound.difference(held[name].notes, notes)
                 faults += [] if fault is None else [f"{name!r} {fault}"]
             elif compound.allowed_type(dict(notes), trusted=ctx.trusted) is None:
                 raise UnsafeObjectError(
-                    f"{name}: a {str(dict(notes)['type']).replace(':', '.')}, which {prefix or 'the template'!r} does "
-                    "not hold yet, so that its type would have to be made: import and allow it with "
+                    f"{name}: a {str(dict(notes)['type']).replace(':', '.')}, which {taker.name or 'the template'!r} "
+                    "does not hold yet, so that its type would have to be made: import and allow it with "
                     "torch.serialization.add_safe_globals, or set trusted_objects=True"
                 )
-    return found, faults
+    return faults
 
 
 def _stored(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:

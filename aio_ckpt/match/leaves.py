@@ -120,15 +120,15 @@ def match_any_leaves(
     found, stored = _names_at(checkpoint, places, rank=rank), checkpoint.catalog.names()
     branches = branches_of_rank(checkpoint, rank)
     faults: list[str] = []
-    for place, names in found.items():
-        branch = stored_branch(checkpoint, place, names, branches) if names else place
+    for name, names in found.items():
+        branch = stored_branch(checkpoint, name, names, branches) if names else name
         if branch is None:
             faults.append(
-                f"{place!r} is empty, and rename= changes names inside of what is stored for it: rename the whole "
+                f"{name!r} is empty, and rename= changes names inside of what is stored for it: rename the whole "
                 "branch, or give the names"
             )
         elif stored.issuperset(names):
-            _add_any(taker, fills, place, names, branch)
+            _add_any(taker, fills, name, names, branch)
     missing = [name for name in missing if name not in found]
     return missing + sorted({name for names in found.values() for name in names if name not in stored}), faults
 

@@ -28,7 +28,7 @@ from aio_ckpt.leaves.tensor_memory import (
     span_of,
 )
 from aio_ckpt.leaves.values import Shard, Target
-from aio_ckpt.match.compounds import own_below
+from aio_ckpt.match.compounds import match_stateful_compounds
 from aio_ckpt.match.fills import Fill, Fills
 from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.match.rename import branches_of_rank, stored_branch
@@ -94,17 +94,15 @@ def match_stateful(
                 held |= found
         else:
             missing.append(prefix)
-    own, misfits = own_below(checkpoint, [(taker.name, taker.value) for taker in takers], ctx)
+    faults += match_stateful_compounds(checkpoint, takers, ctx)
     parts: Mapping[str, NamedNode] = {}
     if takers and checkpoint.has_skeleton:
         wanted = {taker.branch for taker in takers if taker.branch is not None}
         parts = find_named(checkpoint.skeleton(rank), wanted, rank=rank)
-    compounds = checkpoint.by_stored_name(own)
     for taker in takers:
         taker.part = parts.get(taker.branch) if taker.branch is not None else None
-        taker.compounds = compounds
     _add_fills(checkpoint, takers, fills, held, layouts, casts=options.cast)
-    return takers, missing, faults + misfits
+    return takers, missing, faults
 
 
 def _add_fills(
@@ -148,12 +146,12 @@ def _branch_fault(prefix: str, value: Any, compounds: Iterable[str]) -> str | No
     )
 
 
-def _meta_fault(prefix: str, value: Any, there: Mapping[str, Target]) -> list[str]:
+def _meta_fault(prefix: str, value: Any, held: Mapping[str, Target]) -> list[str]:
     """Return the fault of tensors on the meta device, as a list of at most one.
 
     ``load_state_dict`` of torch's own would report success for them and load nothing, as they have no memory.
     """
-    meta = [name for name, tensor in there.items() if memory_of(tensor).is_meta]
+    meta = [name for name, tensor in held.items() if memory_of(tensor).is_meta]
     is_module = isinstance(value, torch.nn.Module)
     if not meta or not is_load_of_torch(value) or (is_module and any(map(has_load_hooks, value.modules()))):
         return []
@@ -170,13 +168,13 @@ def _tensors_below(prefix: str, value: Any, names: Iterable[str], *, rank: int) 
     return {name: leaf for name in names if isinstance(leaf := leaves.get(name), (torch.Tensor, Shard))}
 
 
-def _layouts_below(prefix: str, value: Any, names: Iterable[str], there: Mapping[str, Target]) -> dict[str, Target]:
+def _layouts_below(prefix: str, value: Any, names: Iterable[str], held: Mapping[str, Target]) -> dict[str, Target]:
     """Return the tensors whose layout and device newly allocated ones get, by name.
 
-    They are the DTensors and shards of ``there``. For an optimizer that was not stepped yet, they are its parameters:
+    They are the DTensors and shards of ``held``. For an optimizer that was not stepped yet, they are its parameters:
     ``load_state_dict`` of torch moves the state of a parameter to the parameter's device.
     """
-    found: dict[str, Target] = {name: own for name, own in there.items() if isinstance(own, (DTensor, Shard))}
+    found: dict[str, Target] = {name: own for name, own in held.items() if isinstance(own, (DTensor, Shard))}
     if not isinstance(value, torch.optim.Optimizer):
         return found
     parameters = [parameter for group in value.param_groups for parameter in group["params"]]
@@ -191,7 +189,7 @@ def _layouts_below(prefix: str, value: Any, names: Iterable[str], there: Mapping
 
 
 def _fillable(
-    there: Mapping[str, Target],
+    held: Mapping[str, Target],
     shards: Mapping[str, Shards],
     stateful: Iterable[Any],
     taken: Sequence[tuple[int, int]],
@@ -202,7 +200,7 @@ def _fillable(
     checkpoint and not in the template; those of a module with load hooks of its own, which may rename or drop values.
 
     Args:
-        there: tensors of ``state_dict()`` by name; they fit the stored ones.
+        held: tensors of ``state_dict()`` by name; they fit the stored ones.
         taken: (address, bytes) of memory that other leaves of the template use.
     """
     tied: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
@@ -211,7 +209,7 @@ def _fillable(
     barred = {*_hooked_memory(stateful)}
     groups: list[tuple[list[str], torch.Tensor]] = []
     for names in tied.values():
-        tensors = [memory_of(there[name]) for name in names if name in there]
+        tensors = [memory_of(held[name]) for name in names if name in held]
         if len(tensors) < len(names) or (len(names) > 1 and len({*map(signature_of, tensors)}) > 1):
             continue
         if not tensors[0].is_inference() and tensors[0].data_ptr() not in barred:
@@ -219,7 +217,7 @@ def _fillable(
     spans = [*(span_of(tensor) for _, tensor in groups), *taken]
     is_apart = are_apart(*np.array(spans, np.int64).reshape(-1, 2).T)
     alone = zip(groups, is_apart.tolist(), strict=False)
-    return {name: there[names[0]] for (names, _), is_alone in alone if is_alone for name in names}
+    return {name: held[names[0]] for (names, _), is_alone in alone if is_alone for name in names}
 
 
 def _hooked_memory(stateful: Iterable[Any]) -> Iterator[int]:

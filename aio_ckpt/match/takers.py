@@ -168,15 +168,15 @@ class LeavesTaker:
         return built
 
 
-def _nested_at(checkpoint: Checkpoint, place: str, leaves: dict[str, object]) -> Any:
-    """Return the nested value called ``place``, which stock DCP flattened. ``leaves``: all its leaves, by name."""
+def _nested_at(checkpoint: Checkpoint, branch: str, leaves: dict[str, object]) -> Any:
+    """Return the nested value called ``branch``, which stock DCP flattened. ``leaves``: all its leaves, by name."""
     paths = checkpoint.dcp_paths or {}
     nested: Any = unflatten_dcp(paths, leaves)
     name = next(iter(leaves))
     path = paths.get(name, (name,))
-    depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == place), None)
+    depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == branch), None)
     if depth is None:
-        return {name.removeprefix(f"{place}."): leaf for name, leaf in leaves.items()}
+        return {name.removeprefix(f"{branch}."): leaf for name, leaf in leaves.items()}
     for part in path[:depth]:
         nested = nested[part]
     return nested
