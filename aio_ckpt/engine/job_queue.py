@@ -297,27 +297,23 @@ class JobQueue:
             raise
 
     def _capture(self, job: W, pipeline: Pipeline[W], planned: PlannedImage, part: Part) -> Capture:
-        """Issue the copies of a part. The first part submits the pipeline."""
+        """Issue the copies of a part. The first chunks that are captured submit the pipeline."""
         image, plan = part.image, planned.plan
-
-        def submit() -> None:
-            self._portal.submit(self._runner.run, job, pipeline, on_done=lambda done: self._settle(job, done))
-            job.is_submitted = True
 
         def captured(runs: Sequence[CapturedRun]) -> None:
             if job.is_submitted:
                 self._portal.post(job.captured, part, runs)
-            else:
-                part.chunks.add(runs)  # nothing waits for it yet, so that the loop is woken once
-                submit()
+                return
+            # The loop takes the GIL when it is woken. So it is woken once, when there is something to write.
+            part.chunks.add(runs)
+            self._portal.submit(self._runner.run, job, pipeline, on_done=lambda done: self._settle(job, done))
+            job.is_submitted = True
 
         def issued(work: Capture) -> None:
             job.events += work.source_events
             self._session.guards.wait_for(work.source_events)
             job.timer.reached("blocked")  # now: the loop wakes next and may settle the save before this thread goes on
 
-        if not plan.uses_cuda and not job.is_submitted:  # with CUDA, once all copies are issued: see capture()
-            submit()
         return capture(
             planned,
             image,
