@@ -14,11 +14,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
-from aio_ckpt.format import tensor_pickle, tensor_zip
+from aio_ckpt.format import tensor_pickle
 from aio_ckpt.format.rank_manifest import ObjectEntry
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.plan.layout import Placement
-from aio_ckpt.plan.planner import PlannedImage, plan_image
+from aio_ckpt.plan.planner import PlannedImage, placement_of, plan_image, tied_names
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, partition
 from aio_ckpt.state.flatten import FlatState
 
@@ -160,13 +159,8 @@ def plan_tensors(
     fingerprint = addresses(tensors)
     check_sources(flat, tensors, fingerprint)
     aliases = partition(structure, fingerprint)
-    tied: dict[int, list[str]] = {}
-    for name, first in zip(names, aliases, strict=True):
-        tied.setdefault(first, []).append(name)
     placements = [
-        Placement(leaf, tuple(fqns), boxes[leaf][1], spec, tensor_zip.render(spec))
-        for leaf, fqns in tied.items()
-        for spec in (structure.stored_spec(leaf),)
+        placement_of(structure, leaf, fqns, boxes[leaf][1]) for leaf, fqns in tied_names(names, aliases).items()
     ]
     plan = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
     return PlannedImage(plan=plan, tensors=tensors, objects=[]), aliases

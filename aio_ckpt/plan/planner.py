@@ -57,11 +57,6 @@ class ImagePlan:
     gather_bytes: int
     """Most bytes of a gather buffer."""
 
-    @property
-    def uses_cuda(self) -> bool:
-        """Whether any source is on a CUDA device."""
-        return self.source is not None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(ImagePlan):
@@ -241,15 +236,10 @@ def make_plan(
     tensor_names = [name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT]
     object_names = tuple(name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is LeafKind.OBJECT)
     write_items = {item.index.fqn: item for item in dcp_plan(flat).items}
-    tied: dict[int, list[str]] = {}
-    for name, first in zip(tensor_names, aliases, strict=True):
-        tied.setdefault(first, []).append(name)
     placements = [
-        Placement(leaf, tuple(names), offsets, spec, tensor_zip.render(spec))
-        for leaf, names in tied.items()
+        placement_of(structure, leaf, names, structure.offsets(leaf) or shard_offsets(write_items, names[0]))
+        for leaf, names in tied_names(tensor_names, aliases).items()
         if world_size == 1 or _is_held(structure, leaf, write_items.get(names[0]))
-        for spec in (structure.stored_spec(leaf),)
-        for offsets in (structure.offsets(leaf) or shard_offsets(write_items, names[0]),)
     ]
     image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
     plan = _plan_of(image, aliases, object_names, source_bytes)
@@ -259,6 +249,20 @@ def make_plan(
     if world_size > 1:
         return replace(plan, local=local, held=tuple(item.leaf for item in items))
     return replace(plan, metadata=render_global([Stored.whole(local, plan.layout, len(object_names))]))
+
+
+def tied_names(names: Sequence[str], aliases: Sequence[int]) -> dict[int, list[str]]:
+    """Return the names of each stored leaf. ``aliases``: per name, the first leaf that shares its bytes."""
+    tied: dict[int, list[str]] = {}
+    for name, first in zip(names, aliases, strict=True):
+        tied.setdefault(first, []).append(name)
+    return tied
+
+
+def placement_of(structure: Structure, leaf: int, names: Sequence[str], offsets: tuple[int, ...]) -> Placement:
+    """Return the placement of a leaf, stored under ``names``, at ``offsets`` of its global tensor."""
+    spec = structure.stored_spec(leaf)
+    return Placement(leaf, tuple(names), offsets, spec, tensor_zip.render(spec))
 
 
 def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...], source_bytes: list[int]) -> Plan:

@@ -13,7 +13,6 @@ from wrapper_tensors import blockwise
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, EngineClosedError
-from aio_ckpt.plan.planner import ImagePlan
 from aio_ckpt.plan.structure import Leaves, Structure, addresses
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.capture import Capture
@@ -80,7 +79,6 @@ def test_the_engines_loop_is_woken_once_and_last(tmp_path: Path, monkeypatch: py
 
         monkeypatch.setattr(owner, name, noting)
 
-    monkeypatch.setattr(ImagePlan, "uses_cuda", True)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1)
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.guard(optimizer)
