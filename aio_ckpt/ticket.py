@@ -263,7 +263,7 @@ class SaveTicket:
         if skipped:
             self.staged.resolve(None)
             self.committed.resolve(None)
-        self.committed.add_done_callback(self._let_go)
+        self.committed.add_done_callback(self._release)
 
     def __repr__(self) -> str:
         return f"<SaveTicket {title(self.path or self.step)}: {self._state()}>"
@@ -336,7 +336,7 @@ class SaveTicket:
         if fence is not None:
             fence(stream)
 
-    def _let_go(self, _: Milestone[SaveReport | None]) -> None:
+    def _release(self, _: Milestone[SaveReport | None]) -> None:
         # A trainer may keep its tickets for ever; the callbacks hold the save's state.
         if self._read_progress is not None:
             self._last_progress = self._read_progress()

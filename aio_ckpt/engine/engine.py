@@ -507,9 +507,9 @@ class BaseEngine:
         """
         self._portal.check_thread("ready()")
         queue = self._queue
-        lines = queue.wait_warning("ready")
+        warning = queue.wait_warning("ready")
         while (settled := queue.settled_before_room) is not None:
-            lines.wait_for([settled])
+            warning.wait_for([settled])
 
     def _before_load(self, kind: str, step: object, path: object) -> Callable[[], Awaitable[None]]:
         """Return what a load or read awaits first: the pending calls that change what it finds. ``kind`` names it.
@@ -528,8 +528,8 @@ class BaseEngine:
         work = start_beside(call, *args, **kwargs)
         return PendingCall(name, self._portal.check_thread, work)
 
-    async def _going_on(self, load: Callable[[], Awaitable[T]], path: object) -> T:
-        """Return the result of ``load``. If no path is given, note that this run goes on from the steps of its root."""
+    async def _run_load(self, load: Callable[[], Awaitable[T]], path: object) -> T:
+        """Run ``load``. Without a path, it marks this run as resumed, so that the first save warns of nothing."""
         loaded = await load()
         if path is None:
             self._earlier_steps.go_on()
@@ -677,7 +677,7 @@ class CheckpointEngine(BaseEngine):
         self._ctx.members.check_group()
         before = self._before_load("load", step, path)
         loading = functools.partial(self._loader.load, state, options, given_up, before)
-        return PendingLoad(self._portal.check_thread, self._portal.submit(self._going_on, loading, path), given_up)
+        return PendingLoad(self._portal.check_thread, self._portal.submit(self._run_load, loading, path), given_up)
 
     def read(
         self,
@@ -714,7 +714,7 @@ class CheckpointEngine(BaseEngine):
         wanted = wanted_checkpoint(step, path)
         names, before = selection(only), self._before_load("read", step, path)
         read = functools.partial(self._loader.read, wanted, names, skip_untrusted, with_report, progress, before=before)
-        work = self._portal.submit(self._going_on, read, path)
+        work = self._portal.submit(self._run_load, read, path)
         return PendingCall("read()", self._portal.check_thread, work)
 
     # -- steps --------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class JobQueue:
         self._saves: deque[int] = deque(maxlen=self._max + 1)  # numbers of the newest calls of save()
         self._counted: deque[tuple[int, object]] = deque()  # calls that take their steps once the ranks have met
         self._jobs: list[Job] = []
-        # Of the last save that came into the table. An error that nobody was told yet keeps its ticket.
+        # Of the last save that came into the table. An error that was not reported yet keeps its ticket.
         self._newest: Callable[[], SaveTicket | None] = lambda: None
         self._unreported: list[tuple[int, SaveTicket]] = []  # with the number of the call
         self._is_closing = False
@@ -119,9 +119,9 @@ class JobQueue:
             StallError: there was no room by the deadline of this save, which names ``target`` if it is given.
             EngineClosedError: the engine is closed, or was closed meanwhile.
         """
-        began, lines = time.perf_counter(), self.wait_warning(kind.kind, target, kind=kind)
+        began, warning = time.perf_counter(), self.wait_warning(kind.kind, target, kind=kind)
         while True:
-            pause_secs = lines.pause_secs(deadline.left_secs(MAX_SECS))  # logs, so it is not under the lock
+            pause_secs = warning.pause_secs(deadline.left_secs(MAX_SECS))  # logs, so it is not under the lock
             with self._lock:
                 pending = self._of(kind)
                 if self._is_closing or len(pending) < self._max:
@@ -207,9 +207,9 @@ class JobQueue:
 
     def wait_settled(self, step: object, through: int, deadline: Deadline) -> None:
         """Wait until no save of a call up to number ``through`` is pending. Errors name ``step`` if it is given."""
-        lines = self.wait_warning("save", step, kind=SaveJob)
+        warning = self.wait_warning("save", step, kind=SaveJob)
         while True:
-            pause_secs = lines.pause_secs(deadline.left_secs(MAX_SECS))
+            pause_secs = warning.pause_secs(deadline.left_secs(MAX_SECS))
             with self._lock:
                 pending = self._of(SaveJob)
                 if not pending or pending[0].number > through:
@@ -443,7 +443,7 @@ class JobQueue:
         """Wait for those of ``calls`` that save or remove at ``path``; for all of them if that is None.
 
         A path that is none names no call. A call that fails ends the wait, too. The wait has no deadline of its own,
-        because each pending save has its limits. ``call`` names the waiting call in lines of the log.
+        because each pending save has its limits. ``call`` names the waiting call in the log.
         """
         with contextlib.suppress(ConfigError), self.wait_warning(call).on_loop():
             place = None if path is None else check_path("path", path)
@@ -535,7 +535,7 @@ def note_failure(error: BaseException, failed: SaveTicket) -> None:
 
 
 def _was_raised_elsewhere(error: BaseException) -> bool:
-    """Return whether ``save()`` raised ``error`` on another rank. Raised here again, it would be told there again."""
+    """Return whether ``save()`` raised ``error`` on another rank. Raised here again, it would be sent there again."""
     return isinstance(error, PeerFailedError) and error.stage == CALL_STAGE
 
 

@@ -176,15 +176,15 @@ class RootSession:
             StallError: the deadline passed. The thread goes on, and the next call waits for it first.
         """
         limit_secs = deadline.left_secs(self._ctx.config.stall_timeout_secs)
-        waits, lines = time.monotonic() + limit_secs, self._lines(what)
-        if self._lock_call is not None and lines.wait_for([self._lock_call], limit_secs):
+        waits, warning = time.monotonic() + limit_secs, self._warning(what)
+        if self._lock_call is not None and warning.wait_for([self._lock_call], limit_secs):
             self._lock_call = None
         if self._lock_call is None:
             watched = _LockCall(call)
             try:
                 work: Future[T] = self._ctx.executor.submit(watched)
                 self._lock_call = work
-                if lines.wait_for([work], waits - time.monotonic()):
+                if warning.wait_for([work], waits - time.monotonic()):
                     self._lock_call = None
                     if work.cancelled():  # the end of the engine dropped it before it began
                         self._check_open()
@@ -192,7 +192,7 @@ class RootSession:
             except BaseException:  # Ctrl-C, too, wherever it comes
                 self._give_up(watched)
                 if watched.has_begun:  # another engine may open the root next
-                    lines.wait_for([watched.ended], STOP_SECS)
+                    warning.wait_for([watched.ended], STOP_SECS)
                 raise
             self._give_up(watched)
         deadline.check(None, what)
@@ -233,7 +233,7 @@ class RootSession:
                 lock.release()
 
         released, root = start_beside_or_here(release), self._ctx.root
-        if not self._lines("releasing the lock").wait_for([released], STOP_SECS):
+        if not self._warning("releasing the lock").wait_for([released], STOP_SECS):
             text = "%s: the lock was not released within %.0f s: the file system does not answer. No engine can write "
             _log.error(text + "here until it does, or this process ends", root, STOP_SECS)
         else:
@@ -292,8 +292,8 @@ class RootSession:
 
     def _await_passes(self, what: str) -> None:
         """Wait for deletions in progress: they may have listed the step of ``what``, so that no step might be left."""
-        lines = self._lines(f"{what}: the deletion of expired steps")
-        if not lines.wait_for(self._passes, self._ctx.config.stall_timeout_secs):
+        warning = self._warning(f"{what}: the deletion of expired steps")
+        if not warning.wait_for(self._passes, self._ctx.config.stall_timeout_secs):
             raise StallError(f"{what}: the deletion of expired steps under {self._ctx.root} does not end")
 
     async def _abandon_after(self, step: int) -> StepsChange:
@@ -401,7 +401,7 @@ class RootSession:
         if scope.cancelled_caught:
             _log.warning("%s: deleting expired steps did not end within %s s", self._ctx.root, limit)
 
-    def _lines(self, what: str) -> WaitWarning:
+    def _warning(self, what: str) -> WaitWarning:
         return disk_warning(what, self._ctx.root, rank=self._ctx.rank)
 
     def _call(
@@ -412,7 +412,7 @@ class RootSession:
         deadline: Deadline = NO_DEADLINE,
     ) -> T:
         async def watched() -> T:
-            with self._lines(what).on_loop():
+            with self._warning(what).on_loop():
                 return await async_fn(*args)
 
         timeout_secs = deadline.left_secs(self._ctx.config.stall_timeout_secs)

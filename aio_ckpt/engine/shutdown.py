@@ -63,7 +63,7 @@ class Shutdown:
 
     async def finish(self) -> None:
         """Wait for pending saves and release. Raises the failure of a save that nobody awaited, once."""
-        with self._lines("close").on_loop():
+        with self._warning("close").on_loop():
             for work in self._begin():
                 await asyncio.wrap_future(follow(work))
             for work in self._background():
@@ -92,9 +92,9 @@ class Shutdown:
 
     def finish_blocking(self) -> None:
         """Do :meth:`finish` for a caller without a loop."""
-        lines = self._lines("close")
-        lines.wait_for(self._begin())
-        lines.wait_for(self._background())
+        warning = self._warning("close")
+        warning.wait_for(self._begin())
+        warning.wait_for(self._background())
         self._release_here()
         self._raise_unreported()
 
@@ -117,11 +117,11 @@ class Shutdown:
 
         If a step is lost, or a save failed that nobody heard of, the process ends with status 1.
         """
-        deadline, lines = time.monotonic() + timeout_secs, self._lines("sys.exit")
+        deadline, warning = time.monotonic() + timeout_secs, self._warning("sys.exit")
         pending = self._queue.pending(WriteJob)
         try:
-            lines.wait_for(self._begin(), timeout_secs)
-            lines.wait_for(self._background(), deadline - time.monotonic())
+            warning.wait_for(self._begin(), timeout_secs)
+            warning.wait_for(self._background(), deadline - time.monotonic())
         finally:  # also after Ctrl-C: the lost steps are logged in any case
             late = [job for job in pending if not job.settled.done()]
             if late:
@@ -134,7 +134,7 @@ class Shutdown:
                 fail_at_exit()
             self._release_here()
 
-    def _lines(self, call: str) -> WaitWarning:
+    def _warning(self, call: str) -> WaitWarning:
         return self._queue.wait_warning(call, others=self._waits_for)
 
     def _waits_for(self) -> str:

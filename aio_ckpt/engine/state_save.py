@@ -342,8 +342,8 @@ class StateSaves(LockedCalls):
         whole = planned.plan
         assert whole.local is not None  # there are several ranks
         limit_secs = deadline.left_secs(2 * self.ctx.members.stall_secs)
-        told = PlanMsg(sent_target(target), whole.local, content)
-        assign = functools.partial(_assign_under_one_root, self.ctx, number, round_, told)
+        message = PlanMsg(sent_target(target), whole.local, content)
+        assign = functools.partial(_assign_under_one_root, self.ctx, number, round_, message)
         try:
             reply = self.portal.call(assign, timeout=limit_secs, what="save()")
         except StallError:
@@ -355,12 +355,12 @@ class StateSaves(LockedCalls):
         return replace(planned, plan=plan)
 
 
-async def _assign_under_one_root(ctx: EngineContext, number: int, round_: SaveRound, told: PlanMsg) -> AssignReply:
+async def _assign_under_one_root(ctx: EngineContext, number: int, round_: SaveRound, message: PlanMsg) -> AssignReply:
     """Do :meth:`SaveRound.assign`. The leader makes the pending directory before, and the other ranks must see it."""
     pending = ctx.pending_path(number)
     if ctx.members.is_leader:
         await make_pending(ctx.storage, pending)
-    reply = await round_.assign(told)
+    reply = await round_.assign(message)
     if not ctx.members.is_leader:
         await ctx.members.check_root(ctx.storage, ctx.root, pending)
     return reply
