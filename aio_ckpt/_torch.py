@@ -63,6 +63,7 @@ __all__ = [
     "pickled_storage",
     "reader_transforms",
     "sparse_coo_parts",
+    "unowned_bytes",
     "writer_transforms",
 ]
 
@@ -112,6 +113,15 @@ def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:
 def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source to its target in few launches. If it moves, ``copy_`` one by one: 10 times the host time."""
     torch._foreach_copy_(targets, sources)
+
+
+def unowned_bytes(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return the bytes at ``address`` as a tensor that does not keep them allocated.
+
+    If ``_construct_storage_from_data_pointer`` moves: views of the allocated tensor, made anew in each save.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def bare_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from aio_ckpt.reports import Target, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.snapshot.capture import CopyEngines
-from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 from aio_ckpt.state.flatten import FlatState, check_not_empty, flatten
@@ -47,7 +46,7 @@ class CaptureSession:
         )
         """The plan of the last save."""
         max_bytes = config.device_copy_bytes
-        self.copy_engines = CopyEngines(device_copier=DeviceCopier(None if max_bytes == "auto" else max_bytes))
+        self.copy_engines = CopyEngines(None if max_bytes == "auto" else max_bytes)
         """Streams and buffers of all captures."""
         self.guards = OptimizerGuards()
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)

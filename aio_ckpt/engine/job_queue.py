@@ -318,7 +318,7 @@ class JobQueue:
             planned,
             image,
             self._session.copy_engines,
-            guarded=self._session.guards.leaves(plan.descriptors.fingerprint, plan.structure),
+            guarded=self._session.guards.leaves(plan.fingerprint, plan.structure),
             on_captured=captured,
             on_issued=issued,
             stall_timeout_secs=self._runner.slot_timeout_secs(image.slots * image.chunk_bytes),

@@ -189,7 +189,7 @@ class StateSaves(LockedCalls):
                 name=data_file_name(ctx.rank),
                 layout=plan.layout,
                 tail=objects.region,
-                renders_constants=not image.has_constants or plan.gathers,
+                renders_constants=not image.has_constants or plan.copies.gathers,
                 image=image,
                 chunks=CapturedChunks(len(image.chunks), job.stall),
             )

@@ -12,10 +12,9 @@ from aio_ckpt.format.safetensors_file import SafetensorsIndex
 from aio_ckpt.format.torch_file import ZipTail, pickle_object, storage_envelope
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.copy_plan import image_order
-from aio_ckpt.plan.layout import Placement, cut_chunks, lay_out
+from aio_ckpt.plan.layout import ImageLayout, Placement, TensorItem, cut_chunks, lay_out
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage, is_gathered, plan_layout
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources
-from aio_ckpt.plan.values import ImageLayout, TensorItem
 from aio_ckpt.state.flatten import FlatState
 
 
@@ -82,7 +81,7 @@ class FilePlans:
         kept_header, kept = self._kept.get(slot, (None, None))
         is_hit = kept is not None and kept_header == header and kept.structure.is_of(flat, leaves)
         if kept is not None and is_hit:
-            plan = replace(kept, descriptors=kept.places.at(fingerprint))
+            plan = kept.at(fingerprint)
         else:
             structure = Structure.of(flat, leaves)
             layout = lay_out(structure, self._budget_bytes())

@@ -1,4 +1,7 @@
-"""Image layout: the place of every item in the data file, and the cut of the file into chunks. Pure.
+"""Layout of one rank's data file: items, pieces and chunks, and the offset of each. Pure.
+
+Sizes and offsets are bytes. *Image* offsets count from the start of the data file, *item* offsets from the
+start of one item inside it.
 
 Borrowed fact: DCP accepts gaps between items (``_StorageInfo`` holds offset and length of each).
 """
@@ -9,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from aio_ckpt.config import LEAST_BUDGET_BYTES
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, RAW_ALIGN_BYTES, Envelope, TensorSpec, align_up
-from aio_ckpt.plan.values import Chunk, ChunkSums, ImageLayout, Piece, TensorItem
 
+_PAGE_ALIGNED_BYTES = 1 << 20
+"""Least raw bytes of an item that begins at a page."""
 _CHUNK_BYTES_MIN = 4 << 20
 _CHUNK_BYTES_FEW = 32 << 20
 _CHUNK_BYTES_MAX = 64 << 20
@@ -23,6 +28,109 @@ _MANY_CHUNKS = 128
 """Most chunks of an image; beyond, chunks get larger. Each chunk costs 0.5 ms of CPU and GIL hand-offs."""
 _WAVE_CHUNKS = 8
 """Chunks that fit the budget if the image is larger: some are written while one is summed and one is captured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorItem:
+    """Item of a tensor, as laid out in the image."""
+
+    leaf: int
+    """Position in the flat state of the first leaf that the item stores. Tied leaves share the item."""
+    fqns: tuple[str, ...]
+    """Every name of the item."""
+    offsets: tuple[int, ...]
+    """Start of the shard in the global tensor, in elements per dimension."""
+    spec: TensorSpec
+    """dtype, local shape, stored stride."""
+    envelope: Envelope
+    """Header and trailer."""
+    item_offset: int
+    """Image offset of the header."""
+
+    @property
+    def raw_offset(self) -> int:
+        """Image offset of the raw bytes."""
+        return self.item_offset + len(self.envelope.header)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Length of the raw bytes."""
+        return self.envelope.raw_bytes
+
+    @property
+    def trailer_offset(self) -> int:
+        """Image offset of the trailer."""
+        return self.raw_offset + self.raw_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Raw bytes of one item that lie in one chunk."""
+
+    item: int
+    """Index into ``ImageLayout.items``."""
+    raw_start: int
+    """First byte, counted from the start of the item's raw bytes."""
+    image_start: int
+    """Image offset of the first byte."""
+    nbytes: int
+    """Length, in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkSums:
+    """Checksums of one chunk: the bytes to sum and the places of the sums. In arrays, to save a Python step an item."""
+
+    spans: tuple[tuple[int, int], ...]
+    """(start, stop) in the chunk of the raw bytes of each item that has at most one block and lies wholly in it."""
+    span_items: npt.NDArray[np.intp]
+    """Item of each span."""
+    parts: tuple[Piece, ...]
+    """All other pieces."""
+    crc_patches: npt.NDArray[np.intp]
+    """Items whose trailer lies in the chunk."""
+    patch_offsets: npt.NDArray[np.intp]
+    """Positions in the chunk of their CRC32 fields, byte by byte: shape (items, fields, 4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunk:
+    """Part of the image that one write moves, from ``start`` to ``stop``."""
+
+    index: int
+    """Position in ``ImageLayout.chunks``."""
+    start: int
+    """Image offset, a multiple of the chunk size."""
+    stop: int
+    """Image offset after the last byte."""
+    pieces: tuple[Piece, ...]
+    """Raw bytes inside it, ascending."""
+    constants: tuple[tuple[int, bytes], ...]
+    """(image offset, bytes) of the headers and trailers inside it, ascending."""
+    sums: ChunkSums
+    """Checksums of the chunk. A trailer inside it is filled once its item is summed, so the chunk is written then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLayout:
+    """Places of one rank's tensors in its data file.
+
+    Objects follow at ``tensor_bytes``. Their length changes from save to save, so the layout does not hold them.
+    No header or trailer straddles a multiple of ``chunk_bytes``.
+    """
+
+    items: tuple[TensorItem, ...]
+    """Items, ascending by offset."""
+    chunk_bytes: int
+    """Size of every chunk but the last, a multiple of the page."""
+    chunks: tuple[Chunk, ...]
+    """Chunks that hold tensor bytes; the last ends at ``tensor_bytes``."""
+    tensor_bytes: int
+    """Offset at which the tensors end and the objects begin."""
+    raw_bytes: int
+    """Raw bytes of all items together."""
+    file_alignment: int = PAGE_BYTES
+    """Number of bytes of which the length of the file is a multiple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +192,7 @@ def lay_out(placements: Sequence[Placement], *, budget_bytes: int, chunk_bytes: 
 def _place(placement: Placement, cursor: int, chunk_bytes: int) -> TensorItem:
     rendered = placement.envelope
     header_bytes, trailer_bytes = len(rendered.header), len(rendered.trailer)
-    alignment = PAGE_BYTES if rendered.raw_bytes >= BLOCK_BYTES else RAW_ALIGN_BYTES
+    alignment = PAGE_BYTES if rendered.raw_bytes >= _PAGE_ALIGNED_BYTES else RAW_ALIGN_BYTES
     start = align_up(cursor + header_bytes, alignment)
     while _straddles(start - header_bytes, start, chunk_bytes) or _straddles(
         start + rendered.raw_bytes, start + rendered.raw_bytes + trailer_bytes, chunk_bytes

@@ -1,8 +1,8 @@
-"""Plan: structure, pointer fingerprint, image layout and the cache.
+"""Plan of one rank's state, and the cache that reuses the plan of the last save.
 
 A cached :class:`Plan` holds names, offsets and rendered bytes; no tensor, storage, handle or memoryview
-(DESIGN §2.5). Every save resolves its tensors anew. The structure decides whether the layout may be reused,
-the pointer fingerprint whether the copy descriptors may.
+(DESIGN §2.5). Every save resolves its tensors anew. The layout is reused if the structure is equal column by column,
+the copies by address if the fingerprint is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -25,13 +26,12 @@ from aio_ckpt.format.tensor_table import TensorEntry
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.memory.cuda import can_copy_by_address, gathered_below_bytes
 from aio_ckpt.plan.assignment import Assignment, unpacked
-from aio_ckpt.plan.copy_plan import ChunkCopyMethods, CopyDescriptors, Places, choose_copy_methods, image_order
+from aio_ckpt.plan.copy_plan import CopyPlan, image_order, plan_copies
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
-from aio_ckpt.plan.layout import Placement, lay_out
+from aio_ckpt.plan.layout import ImageLayout, Placement, TensorItem, lay_out
 from aio_ckpt.plan.replicas import Tolerance, tolerances
 from aio_ckpt.plan.shard_table import LocalPlan
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, check_whole, partition, storage_bytes
-from aio_ckpt.plan.values import ImageLayout, TensorItem
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.skeleton import encode_skeleton
@@ -44,18 +44,18 @@ class ImagePlan:
     structure: Structure
     """Structure that the plan was made for."""
     layout: ImageLayout
-    copy_methods: tuple[ChunkCopyMethods, ...]
-    """Copy methods of the pieces, per chunk."""
-    places: Places
-    """Copies by address, without addresses."""
-    descriptors: CopyDescriptors
-    """Copies by address, with the addresses of the save that made them."""
+    fingerprint: list[int]
+    """Address of every tensor leaf."""
+    copies: CopyPlan
+    """Copies of the tensors. Those by address have the addresses of ``fingerprint``."""
     source: torch.device | None
     """CUDA device that holds most of the raw bytes; None if the state is in host memory."""
-    gathers: bool
-    """Whether small tensors are gathered on a device."""
     gather_bytes: int
     """Most bytes of a gather buffer."""
+
+    def at(self, fingerprint: list[int]) -> Self:
+        """Return the plan for tensors at other addresses."""
+        return replace(self, fingerprint=fingerprint, copies=self.copies.at(fingerprint))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Plan(ImagePlan):
     stored_names: frozenset[str]
     """Names of the tensor leaves that the layout stores."""
     source_bytes: list[int]
-    """Storage length of every tensor leaf, of the save that made the descriptors. A storage that was freed and
+    """Storage length of every tensor leaf, of the save at these addresses. A storage that was freed and
     allocated again may be shorter at its old address."""
 
 
@@ -108,7 +108,7 @@ class PlannedSave(PlannedImage):
     plan_hit: bool
     """Whether the layout was reused."""
     fingerprint_hit: bool
-    """Whether the copy descriptors were reused."""
+    """Whether the addresses were reused."""
 
 
 class PlanCache:
@@ -137,7 +137,7 @@ class PlanCache:
         self._plan = None
 
     def resolve(self, flat: FlatState) -> PlannedSave:
-        """Plan ``flat``. The cached layout and descriptors are reused if they are still valid.
+        """Plan ``flat``. The cached layout and addresses are reused if they are still valid.
 
         Raises:
             UnsupportedLeafError: no checkpoint can hold a leaf.
@@ -156,14 +156,14 @@ class PlanCache:
             check_leaves(flat)
             return self._miss(flat, leaves, structure)
         tensors = leaves.tensors
-        if fingerprint == cached.descriptors.fingerprint and storage_bytes(tensors) == cached.source_bytes:
+        if fingerprint == cached.fingerprint and storage_bytes(tensors) == cached.source_bytes:
             return self._hit(cached, leaves, fingerprint_hit=True)
         with collector_paused():
             source_bytes = check_sources(flat, tensors, fingerprint)
             is_same = partition(structure, fingerprint) == cached.aliases
         if not is_same:
             return self._miss(flat, leaves, structure)
-        plan = self._plan = replace(cached, descriptors=cached.places.at(fingerprint), source_bytes=source_bytes)
+        plan = self._plan = replace(cached.at(fingerprint), source_bytes=source_bytes)
         return self._hit(plan, leaves, fingerprint_hit=False)
 
     def adopt(self, plan: Plan) -> None:
@@ -299,7 +299,7 @@ def narrow(plan: Plan, share: Assignment, share_id: bytes, replicated: bytes) ->
     image = plan_image(
         plan.structure,
         placements,
-        plan.descriptors.fingerprint,
+        plan.fingerprint,
         gather_bytes=plan.gather_bytes,
         budget_bytes=sys.maxsize,  # the chunk size of the whole plan keeps to the budget already
         chunk_bytes=plan.layout.chunk_bytes,
@@ -355,23 +355,20 @@ def is_gathered(device: torch.device, nbytes: int, gather_bytes: int) -> bool:
 
 def plan_layout(structure: Structure, layout: ImageLayout, fingerprint: list[int], *, gather_bytes: int) -> ImagePlan:
     """Choose the copy methods of a layout of leaves of ``structure``, whose addresses are ``fingerprint``."""
-    copy_methods = choose_copy_methods(
+    copies = plan_copies(
         structure,
         layout,
         can_copy_by_address=can_copy_by_address,
         gathers=lambda device, nbytes: is_gathered(device, nbytes, gather_bytes),
         gather_bytes=gather_bytes,
     )
-    places = Places.of(structure, layout, copy_methods)
     return ImagePlan(
         structure=structure,
         layout=layout,
-        copy_methods=copy_methods,
-        places=places,
-        descriptors=places.at(fingerprint),
+        fingerprint=fingerprint,
+        copies=copies.at(fingerprint),
         source=_main_source(structure, layout),
         gather_bytes=gather_bytes,
-        gathers=any(route.gathered for route in copy_methods),
     )
 
 

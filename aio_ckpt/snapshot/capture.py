@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -15,76 +15,41 @@ from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import Copies, CopyEvent, pack_part
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import copy_all, first_unreadable
-from aio_ckpt.plan.copy_plan import ChunkCopyMethods, GatherRun, HostTransfers
+from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable, GatherRun
+from aio_ckpt.plan.layout import Chunk, Piece
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses
-from aio_ckpt.plan.values import Chunk, Piece
-from aio_ckpt.snapshot.device_copy import DeviceCopier, DeviceCopy
+from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.gather import GatherBuffers, LeafGroups
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CapturedRun
 
-_TransfersByDevice = Mapping[torch.device, HostTransfers]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class CopyOrder:
-    """Transfers of one layout, split by whether their leaves are guarded."""
+    """Copies from devices, split by whether their leaves are guarded. It holds numbers, and no source tensor."""
 
-    first: _TransfersByDevice
-    """Transfers of unguarded leaves."""
-    guarded: _TransfersByDevice
-    """Transfers of guarded leaves."""
+    copies: CopyPlan
+    issued: Mapping[torch.device, CopyTable]
+    """Copies by address that are split. The sources are device copies where there are any."""
+    guarded: Set[int]
+    """Guarded leaves."""
+    tables: Mapping[bool, Mapping[torch.device, CopyTable]]
+    """Copies by address of the guarded leaves, and of the others."""
     guarded_runs: Set[int]
     """Image offsets of the gather runs all of whose leaves are guarded."""
 
-    def host_transfers(self, *, is_guarded: bool) -> _TransfersByDevice:
-        """Return the transfers of the guarded leaves, or of the others."""
-        return self.guarded if is_guarded else self.first
-
-
-NO_ORDER = CopyOrder(first={}, guarded={}, guarded_runs=frozenset())
-
-
-@dataclass(slots=True, eq=False)
-class CopyOrderCache:
-    """Cache of the copy order of the newest save: for 10,000 tensors it takes a millisecond to compute.
-
-    Copy methods and transfers are compared by identity, because a change of them always makes new objects. The
-    cache holds numbers, and no source tensor.
-    """
-
-    _copy_methods: Sequence[ChunkCopyMethods] = ()
-    _host_transfers: _TransfersByDevice = field(default_factory=dict)
-    _guarded: Set[int] = frozenset()
-    _copy_order: CopyOrder = NO_ORDER
-
-    def order(
-        self, copy_methods: Sequence[ChunkCopyMethods], host_transfers: _TransfersByDevice, guarded: Set[int]
-    ) -> CopyOrder:
-        """Return the order of these copies, given the guarded leaves."""
-        if not guarded:
-            return CopyOrder(first=host_transfers, guarded={}, guarded_runs=frozenset())
-        if (
-            self._copy_methods is not copy_methods
-            or self._host_transfers is not host_transfers
-            or self._guarded != guarded
-        ):
-            self._copy_order = _split(copy_methods, host_transfers, guarded)
-            self._copy_methods, self._host_transfers, self._guarded = copy_methods, host_transfers, guarded
-        return self._copy_order
-
-
-def _split(
-    copy_methods: Sequence[ChunkCopyMethods], host_transfers: _TransfersByDevice, guarded: Set[int]
-) -> CopyOrder:
-    wanted = np.fromiter(guarded, dtype=np.int64, count=len(guarded))
-    is_guarded = {device: np.isin(found.leaves, wanted) for device, found in host_transfers.items()}
-    return CopyOrder(
-        first={device: found.only(~is_guarded[device]) for device, found in host_transfers.items()},
-        guarded={device: found.only(is_guarded[device]) for device, found in host_transfers.items()},
-        guarded_runs={run.start for methods in copy_methods for run in methods.gathered if guarded >= {*run.leaves}},
-    )
+    @classmethod
+    def of(cls, copies: CopyPlan, issued: Mapping[torch.device, CopyTable], guarded: Set[int]) -> CopyOrder:
+        """Split ``issued``, and the gather runs of ``copies``."""
+        wanted = np.fromiter(guarded, dtype=np.int64, count=len(guarded))
+        flags = {device: np.isin(table.leaves, wanted) for device, table in issued.items()}
+        tables = {
+            is_guarded: {device: table.where(flags[device] == is_guarded) for device, table in issued.items()}
+            for is_guarded in (False, True)
+        }
+        runs = (run for chunk in copies.chunks for run in chunk.gathered)
+        return cls(copies, issued, guarded, tables, {run.start for run in runs if guarded >= {*run.leaves}})
 
 
 _BRIEF_BYTES = 1 << 20
@@ -95,19 +60,30 @@ _RUN_GROWTH = 8
 the caller tens of microseconds, and a transfer is an order of magnitude faster than a disk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CopyEngines:
     """Streams, buffers and the copy order that the captures of one engine share."""
 
-    streams: CopyStreams = field(default_factory=CopyStreams)
-    gathers: GatherBuffers = field(default_factory=GatherBuffers)
-    device_copier: DeviceCopier = field(default_factory=lambda: DeviceCopier(0))
-    copy_order: CopyOrderCache = field(default_factory=CopyOrderCache)
+    def __init__(self, max_copy_bytes: int | None = 0) -> None:
+        """``max_copy_bytes``: see :class:`DeviceCopier`."""
+        self.streams = CopyStreams()
+        self.gathers = GatherBuffers()
+        self.device_copier = DeviceCopier(max_copy_bytes)
+        self._order: CopyOrder | None = None
+
+    def order(self, copies: CopyPlan, issued: Mapping[torch.device, CopyTable], guarded: Set[int]) -> CopyOrder:
+        """Return the order of these copies. That of the newest save is kept: 10,000 tensors take a millisecond.
+
+        Copies are compared by identity, because a change of them always makes new objects.
+        """
+        known = self._order
+        if known is None or known.copies is not copies or known.issued is not issued or known.guarded != guarded:
+            known = self._order = CopyOrder.of(copies, issued, guarded)
+        return known
 
     def prepare(self, plan: ImagePlan) -> None:
         """Make the side streams, the gather buffers and the device copies of a plan before its first capture."""
         for device in set(plan.structure.devices):
-            gathered = [run for methods in plan.copy_methods for run in methods.gathered if run.device == device]
+            gathered = [run for chunk in plan.copies.chunks for run in chunk.gathered if run.device == device]
             copies = self.streams.begin(device, is_registered=True)
             if gathered:
                 self.gathers.target(plan, gathered[0], copies)
@@ -131,11 +107,12 @@ class Capture:
         self._copy_engines = copy_engines
         # In waves, no copy may be postponed, because the ring needs every chunk in its turn.
         self._guarded = frozenset(guarded) if image.is_whole else frozenset[int]()
-        self._copy_order = NO_ORDER
-        self._device_copy: DeviceCopy | None = None
+        self._copy_order: CopyOrder
+        self._device_memory: Sequence[torch.Tensor] = ()
         self._guards_copied_alone = False
         self._copies: dict[torch.device, Copies] = {}
         self._without_event: set[Copies] = set()
+        self._newest_events: dict[Copies, CopyEvent] = {}
         self._flat: dict[int, torch.Tensor] = {}
         self.events: tuple[CopyEvent, ...] = ()
         """Events after all copies; empty until all are issued."""
@@ -148,49 +125,49 @@ class Capture:
         The copies within the devices come first. A leaf that has one is moved to the host from there. Nothing changes
         that copy, so that the leaf counts as guarded.
         """
-        plan = self._planned.plan
-        host_transfers = plan.descriptors.host_transfers
-        device_copy = None
-        if self._image.is_whole:
-            device_copy = self._copy_engines.device_copier.allocate(plan, self._copies_from)
+        plan, engines = self._planned.plan, self._copy_engines
+        copies, issued = plan.copies, plan.copies.issued
+        device_copy = engines.device_copier.allocate(plan, self._copies_from) if self._image.is_whole else None
         if device_copy is not None:
-            for device, groups in device_copy.groups.items():
+            found, self._device_memory = device_copy
+            for device, groups in found.groups.items():
                 self._assemble(self._copies_from(device), groups)
-            self._device_copy, host_transfers = device_copy, device_copy.host_transfers
-            self._guards_copied_alone = self._guarded <= device_copy.leaves
-            self._guarded |= device_copy.leaves
-        self._copy_order = self._copy_engines.copy_order.order(plan.copy_methods, host_transfers, self._guarded)
-        if self._guarded and plan.copy_methods:
-            self._issue_device(self._image.chunks[: len(plan.copy_methods)], is_guarded=False)
+            issued = found.issued
+            self._guards_copied_alone = self._guarded <= found.leaves
+            self._guarded |= found.leaves
+        self._copy_order = engines.order(copies, issued, self._guarded)
+        if self._guarded and copies.chunks:
+            self._issue_device(self._image.chunks[: len(copies.chunks)], is_guarded=False)
             self.source_events = tuple(copies.record_event() for copies in self._copies.values())
             for event in self.source_events:
                 event.fence()
 
     def issue(self, run: Sequence[Chunk]) -> None:
         """Issue the copies of a run of chunks, except those that :meth:`issue_first` has issued."""
-        plan = self._planned.plan
-        run = run[: max(len(plan.copy_methods) - run[0].index, 0)]  # chunks without copy methods hold only objects
+        copies = self._planned.plan.copies
+        run = run[: max(len(copies.chunks) - run[0].index, 0)]  # later chunks hold only objects
         for chunk in run:
-            methods = plan.copy_methods[chunk.index]
-            if methods.moved:
+            if len(copies.moved):
                 self._move(chunk)
-            if methods.copied:
-                self._copy(chunk, methods.copied)
+            if packed := copies.chunks[chunk.index].packed:
+                self._copy(chunk, packed)
         if run:
             self._issue_device(run, is_guarded=bool(self._guarded))
 
     def take_events(self) -> tuple[CopyEvent, ...]:
         """Return events after the copies that were issued since the last call."""
-        events = tuple(copies.record_event() for copies in self._without_event)
+        events = {copies: copies.record_event() for copies in self._without_event}
         self._without_event.clear()
-        return events
+        self._newest_events |= events
+        return tuple(events.values())
 
     def end(self) -> None:
         """End the issue of copies: if the sources are not guarded, the caller's stream waits for the copies."""
-        self.events = tuple(copies.record_event() for copies in self._copies.values())
+        self.take_events()
+        self.events = tuple(self._newest_events.values())
         if not self._guards_copied_alone:
             self.source_events = self.events
-        self._device_copy = None  # by stream order, its memory is free after the moves
+        self._device_memory = ()  # by stream order, it is free after the moves
         if not self._guarded:
             for event in self.events:
                 event.fence()
@@ -203,7 +180,7 @@ class Capture:
     def check_sources(self) -> None:
         """Raise SourceChangedError if another thread has freed or resized a source during the capture."""
         planned = self._planned
-        if addresses(planned.tensors) != planned.plan.descriptors.fingerprint:
+        if addresses(planned.tensors) != planned.plan.fingerprint:
             raise SourceChangedError(
                 "a tensor was freed, resized or reassigned by another thread while save() captured it: "
                 "keep the state still until save() returns"
@@ -225,36 +202,40 @@ class Capture:
         """Return the address that the first byte of the image would have if the whole image lay around the chunk."""
         return self._image.lease.arena.address + self._shift(chunk)
 
+    def _rows(self, table: CopyTable, run: Sequence[Chunk]) -> CopyTable:
+        # The end of the tensors limits the range, as the objects after them grow: each range is cached.
+        return table.within(run[0].start, min(run[-1].stop, self._planned.plan.layout.tensor_bytes))
+
     def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
-        """Issue the copies from devices of a run of chunks with copy methods.
+        """Issue the copies from devices of a run of chunks that hold tensors.
 
         The chunks lie side by side in the arena, as in the image, so that one base address serves all.
         """
-        plan, copy_order = self._planned.plan, self._copy_order
-        for device, transfers in copy_order.host_transfers(is_guarded=is_guarded).items():
-            # The end of the tensors limits the range, as the objects after them grow: each range is cached.
-            vectors = transfers.within(run[0].start, min(run[-1].stop, plan.layout.tensor_bytes))
-            if len(vectors):
-                self._copies_from(device).copy_vectors(self._base(run[0]), vectors)
+        copy_order = self._copy_order
+        for device, table in copy_order.tables[is_guarded].items():
+            rows = self._rows(table, run)
+            if len(rows):
+                self._copies_from(device).copy_vectors(self._base(run[0]), rows.vectors)
         for chunk in run:
-            methods = plan.copy_methods[chunk.index]
-            for gathered in methods.gathered:
+            copies = copy_order.copies.chunks[chunk.index]
+            for gathered in copies.gathered:
                 if (gathered.start in copy_order.guarded_runs) is is_guarded:
                     self._gather(chunk, gathered)
-            if methods.converted and not is_guarded:
-                self._copy(chunk, methods.converted)
+            if copies.converted and not is_guarded:
+                self._copy(chunk, copies.converted)
 
     def _move(self, chunk: Chunk) -> None:
         plan, base = self._planned.plan, self._base(chunk)
-        vectors = plan.descriptors.vectors[chunk.index]
+        rows = self._rows(plan.copies.moved, [chunk])
         try:
-            copy_all(base, vectors)
+            copy_all(base, rows.vectors)
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
-            item = plan.layout.items[plan.copy_methods[chunk.index].moved[first_unreadable(base, vectors)].item]
+            leaf = int(rows.leaves[first_unreadable(base, rows.vectors)])
+            name = next(item.fqns[0] for item in plan.layout.items if item.leaf == leaf)
             raise SourceChangedError(
-                f"{item.fqns[0]!r}: its memory cannot be read any more ({error.strerror}), as that of a mapped file "
+                f"{name!r}: its memory cannot be read any more ({error.strerror}), as that of a mapped file "
                 "that was truncated: keep it until save() returns, or give a clone()"
             ) from error
 
@@ -386,9 +367,7 @@ def _cut_runs(image: Image, plan: ImagePlan) -> Iterator[tuple[Sequence[Chunk], 
 
 def _is_issued(image: Image, plan: ImagePlan, index: int) -> bool:
     """Return whether a chunk comes from devices, in an image that holds every chunk until the end of the save."""
-    if not image.is_whole or index >= len(plan.copy_methods):
-        return False
-    return bool(plan.copy_methods[index].issued or plan.copy_methods[index].gathered)
+    return image.is_whole and index < len(plan.copies.chunks) and plan.copies.chunks[index].is_issued
 
 
 def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:

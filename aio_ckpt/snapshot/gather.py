@@ -11,8 +11,8 @@ import torch
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.plan.copy_plan import GatherRun
+from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.planner import ImagePlan
-from aio_ckpt.plan.values import ImageLayout
 
 LeafGroups: TypeAlias = tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]
 """Per dtype, views into memory of a device, and the leaf that is copied to each view."""
@@ -59,7 +59,7 @@ class GatherBuffers:
 
 
 def _lay_out(plan: ImagePlan, device: torch.device, copies: Copies) -> dict[GatherRun, GatherTarget] | None:
-    runs = [run for methods in plan.copy_methods for run in methods.gathered if run.device == device]
+    runs = [run for chunk in plan.copies.chunks for run in chunk.gathered if run.device == device]
     starts, nbytes = _ring_offsets([run.stop - run.start for run in runs], plan.gather_bytes)
     memory = copies.allocate(nbytes)
     if memory is None:

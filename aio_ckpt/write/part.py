@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.plan.values import ImageLayout
+from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CapturedChunks

@@ -19,7 +19,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from isal import isal_zlib
 
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.plan.values import Chunk, ImageLayout, Piece
+from aio_ckpt.plan.layout import Chunk, ImageLayout, Piece
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.storage.data_file import DataFile

@@ -24,7 +24,6 @@ from aio_ckpt.commit.manifests import object_entries
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError, WriteError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
-from aio_ckpt.plan.planner import CopyDescriptors
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
 from aio_ckpt.state.flatten import flatten
 
@@ -274,8 +273,8 @@ def test_descriptors_are_of_one_fingerprint_only(engine):
     small = [{"a": torch.ones(8), "b": torch.ones(8)} for _ in range(3)]
     for state in (small[0], {"a": small[1]["a"], "b": small[0]["b"]}, small[2]):
         report = save(engine, state)
-        descriptors: CopyDescriptors = engine._session.cache._plan.descriptors
+        plan = engine._session.cache._plan
         addresses = [tensor.data_ptr() for tensor in state.values()]
-        assert descriptors.fingerprint == addresses
-        assert [address for found in descriptors.vectors for _, address, _ in found.tolist()] == addresses
+        assert plan.fingerprint == addresses
+        assert plan.copies.moved.vectors[:, 1].tolist() == addresses
         assert_stored(engine, report, **state)

@@ -138,8 +138,7 @@ class SelfComparingCache(PlanCache):
         planned = super().resolve(flat)
         if cached is None:
             return planned
-        descriptors = replace(cached.descriptors, fingerprint=[tensor.data_ptr() for tensor in planned.tensors])
-        self._plan = replace(cached, descriptors=descriptors)
+        self._plan = replace(cached, fingerprint=[tensor.data_ptr() for tensor in planned.tensors])
         return replace(planned, plan=self._plan, plan_hit=True)
 
 

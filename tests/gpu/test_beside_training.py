@@ -109,5 +109,5 @@ def test_objects_that_grow_cost_no_memory_of_the_plan(tmp_path: Path) -> None:
             engine.save(state | {"history": bytes(4096 * pages + 1)}).result(TIMEOUT)
             plan = engine._session.cache._plan
             assert plan is not None
-            kept.append([len(found._cuts) for found in plan.descriptors.host_transfers.values()])
+            kept.append([len(table._cuts) for table in plan.copies.issued.values()])
         assert kept == [kept[0]] * 12

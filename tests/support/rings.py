@@ -14,7 +14,7 @@ import torch
 from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
-from aio_ckpt.plan.copy_plan import ChunkCopyMethods, Places
+from aio_ckpt.plan.copy_plan import ChunkCopies, CopyPlan, CopyTable
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import ImagePlan, PlanCache, PlannedImage, PlannedSave
 from aio_ckpt.runtime.portal import Executor
@@ -36,13 +36,13 @@ def plan_of(state: Mapping[str, object], gather_bytes: int = GATHER_BYTES) -> Pl
 def issued(state: Mapping[str, object]) -> tuple[ImagePlan, list[torch.Tensor]]:
     """The plan of ``state`` as if every tensor were copied by its address from a device; and the tensors."""
     planned = plan_of(state)
-    plan, fingerprint = planned.plan, planned.plan.descriptors.fingerprint
-    copy_methods = tuple(
-        ChunkCopyMethods(moved=(), issued=chunk.pieces, gathered=(), copied=(), converted=())
-        for chunk in plan.layout.chunks
+    plan = planned.plan
+    chunks = tuple(
+        ChunkCopies(gathered=(), packed=(), converted=(), is_issued=bool(chunk.pieces)) for chunk in plan.layout.chunks
     )
-    places = Places.of(plan.structure, plan.layout, copy_methods)
-    return replace(plan, copy_methods=copy_methods, places=places, descriptors=places.at(fingerprint)), planned.tensors
+    rows = CopyTable.of([item for item in plan.layout.items if item.raw_bytes])
+    copies = CopyPlan(chunks=chunks, moved=CopyTable.of([]), issued={torch.device("cpu"): rows})
+    return replace(plan, copies=copies).at(plan.fingerprint), planned.tensors
 
 
 def image_of(planned: PlannedImage, manager: LifetimeManager, slots: int | None = None, objects: bytes = b"") -> Image:

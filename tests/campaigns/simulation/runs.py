@@ -304,7 +304,7 @@ class World:
             name=data_file_name(0),
             layout=planned.plan.layout,
             tail=objects.region,
-            renders_constants=not image.has_constants or planned.plan.gathers,
+            renders_constants=not image.has_constants or planned.plan.copies.gathers,
             image=image,
             chunks=CapturedChunks(len(image.chunks), save.stall),
         )

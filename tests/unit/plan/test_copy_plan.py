@@ -18,10 +18,10 @@ from aio_ckpt.memory.copies import Copies, CopyEvent
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import CopyVectors, copy_all
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan.copy_plan import ChunkCopyMethods, GatherRun, HostTransfers
+from aio_ckpt.plan.copy_plan import ChunkCopies, CopyPlan, CopyTable, GatherRun
 from aio_ckpt.plan.planner import PlannedImage
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.snapshot.capture import CopyEngines, CopyOrderCache, capture
+from aio_ckpt.snapshot.capture import CopyEngines, CopyOrder, capture
 
 
 def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -37,71 +37,68 @@ def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
 def test_however_an_image_is_cut_each_byte_is_issued_once_and_from_its_own_tensor(sizes, cuts):
     state = state_of(sizes)
     plan, _ = issued(state)
-    host_transfers = plan.descriptors.host_transfers
+    tables = plan.copies.issued
     image = np.zeros(plan.layout.tensor_bytes, dtype=np.uint8)
     offsets = sorted({0, len(image), *(int(cut * len(image)) for cut in cuts)})
     for start, stop in pairwise(offsets):
-        for found in host_transfers.values():
-            vectors = found.within(start, stop)
+        for table in tables.values():
+            vectors = table.within(start, stop).vectors
             assert (vectors[:, 0] >= start).all()
             assert (vectors[:, 0] + vectors[:, 2] <= stop).all()
             assert (vectors[:, 2] > 0).all()
             copy_all(image.ctypes.data, vectors)
-    assert sum(len(found.vectors) for found in host_transfers.values()) == sum(
-        n > 0 for n in sizes
-    )  # whole, one row each
+    assert sum(map(len, tables.values())) == sum(n > 0 for n in sizes)  # whole, one row each
     for item in plan.layout.items:
         (name,) = item.fqns
         got = image[item.raw_offset : item.raw_offset + item.raw_bytes]
         assert bytes(got) == ctypes.string_at(state[name].data_ptr(), state[name].nbytes)
 
 
-def leaves_of(host_transfers):
-    return [found.leaves.tolist() for found in host_transfers.values()]
+def leaves_of(tables):
+    return [table.leaves.tolist() for table in tables.values()]
 
 
 def test_what_is_guarded_comes_later_and_all_else_first():
     plan, _ = issued(state_of([100, 200, 300, 400]))
-    host_transfers, known = plan.places.at([1000, 2000, 3000, 4000]).host_transfers, CopyOrderCache()
-    copy_order = known.order(plan.copy_methods, host_transfers, frozenset({0, 3}))
-    assert leaves_of(copy_order.host_transfers(is_guarded=True)) == [[0, 3]]
-    (first,) = copy_order.host_transfers(is_guarded=False).values()
+    copies = plan.copies.at([1000, 2000, 3000, 4000])
+    copy_order = CopyOrder.of(copies, copies.issued, frozenset({0, 3}))
+    assert leaves_of(copy_order.tables[True]) == [[0, 3]]
+    (first,) = copy_order.tables[False].values()
     assert (first.leaves.tolist(), first.vectors[:, 1].tolist()) == ([1, 2], [2000, 3000])
 
 
-def test_turns_are_found_once_and_again_for_other_addresses_routes_or_guards():
+def test_the_order_is_computed_once_and_again_for_other_addresses_methods_or_guards():
     plan, _ = issued(state_of([100, 200]))
-    first, second = (plan.places.at(addresses).host_transfers for addresses in ([1000, 2000], [1000, 5000]))
-    known, guarded = CopyOrderCache(), frozenset({1})
-    copy_order = known.order(plan.copy_methods, first, guarded)
-    assert known.order(plan.copy_methods, first, guarded) is copy_order
-    (moved,) = known.order(plan.copy_methods, second, guarded).host_transfers(is_guarded=True).values()
+    first, second = (plan.copies.at(addresses) for addresses in ([1000, 2000], [1000, 5000]))
+    engines, guarded = CopyEngines(), frozenset({1})
+    copy_order = engines.order(first, first.issued, guarded)
+    assert engines.order(first, first.issued, guarded) is copy_order
+    (moved,) = engines.order(first, second.issued, guarded).tables[True].values()
     assert moved.vectors[:, 1].tolist() == [5000]
-    assert leaves_of(known.order(plan.copy_methods, second, frozenset({0})).host_transfers(is_guarded=True)) == [[0]]
-    assert leaves_of(known.order(plan.copy_methods, second, frozenset()).host_transfers(is_guarded=False)) == [[0, 1]]
+    assert leaves_of(engines.order(second, second.issued, frozenset({0})).tables[True]) == [[0]]
+    assert leaves_of(engines.order(second, second.issued, frozenset()).tables[False]) == [[0, 1]]
 
 
-def route_of(start: int, *leaves: int) -> ChunkCopyMethods:
-    span = GatherRun(start=start, stop=start + 10, device=torch.device("cpu"), pieces=(), leaves=leaves)
-    return ChunkCopyMethods(moved=(), issued=(), gathered=(span,), copied=(), converted=())
+def copies_of(start: int, *leaves: int) -> ChunkCopies:
+    run = GatherRun(start=start, stop=start + 10, device=torch.device("cpu"), pieces=(), leaves=leaves)
+    return ChunkCopies(gathered=(run,), packed=(), converted=(), is_issued=True)
 
 
-def test_a_span_waits_for_its_guard_only_if_all_its_leaves_are_guarded():
-    known, host_transfers, guarded = CopyOrderCache(), dict[torch.device, HostTransfers](), frozenset({0, 2, 3, 4})
-    copy_methods = [route_of(0, 0, 1), route_of(100, 2, 3), route_of(200, 4)]
-    assert known.order(copy_methods, host_transfers, guarded).guarded_runs == {100, 200}
-    assert known.order([route_of(50, 0)], host_transfers, guarded).guarded_runs == {50}  # another layout
+def test_a_run_waits_for_its_guard_only_if_all_its_leaves_are_guarded():
+    chunks = (copies_of(0, 0, 1), copies_of(100, 2, 3), copies_of(200, 4))
+    copies = CopyPlan(chunks=chunks, moved=CopyTable.of([]), issued={})
+    assert CopyOrder.of(copies, {}, frozenset({0, 2, 3, 4})).guarded_runs == {100, 200}
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 10), (40, 50), (20, 20)])
 def test_where_nothing_lies_nothing_is_issued(start, stop):
     vectors = np.array([(10, 1, 10), (20, 100, 20)], dtype=np.uint64)
-    assert len(HostTransfers(vectors, np.arange(2)).within(start, stop)) == 0
+    assert len(CopyTable(vectors, np.arange(2)).within(start, stop)) == 0
 
 
 def test_addresses_of_the_upper_half_are_no_sign():
     vectors = np.array([(0, (1 << 64) - 100, 50)], dtype=np.uint64)
-    assert HostTransfers(vectors, np.arange(1)).within(10, 20).tolist() == [[10, (1 << 64) - 90, 10]]
+    assert CopyTable(vectors, np.arange(1)).within(10, 20).vectors.tolist() == [[10, (1 << 64) - 90, 10]]
 
 
 class WatchedCopies(Copies):
@@ -163,16 +160,17 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
     assert got == [bytes(tensor.numpy()) for tensor in state.values()]
     assert told == list(range(len(image.chunks)))
     awaited = watched.order[: watched.order.index("fence")] if "fence" in watched.order else []
-    addresses = plan.descriptors.fingerprint
+    addresses = plan.fingerprint
     begun = {leaf for leaf, address in enumerate(addresses) if address in awaited}
     assert begun == (set(range(6)) - guarded)
     assert watched.order.count("fence") == (len(guarded) < 6)
 
 
 def test_a_cut_is_made_once_and_cannot_be_changed() -> None:
-    host_transfers = HostTransfers(np.array([[0, 100, 10], [10, 200, 10]], dtype=np.uint64), np.arange(2))
-    cut = host_transfers.within(5, 15)
-    assert host_transfers.within(5, 15) is cut
-    assert host_transfers.within(0, 15) is not cut
+    table = CopyTable(np.array([[0, 100, 10], [10, 200, 10]], dtype=np.uint64), np.array([7, 3]))
+    cut = table.within(5, 15)
+    assert (cut.leaves.tolist(), table.within(10, 15).leaves.tolist()) == ([7, 3], [3])
+    assert table.within(5, 15) is cut
+    assert table.within(0, 15) is not cut
     with pytest.raises(ValueError, match="read-only"):
-        cut[0, 0] = 1
+        cut.vectors[0, 0] = 1

@@ -13,13 +13,13 @@ from property_examples import examples
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, RAW_ALIGN_BYTES, TensorSpec, align_up
 from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.plan.layout import (
+    ImageLayout,
     Placement,
     chunk_bytes_for,
     chunk_bytes_within,
     file_chunks,
     lay_out,
 )
-from aio_ckpt.plan.values import ImageLayout
 
 MIB = 1 << 20
 

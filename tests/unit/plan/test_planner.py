@@ -266,7 +266,7 @@ def test_a_refused_state_leaves_the_next_one_a_miss_or_right():
     with pytest.raises(UnsupportedLeafError, match="'a'"):
         resolve(cache, {"a": torch.empty(8, device="meta")})
     found = resolve(cache, {"a": W})
-    assert [piece.nbytes for route in found.plan.copy_methods for piece in route.moved] == [32]
+    assert found.plan.copies.moved.vectors[:, 2].tolist() == [32]
 
 
 def test_a_hit_resolves_the_tensors_of_this_very_save():
@@ -277,7 +277,7 @@ def test_a_hit_resolves_the_tensors_of_this_very_save():
     assert found.plan_hit
     assert found.tensors[0] is second["a"]
     assert found.objects == [("o", [2])]
-    assert found.plan.descriptors.fingerprint == [second["a"].data_ptr()]
+    assert found.plan.fingerprint == [second["a"].data_ptr()]
 
 
 # -- the cache holds layout, never data -----------------------------------------------------------
@@ -337,12 +337,8 @@ def assert_holds_no_data(plan: Plan) -> None:
     # The two index arrays of a chunk are layout: where its sums go.
     allowed = {id(getattr(chunk.sums, name)) for chunk in plan.layout.chunks for name in chunk.sums.__slots__}
     # Numbers, whose arrays are their own: addresses, and where they go.
-    rows = [*plan.places.moved, *plan.places.issued.values()]
-    host_transfers = [
-        array for found in plan.descriptors.host_transfers.values() for array in (found.vectors, found.leaves)
-    ]
-    ready = list(plan.descriptors.vectors)
-    numbers = [*ready, *host_transfers, *(getattr(row, name) for row in rows for name in row.__slots__)]
+    tables = [plan.copies.moved, *plan.copies.issued.values()]
+    numbers = [array for table in tables for array in (table.vectors, table.leaves)]
     assert all(array.base is None for array in numbers)
     allowed |= {id(array) for array in numbers}
     assert [type(thing) for thing in found if isinstance(thing, DATA) and id(thing) not in allowed] == []

@@ -29,8 +29,9 @@ def states() -> dict[str, torch.Tensor]:
 
 def test_each_tensor_has_a_copy_of_its_own_at_the_addresses_that_are_issued() -> None:
     plan, tensors = issued(states())
-    device_copy = DeviceCopier(ROOM).allocate(plan, lambda _: Copies())
-    assert device_copy is not None
+    allocated = DeviceCopier(ROOM).allocate(plan, lambda _: Copies())
+    assert allocated is not None
+    device_copy, _memory = allocated
     for groups in device_copy.groups.values():
         Copies().copy_groups([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
     copies = {
@@ -42,7 +43,7 @@ def test_each_tensor_has_a_copy_of_its_own_at_the_addresses_that_are_issued() ->
     assert copies.keys() == device_copy.leaves == set(range(len(tensors)))
     assert all(torch.equal(copies[leaf], tensor) for leaf, tensor in enumerate(tensors))
     assert all(copies[leaf].stride() == tensor.stride() for leaf, tensor in enumerate(tensors))
-    ((_, given),), ((_, copied),) = plan.descriptors.host_transfers.items(), device_copy.host_transfers.items()
+    ((_, given),), ((_, copied),) = plan.copies.issued.items(), device_copy.issued.items()
     assert copied.leaves.tolist() == given.leaves.tolist()
     assert copied.vectors[:, [0, 2]].tolist() == given.vectors[:, [0, 2]].tolist()
     for leaf, (_, address, nbytes) in zip(copied.leaves.tolist(), copied.vectors.tolist(), strict=True):
@@ -55,7 +56,8 @@ def test_memory_is_free_once_the_copy_is_dropped_and_the_layout_is_kept() -> Non
     first, again = (device_copier.allocate(plan, lambda _: copies) for _ in range(2))
     assert first is not None
     assert again is not None
-    assert again.host_transfers is first.host_transfers  # which is what the order of the copies is known by
+    assert again[0].issued is first[0].issued  # which is what the order of the copies is known by
+    assert again[0].groups is first[0].groups
     memory = weakref.ref(copies.memories[-1])
     copies.memories.clear()
     assert memory() is not None
@@ -63,7 +65,7 @@ def test_memory_is_free_once_the_copy_is_dropped_and_the_layout_is_kept() -> Non
     assert memory() is None
     changed = device_copier.allocate(other, lambda _: copies)
     assert changed is not None
-    assert changed.leaves == {0}
+    assert changed[0].leaves == {0}
 
 
 class KeptMemory(Copies):
@@ -85,19 +87,20 @@ class KeptMemory(Copies):
 def test_where_not_all_fits_a_part_is_copied_and_the_rest_is_read_where_it_is() -> None:
     state = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(4)}  # 1 MiB each
     plan, tensors = issued(state)
-    device_copy = DeviceCopier(5 << 19).allocate(plan, lambda _: Copies())
-    assert device_copy is not None
+    allocated = DeviceCopier(5 << 19).allocate(plan, lambda _: Copies())
+    assert allocated is not None
+    device_copy, _ = allocated
     assert len(device_copy.leaves) == 2
-    ((_, moved),) = device_copy.host_transfers.items()
+    ((_, moved),) = device_copy.issued.items()
     sources = dict(zip(moved.leaves.tolist(), moved.vectors[:, 1].tolist(), strict=True))
     assert {leaf for leaf, source in sources.items() if source != tensors[leaf].data_ptr()} == device_copy.leaves
 
 
 def test_small_tensors_get_no_copy() -> None:
     plan, _ = issued({"large": torch.ones(1 << 16), "small": torch.ones((1 << 16) - 1)})
-    device_copy = DeviceCopier(None).allocate(plan, lambda _: Copies())
-    assert device_copy is not None
-    assert [plan.structure.names[leaf] for leaf in device_copy.leaves] == ["large"]
+    allocated = DeviceCopier(None).allocate(plan, lambda _: Copies())
+    assert allocated is not None
+    assert [plan.structure.names[leaf] for leaf in allocated[0].leaves] == ["large"]
 
 
 GIB = 1 << 30

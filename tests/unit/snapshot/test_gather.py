@@ -46,7 +46,7 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
     copy_engines = CopyEngines()
     for _ in range(2):  # the second save uses the lines of the first
         planned = plan_of(state, gather_bytes=80_000)
-        assert planned.plan.gathers
+        assert planned.plan.copies.gathers
         image = image_of(planned, manager)
         capture(
             planned,
