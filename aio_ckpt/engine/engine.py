@@ -158,7 +158,7 @@ class BaseEngine:
         pipeline = SavePipeline(ctx=ctx, runner=runner, quarantine=self._quarantine, rescue=self._rescue)
         self._call_lock = call_lock = CallLock(portal)
         self._session = session = CaptureSession(ctx, self._rescue.shared_memory)
-        self._recorder = OutcomeRecorder(ctx, session.cache, self._root_session)
+        self._recorder = OutcomeRecorder(ctx, session, self._root_session)
         self._queue = queue = JobQueue(ctx, portal, runner, self._quarantine, session, self._recorder)
         self._earlier_steps = EarlierSteps(ctx.root)
         self._state_saves = StateSaves(

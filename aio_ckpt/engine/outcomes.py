@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob, WriteJob
 from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import AioCkptError, SaveCancelledError
-from aio_ckpt.plan.planner import PlanCache
 from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, Target, amount, title
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.runtime.portal import Lock
@@ -256,9 +256,9 @@ def stage_secs(timings: StageTimings) -> dict[str, float]:
 class OutcomeRecorder:
     """Records the outcomes of the saves of one engine."""
 
-    def __init__(self, ctx: EngineContext, cache: PlanCache, root_session: RootSession) -> None:
+    def __init__(self, ctx: EngineContext, session: CaptureSession, root_session: RootSession) -> None:
         self._ctx = ctx
-        self._cache = cache
+        self._session = session
         self._root_session = root_session
         self.statistics = Statistics()
 
@@ -274,7 +274,7 @@ class OutcomeRecorder:
         if isinstance(outcome, BaseException):
             if not isinstance(outcome, SaveCancelledError):
                 log_failure(outcome, job.target, stage=job.failing_stage, rank=ctx.rank, newest=newest)
-            self._cache.clear()
+            self._session.cache.clear()
             ctx.members.sent.forget()
         else:
             log_commit(outcome, job.target, rank=ctx.rank, world_size=ctx.world_size)
