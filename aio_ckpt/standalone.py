@@ -22,12 +22,12 @@ from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.reports import LoadReport, OnProgress
-from aio_ckpt.restore.load import load_checkpoint
+from aio_ckpt.restore.load import match_checkpoint
 from aio_ckpt.restore.progress import Meter, metered
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
-from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_blocking
+from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal
 from aio_ckpt.storage.local import Storage
 
 __all__ = ["load", "read"]
@@ -87,11 +87,11 @@ def load(
     options.check()
 
     async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, again: bool) -> LoadReport:
-        outcome = await load_checkpoint(
+        async with match_checkpoint(
             ctx, found.path, state, step=None, options=options, past_page_cache=again, meter=meter
-        )
-        await meter.begin("apply")
-        await run_blocking(ctx.executor, outcome.apply)
+        ) as matched:
+            outcome = await matched.fetch()
+        await outcome.apply()
         report = load_report(found, (), outcome)
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return report

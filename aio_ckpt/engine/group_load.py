@@ -6,8 +6,9 @@ import enum
 import functools
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TypeAlias
 
 import msgspec
 
@@ -22,32 +23,17 @@ from aio_ckpt.errors import (
     FormatVersionError,
     PeerFailedError,
 )
-from aio_ckpt.match.match import OnMatched
 from aio_ckpt.ranks.exchange import Coordinator, Exchange
 from aio_ckpt.ranks.membership import different_roots
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import SkippedCheckpoint
+from aio_ckpt.restore.load import LoadOutcome, Matched
 
 _log = logging.getLogger("aio_ckpt")
-T = TypeVar("T")
 
 
-class Loaded(Protocol):
-    """A checkpoint that one rank has read and verified."""
-
-    @property
-    def identity(self) -> str:
-        """Identity of the save, the same on every rank that read it."""
-        ...
-
-    async def apply(self) -> None:
-        """Set objects and Stateful values. Called once all ranks have read the checkpoint."""
-        ...
-
-
-L = TypeVar("L", bound=Loaded)
-GroupUse: TypeAlias = Callable[[discovery.CommittedCheckpoint, bool, OnMatched], Awaitable[L]]
-"""Like :data:`aio_ckpt.engine.fallback.Use`. It awaits the third argument before it fills the template."""
+Match: TypeAlias = Callable[[discovery.CommittedCheckpoint, bool], AbstractAsyncContextManager[Matched]]
+"""Compares the template with a checkpoint; with True, past the page cache."""
 
 
 class _Outcome(enum.Enum):
@@ -139,8 +125,8 @@ _ROUND: Exchange[_Message, _Instruction] = Exchange(_Message, _Instruction, stag
 
 
 async def newest_good_for_all(
-    ctx: EngineContext, quarantine: Quarantine, name: Topic, wanted: Wanted, use: GroupUse[L], *, fallback: bool
-) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
+    ctx: EngineContext, quarantine: Quarantine, name: Topic, wanted: Wanted, match: Match, *, fallback: bool
+) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], LoadOutcome]:
     """Do :func:`aio_ckpt.engine.fallback.newest_good` on all ranks; ``name`` is the same on every rank for this call.
 
     No template is touched before the templates of all ranks match the same save. Objects are set only once all ranks
@@ -152,7 +138,7 @@ async def newest_good_for_all(
     """
     coordinator = ctx.members.coordinator
     rounds = LoadRounds(coordinator, name, LoadLeader(ctx, quarantine, wanted, fallback=fallback))
-    member = LoadMember(FallbackSearch(ctx=ctx, quarantine=quarantine), use, rounds, wanted)
+    member = LoadMember(FallbackSearch(ctx=ctx, quarantine=quarantine), match, rounds, wanted)
     try:
         arguments = (wanted.step, str(wanted.path or ""), fallback)
         instruction = await rounds.run(_Message(_Outcome.NONE, arguments=arguments, host=socket.gethostname()))
@@ -213,18 +199,18 @@ class LoadRounds:
         return instruction
 
 
-class LoadMember(Generic[L]):
+class LoadMember:
     """This rank's part of a load: it follows the instructions of the leader."""
 
-    def __init__(self, search: FallbackSearch, use: GroupUse[L], rounds: LoadRounds, wanted: Wanted) -> None:
+    def __init__(self, search: FallbackSearch, match: Match, rounds: LoadRounds, wanted: Wanted) -> None:
         self.search = search
         self._wanted = wanted
         self._newest_before = search.ctx.members.newest
-        self._use = use
+        self._match = match
         self._rounds = rounds
         self._message = _Message(_Outcome.NONE)
         self._candidate: discovery.CommittedCheckpoint | None = None
-        self._loaded: L | None = None
+        self._loaded: LoadOutcome | None = None
         self._error: CorruptCheckpointError | FormatVersionError | None = None
 
     async def follow(self, instruction: _Instruction) -> _Message:
@@ -255,13 +241,16 @@ class LoadMember(Generic[L]):
             self._candidate = (await candidates(self.search.ctx, wanted))[0]
         except CheckpointNotFoundError as error:  # retention has deleted it meanwhile
             raise ChangedError(str(error)) from error
-        self._loaded = await self.search.use(
-            self._candidate, lambda candidate, again: self._use(candidate, again, self._matched)
-        )
+        self._loaded = await self.search.use(self._candidate, self._fill)
         self.search.is_modified = True
-        return _Message(_Outcome.READ, self._loaded.identity)
+        return _Message(_Outcome.READ, self._loaded.checkpoint.identity)
 
-    async def _matched(self, identity: str) -> None:
+    async def _fill(self, candidate: discovery.CommittedCheckpoint, again: bool) -> LoadOutcome:
+        async with self._match(candidate, again) as matched:
+            await self._await_others(matched.checkpoint.identity)
+            return await matched.fetch()
+
+    async def _await_others(self, identity: str) -> None:
         """Return once all ranks may fill their templates. In the second reading of a checkpoint they may already."""
         if self._message.outcome is _Outcome.MATCHED:
             return
@@ -287,7 +276,7 @@ class LoadMember(Generic[L]):
 
     async def end(
         self, instruction: _Instruction
-    ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
+    ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], LoadOutcome]:
         """Return the loaded checkpoint; raise the error if none was loaded."""
         if instruction.action is _Action.DONE and self._candidate is not None and self._loaded is not None:
             self._learn_newest(instruction)

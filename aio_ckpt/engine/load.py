@@ -18,6 +18,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,15 +33,13 @@ from aio_ckpt.engine.fallback import Wanted, newest_good
 from aio_ckpt.engine.group_load import first_round, newest_good_for_all
 from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.match.match import OnMatched, at_once
 from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
-from aio_ckpt.restore.load import LoadOutcome, load_checkpoint
+from aio_ckpt.restore.load import LoadOutcome, Matched, match_checkpoint
 from aio_ckpt.restore.progress import Meter, metered
 from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
-from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.ticket import PendingCall
 
 BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]
@@ -51,7 +50,7 @@ BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]
 class Loader:
     """Runs a load, from the call to a filled template. :meth:`_load` shows all of it.
 
-    :func:`aio_ckpt.restore.load.load_checkpoint` reads one checkpoint: open, match, plan, fetch, decode.
+    :mod:`aio_ckpt.restore.load` loads one checkpoint in stages: match, fetch, apply.
     """
 
     ctx: EngineContext
@@ -78,13 +77,13 @@ class Loader:
         name, wanted = await self._accept(options, before)  # on all ranks, or on none
         async with metered(options.progress, ctx.executor) as meter:
             if ctx.members.are_several:  # no rank fetches before all have matched, nor applies before all have decoded
-                use_jointly = functools.partial(self._read, state, options, meter)
-                found = await newest_good_for_all(ctx, quarantine, name, wanted, use_jointly, fallback=options.fallback)
+                match = functools.partial(self._match, state, options, meter)
+                found = await newest_good_for_all(ctx, quarantine, name, wanted, match, fallback=options.fallback)
             else:
-                use = functools.partial(self._read_and_apply, state, options, meter)
+                use = functools.partial(self._fill, state, options, meter)
                 found = await newest_good(ctx, quarantine, wanted, use, fallback=options.fallback)
         chosen, skipped, loaded = found
-        return load_report(chosen, skipped, loaded.outcome)
+        return load_report(chosen, skipped, loaded)
 
     async def read(
         self,
@@ -140,26 +139,26 @@ class Loader:
 
     # -- read and apply -------------------------------------------------------------------------------
 
-    async def _read(
-        self,
-        state: object,
-        options: LoadOptions,
-        meter: Meter,
-        candidate: CommittedCheckpoint,
-        again: bool,
-        on_matched: OnMatched,
-    ) -> _Loaded:
-        outcome = await load_checkpoint(
+    def _match(
+        self, state: object, options: LoadOptions, meter: Meter, candidate: CommittedCheckpoint, again: bool
+    ) -> AbstractAsyncContextManager[Matched]:
+        return match_checkpoint(
             self._read_context(),
             candidate.path,
             state,
             step=None if candidate.is_given else candidate.step,
             options=options,
             past_page_cache=again,
-            on_matched=on_matched,
             meter=meter,
         )
-        return _Loaded(outcome=outcome, executor=self.ctx.executor, meter=meter)
+
+    async def _fill(
+        self, state: object, options: LoadOptions, meter: Meter, candidate: CommittedCheckpoint, again: bool
+    ) -> LoadOutcome:
+        async with self._match(state, options, meter, candidate, again) as matched:
+            loaded = await matched.fetch()
+        await loaded.apply()
+        return loaded
 
     def _read_context(self) -> ReadContext:
         ctx = self.ctx
@@ -171,33 +170,6 @@ class Loader:
             world_size=ctx.world_size,
             ranks_on_host=ctx.members.on_host,
         )
-
-    async def _read_and_apply(
-        self, state: object, options: LoadOptions, meter: Meter, candidate: CommittedCheckpoint, again: bool
-    ) -> _Loaded:
-        loaded = await self._read(state, options, meter, candidate, again, at_once)
-        await loaded.apply()
-        return loaded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loaded:
-    """A template whose tensors are filled and whose objects are not yet set."""
-
-    outcome: LoadOutcome
-    executor: Executor
-    """Sets the objects, in one of its threads."""
-    meter: Meter
-
-    @property
-    def identity(self) -> str:
-        """Identity of the checkpoint that was read."""
-        return self.outcome.checkpoint.identity
-
-    async def apply(self) -> None:
-        """Set the objects and call every ``load_state_dict``."""
-        await self.meter.begin("apply")
-        await run_blocking(self.executor, self.outcome.apply)
 
 
 def load_report(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import dropped_names, first_of, listed, unexpected_names
@@ -19,13 +18,6 @@ from aio_ckpt.match.stateful import match_stateful
 from aio_ckpt.match.takers import LeavesTaker, Taker
 from aio_ckpt.match.tensors import shared_memory
 from aio_ckpt.state.flatten import read_template
-
-OnMatched: TypeAlias = Callable[[str], Awaitable[None]]
-"""Awaited with the identity of a checkpoint that a template matches, before a byte of the template is touched."""
-
-
-async def at_once(_: str) -> None:
-    """Do nothing: the :data:`OnMatched` of a rank that waits for no other rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ decides whether the page cache is used, ``fetch_values`` reads and decodes, ``ap
 Imports ``match``, ``checkpoint`` and what they import; nothing that saves.
 """
 
-from aio_ckpt.restore.load import load_checkpoint
+from aio_ckpt.restore.load import match_checkpoint
 from aio_ckpt.restore.read import read_state
 
-__all__ = ["load_checkpoint", "read_state"]
+__all__ = ["match_checkpoint", "read_state"]

@@ -1,4 +1,4 @@
-"""Load one checkpoint into a template: open, match, plan, fetch, decode.
+"""Load one checkpoint into a template, in stages: ``match_checkpoint``, ``Matched.fetch``, ``LoadOutcome.apply``.
 
 All checks that need no data file are made before a data file is read. A tensor of the template is filled block by
 block, each block once it is verified. Objects and ``load_state_dict`` come last, once all is verified.
@@ -7,19 +7,21 @@ block, each block once it is verified. Objects and ``load_state_dict`` come last
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.match.fills import Fills
-from aio_ckpt.match.match import Match, OnMatched, at_once, match_template
+from aio_ckpt.match.match import Match, match_template
 from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.match.rename import renamed
 from aio_ckpt.match.takers import Fetched, target_modified
 from aio_ckpt.restore.apply import prepare_apply
 from aio_ckpt.restore.fetch_values import fetch_values
-from aio_ckpt.restore.load_plan import plan_reads
+from aio_ckpt.restore.load_plan import LoadPlan, plan_reads
 from aio_ckpt.restore.page_cache import share_page_cache
 from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
@@ -30,17 +32,56 @@ _FREED_AFTER_SECS = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOutcome:
-    """Result of one load."""
+    """Result of a fetch: tensors are filled, objects and Stateful values are as they were."""
 
+    ctx: ReadContext
+    meter: Meter
     checkpoint: Checkpoint
     found: Match
     fetched: Fetched
-    apply: Callable[[], None]
-    """Writes what the reads did not fill, and calls every ``load_state_dict``. It blocks and is called once.
-    If it has written something, its errors have ``target_modified``."""
+    put: Callable[[], None]
+    """Writes what the reads did not fill, and calls every ``load_state_dict``. It blocks and is called once."""
+
+    async def apply(self) -> None:
+        """Set the objects and call every ``load_state_dict``. Its errors have ``target_modified`` if any was set."""
+        await self.meter.begin("apply")
+        await run_blocking(self.ctx.executor, self.put)
 
 
-async def load_checkpoint(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """Checkpoint that the template matches. Its objects are read, and the template is not touched."""
+
+    ctx: ReadContext
+    files: Files
+    meter: Meter
+    checkpoint: Checkpoint
+    found: Match
+    fetched: Fetched
+    plan: LoadPlan
+    """Reads of the tensors."""
+
+    async def fetch(self) -> LoadOutcome:
+        """Fill the tensors of the template, and close the data files.
+
+        Raises:
+            CorruptCheckpointError: names file and tensor. ``target_modified`` is True.
+            ReadError: the operating system could not read.
+        """
+        ctx = self.ctx
+        await self.meter.begin_reading(self.plan.requests)
+        with target_modified():
+            await fetch_values(ctx, self.files, self.checkpoint, self.plan, self.fetched, meter=self.meter)
+            put = await run_blocking(ctx.executor, prepare_apply, ctx, self.checkpoint, self.found, self.fetched)
+            await self.files.close()  # inside of the block, because an error of it comes after tensors were filled
+        asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, self.checkpoint)
+        return LoadOutcome(
+            ctx=ctx, meter=self.meter, checkpoint=self.checkpoint, found=self.found, fetched=self.fetched, put=put
+        )
+
+
+@asynccontextmanager
+async def match_checkpoint(
     ctx: ReadContext,
     path: Path,
     state: object,
@@ -48,25 +89,19 @@ async def load_checkpoint(
     step: int | None,
     options: LoadOptions,
     past_page_cache: bool = False,
-    on_matched: OnMatched = at_once,
     meter: Meter = NO_METER,
-) -> LoadOutcome:
-    """Fill the tensors of ``state`` from the checkpoint at ``path``.
-
-    Objects and Stateful values stay as they are until ``apply`` of the outcome is called, because other ranks may
-    still find damage.
+) -> AsyncIterator[Matched]:
+    """Compare ``state`` with the checkpoint at ``path`` and yield the match. The data files are open in the block.
 
     Args:
         past_page_cache: whether all bytes are read from the disk, for a second reading after a mismatch.
-        on_matched: awaited before the first tensor is touched.
-        meter: counts the bytes that are read; the stage ``apply`` is left to the caller.
+        meter: counts the bytes that are read.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.checkpoint.open.open_checkpoint`.
-        MissingNameError, UnexpectedNameError, TemplateMismatchError: before anything is touched; see
-            :func:`aio_ckpt.match.match.match_template`.
-        UnsafeObjectError: an object needs trust; no tensor was touched.
-        CorruptCheckpointError: names file and tensor. ``target_modified`` is True once a tensor may have been filled.
+        MissingNameError, UnexpectedNameError, TemplateMismatchError: see :func:`aio_ckpt.match.match.match_template`.
+        UnsafeObjectError: an object needs trust.
+        CorruptCheckpointError: a manifest or an object does not verify.
         ReadError: the operating system could not read.
     """
     meter.restart()
@@ -84,14 +119,7 @@ async def load_checkpoint(
         plan = await plan_reads(ctx, files, checkpoint, replace(found.fills, objects=[]), tied=found.tied)
         if not past_page_cache:
             await share_page_cache(files, plan.reads, checkpoint.catalog.nbytes, ranks_on_host=ctx.ranks_on_host)
-        await on_matched(checkpoint.identity)
-        await meter.begin_reading(plan.requests)
-        with target_modified():
-            await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
-            apply = await run_blocking(ctx.executor, prepare_apply, ctx, checkpoint, found, fetched)
-            await files.close()  # inside of the block, because an error of it comes after tensors were filled
-    asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
-    return LoadOutcome(checkpoint=checkpoint, found=found, fetched=fetched, apply=apply)
+        yield Matched(ctx=ctx, files=files, meter=meter, checkpoint=checkpoint, found=found, fetched=fetched, plan=plan)
 
 
 def _free(_: Checkpoint) -> None:

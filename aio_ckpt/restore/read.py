@@ -52,7 +52,7 @@ async def read_state(
 
     Raises:
         MissingNameError: one of ``only`` selects nothing, or a PerRank value of a rank that the checkpoint lacks.
-        CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.load_checkpoint`.
+        CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.match_checkpoint`.
     """
     meter.restart()
     checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
@@ -126,7 +126,7 @@ async def read_leaves(
     ``memory`` gives the memory of the tensors; None: torch's own.
 
     Raises:
-        CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.load_checkpoint`.
+        CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.match_checkpoint`.
     """
     async with ctx.files(checkpoint.path, past_page_cache=past_page_cache) as files:
         fills = Fills()

@@ -20,7 +20,7 @@ from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
 from aio_ckpt.match.options import LoadOptions, ReadContext
-from aio_ckpt.restore.load import load_checkpoint
+from aio_ckpt.restore.load import match_checkpoint
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
@@ -66,8 +66,11 @@ def context(storage, *, verify=True):
 
 
 async def load(storage, path, state, *, verify=True):
-    outcome = await load_checkpoint(context(storage, verify=verify), path, state, step=None, options=LoadOptions())
-    outcome.apply()
+    async with match_checkpoint(
+        context(storage, verify=verify), path, state, step=None, options=LoadOptions()
+    ) as matched:
+        outcome = await matched.fetch()
+    await outcome.apply()
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -51,7 +51,7 @@ from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.memory.copies import Copies
-from aio_ckpt.restore.load import load_checkpoint
+from aio_ckpt.restore.load import match_checkpoint
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.flatten import flatten
@@ -94,8 +94,9 @@ def context(storage, **changed):
 
 async def load(storage, path, state, *, strict=False, allow_missing=False, **changed):
     options = LoadOptions(strict=strict, allow_missing=allow_missing)
-    outcome = await load_checkpoint(context(storage, **changed), path, state, step=None, options=options)
-    outcome.apply()
+    async with match_checkpoint(context(storage, **changed), path, state, step=None, options=options) as matched:
+        outcome = await matched.fetch()
+    await outcome.apply()
     return outcome
 
 
