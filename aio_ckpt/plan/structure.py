@@ -1,7 +1,7 @@
 """Structure of a state without its values: names, shapes, dtypes; the addresses; and the leaves that share bytes.
 
 The structure decides whether a cached layout may be reused, the fingerprint (the address of every tensor leaf)
-whether cached copy descriptors may.
+whether the cached copies by address may.
 """
 
 from __future__ import annotations
