@@ -77,21 +77,23 @@ class CaptureSession:
         deadline: Deadline,
     ) -> Image:
         """Lease the memory of an image; see :func:`lease_image`."""
-        step = target if isinstance(target, int) else None
-        image = lease_image(
+        return lease_image(
             planned,
             len(objects.region),
             self.lifetime,
             self._staging,
             timeout_secs=slot_timeout_secs,
             limit_secs=deadline.left_secs(MAX_SECS),
-            step=step,
+            step=target if isinstance(target, int) else None,
         )
+
+    def log_waves(self, image: Image, target: Target) -> None:
+        """Warn once that a state is saved in waves, so that ``save()`` takes as long as the disk."""
         if not (image.is_whole or self._has_told_waves):
             self._has_told_waves = True
             log_step(
                 logging.WARNING,
-                step,
+                target if isinstance(target, int) else None,
                 self._ctx.rank,
                 "%s: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
                 "is captured, which takes as long as the disk needs for the others%s; raise budget_bytes where there "
@@ -101,7 +103,6 @@ class CaptureSession:
                 self.lifetime.budget_bytes,
                 "" if self._ctx.config.shm_path is None else ", and such a snapshot cannot be rescued (shm_path)",
             )
-        return image
 
     def map_ahead(self, plan: Plan, objects: ObjectBytes, *, arenas: int) -> Future[None] | None:
         """Map an arena for the next save in the background; see :meth:`LifetimeManager.map_ahead`."""

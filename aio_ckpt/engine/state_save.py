@@ -162,6 +162,7 @@ class StateSaves(LockedCalls):
         slot_timeout_secs = self.pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes)
         image = self.session.lease(planned, objects, target, slot_timeout_secs=slot_timeout_secs, deadline=deadline)
         try:
+            self.session.log_waves(image, target)
             ctx, plan = self.ctx, planned.plan
             job = queue.enter(
                 SaveJob(
