@@ -57,7 +57,8 @@ class _NoSleep(selectors.SelectSelector):
         if not ready:
             if timeout is None:
                 raise DeadlockError
-            self.now += max(timeout, 0.0)
+            # Time passes in each turn, as it does on a machine: a wait whose rest is lost by rounding ends, too.
+            self.now += max(timeout, 1e-9)
         return ready
 
 
