@@ -7,7 +7,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -88,66 +88,56 @@ def peers_on_host() -> int:
 
 
 class SharedRuntime:
-    """Runtime of many faces. The first call opens it. After :meth:`close`, it ends behind the last call that uses it.
+    """Runtime that its first user opens and its last user closes. Several faces may share it.
 
-    In a forked child, a runtime that its parent has opened counts as closed.
+    A forked child opens a runtime of its own, because it has no threads of its parent.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, storage: Storage | None = None, *, is_kept: bool = True) -> None:
+        """Open nothing yet. ``is_kept``: once opened, the runtime stays open without users until :meth:`close`."""
         self._config = config
+        self._storage = storage
+        self._is_kept = is_kept
         self._lock = Lock()
+        self._users: set[object] = set()
         self._runtime: Runtime | None = None
         self._pid = 0
-        self._calls = 0
-        self._is_closed = False
 
-    @contextmanager
-    def running(self) -> Iterator[Runtime | None]:
-        """Yield the runtime for one call; None if it is closed."""
-        runtime = self._begin_call()
-        try:
-            yield runtime
-        finally:
-            if runtime is not None:
-                self._end_call()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the settings alone: another process opens threads and memory of its own."""
+        return functools.partial(SharedRuntime, is_kept=False), (self._config, self._storage)
 
-    def close(self) -> None:
-        """Let no other call begin, and close the runtime once no call runs on it. Idempotent. Waits for no call."""
+    def begin_use(self, user: object) -> Runtime:
+        """Return the runtime. It stays open until :meth:`end_use`. A second call for one ``user`` counts once."""
         with self._lock:
-            self._is_closed = True
-            unused = self._taken_if_unused()
-        if unused is not None:
-            unused.close()
-
-    def _begin_call(self) -> Runtime | None:
-        with self._lock:
-            if self._is_closed or (self._runtime is not None and self._pid != os.getpid()):
-                return None
+            if self._pid != os.getpid():
+                self._runtime, self._users, self._pid = None, set(), os.getpid()
             if self._runtime is None:
-                self._runtime, self._pid = Runtime.open(self._config, None), os.getpid()
-            self._calls += 1
+                self._runtime = Runtime.open(self._config, self._storage)
+            self._users.add(user)
             return self._runtime
 
-    def _end_call(self) -> None:
+    def end_use(self, user: object) -> None:
+        """Close the runtime if nobody else uses it. Idempotent."""
+        unused = None
         with self._lock:
-            self._calls -= 1
-            unused = self._taken_if_unused()
+            self._users.discard(user)
+            if not (self._is_kept or self._users) and self._pid == os.getpid():
+                unused, self._runtime = self._runtime, None
         if unused is not None:
             unused.close()
 
-    def _taken_if_unused(self) -> Runtime | None:
-        if not self._is_closed or self._calls or self._pid != os.getpid():
-            return None
-        unused, self._runtime = self._runtime, None
-        return unused
+    def close(self) -> None:
+        """Let the runtime close behind its last user. Idempotent. Waits for no call."""
+        self._is_kept = False
+        self.end_use(None)
 
 
 class Face:
-    """Base of the faces. A face has a :class:`Runtime` of its own, or shares one.
+    """Base of the faces. A face has a :class:`SharedRuntime` of its own, or that of :meth:`share`.
 
-    Inside ``with``, the face keeps one runtime, so that all calls share threads and staging memory. Outside, each call
-    opens a runtime and closes it before it returns. A face that keeps none can be pickled and survives a fork.
-    After :meth:`share`, the calls outside of ``with`` use the shared runtime as long as it is open.
+    Inside ``with``, the runtime stays open, so that all calls share threads and staging memory. Outside, the runtime
+    closes behind the last call that runs. A face can be pickled and survives a fork.
     """
 
     def __init__(self, config: EngineConfig | None, storage: Storage | None) -> None:
@@ -155,13 +145,12 @@ class Face:
         check_kind("config", config, EngineConfig)
         check_kind("storage", storage, Storage)
         self._config = config or EngineConfig()
-        self._storage = storage
-        self._kept: Runtime | None = None
-        self._shared: SharedRuntime | None = None
-        self._opening = Lock()
+        self._shared = SharedRuntime(self._config, storage, is_kept=False)
+        self._user = object()
+        """This face, as the user that keeps the runtime open."""
 
     def share(self, runtime: SharedRuntime) -> Self:
-        """Use ``runtime`` for calls outside of ``with``, and return the face. A pickled face shares none."""
+        """Use ``runtime``, and return the face."""
         self._shared = runtime
         return self
 
@@ -175,39 +164,22 @@ class Face:
         self.close()
 
     def close(self) -> None:
-        """Close the kept runtime, if there is one. Idempotent. Later calls open a runtime each."""
-        with self._opening:
-            kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without threads and memory: another process opens its own."""
-        kept = {name: value for name, value in self.__dict__.items() if name != "_opening"}
-        return kept | {"_kept": None, "_shared": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._opening = Lock()
+        """Let the runtime close behind its last call. Idempotent. Later calls open it again."""
+        self._shared.end_use(self._user)
 
     def _keep(self) -> Runtime:
-        """Return the runtime that is kept until :meth:`close`. The first call opens it."""
-        with self._opening:
-            kept = self._kept = self._kept or Runtime.open(self._config, self._storage)
-        kept.portal.check_thread(type(self).__name__)
-        return kept
+        """Return the runtime, which stays open until :meth:`close`."""
+        runtime = self._shared.begin_use(self._user)
+        runtime.portal.check_thread(type(self).__name__)
+        return runtime
 
     @contextmanager
     def _running(self) -> Iterator[Runtime]:
-        """Yield the kept runtime, the shared one, or one that is opened for this block."""
-        with self._shared.running() if self._shared is not None else nullcontext() as shared:
-            lasting = self._kept or shared
-            if lasting is not None:
-                lasting.portal.check_thread(type(self).__name__)
-                yield lasting
-                return
-            runtime = Runtime.open(self._config, self._storage)
-            try:
-                yield runtime
-            finally:
-                runtime.close()
+        """Yield the runtime, which stays open for this block."""
+        user = object()
+        runtime = self._shared.begin_use(user)
+        try:
+            runtime.portal.check_thread(type(self).__name__)
+            yield runtime
+        finally:
+            self._shared.end_use(user)

@@ -141,10 +141,10 @@ def test_all_calls_of_a_process_share_threads_and_one_arena(tmp_path: Path) -> N
 
 
 def managers(handle: Installation) -> list[Any]:
-    with handle._runtime.running() as runtime:
-        assert runtime is not None
-        runtime.portal.call(nothing, timeout=TIMEOUT)  # what was posted is done
-        return [runtime.window, runtime.staging]
+    runtime = handle._runtime.begin_use(handle)
+    runtime.portal.call(nothing, timeout=TIMEOUT)  # what was posted is done
+    handle._runtime.end_use(handle)
+    return [runtime.window, runtime.staging]
 
 
 async def nothing() -> None: ...
