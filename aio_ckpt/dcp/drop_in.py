@@ -15,10 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint import staging
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
 from aio_ckpt.checks import check_flag, check_kind, local_path, shown
@@ -188,6 +185,10 @@ class _StandIn:
         return other | self.stock
 
 
+_DONE_BY_STOCK = ("prepare_local_plan", "prepare_global_plan", "write_data", "finish")
+"""Methods of stock's writer that take the place of ours in a save without a leader."""
+
+
 class _Writer(Writer):
     """Writer that serves every call that stock's serves.
 
@@ -198,39 +199,21 @@ class _Writer(Writer):
     def __init__(self, make_stock: Callable[[], Any], *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
         self._make_stock = make_stock
-        self._instead: Any = None
-        """Stock's writer, if it does this save."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         super().reset(checkpoint_id)
-        self._instead = None
+        for name in _DONE_BY_STOCK:
+            vars(self).pop(name, None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_collectives", True):
             super().set_up_storage_writer(is_coordinator, *args, **kwargs)
             return
         _log.warning("%s: use_collectives=False: stock's FileSystemWriter saves, without checksums", self.path)
-        self._instead = self._make_stock()
-        self._instead.reset(self.path)
-        self._instead.set_up_storage_writer(is_coordinator, *args, **kwargs)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if self._instead is None:
-            return super().prepare_local_plan(plan)
-        prepared: SavePlan = self._instead.prepare_local_plan(plan)
-        return prepared
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if self._instead is None:
-            return super().prepare_global_plan(plans)
-        prepared: list[SavePlan] = self._instead.prepare_global_plan(plans)
-        return prepared
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if self._instead is None:
-            return super().write_data(plan, planner)
-        written: Future[list[WriteResult]] = self._instead.write_data(plan, planner)
-        return written
+        stock = self._make_stock()
+        stock.reset(self.path)
+        stock.set_up_storage_writer(is_coordinator, *args, **kwargs)
+        vars(self).update((name, getattr(stock, name)) for name in _DONE_BY_STOCK)
 
     def _sources(self, runtime: Runtime, plan: SavePlan, planner: SavePlanner, transforms: Any) -> Sources:
         try:
@@ -238,12 +221,6 @@ class _Writer(Writer):
         except PlanChangedError as error:
             _log.warning("%s: encoded in memory, as stock's FileSystemWriter does: %s", self.path, error)
         return super()._sources(runtime, plan, planner, transforms or writer_transforms(()))
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        if self._instead is None:
-            super().finish(metadata, results)
-        else:
-            self._instead.finish(metadata, results)
 
 
 class _Stager(AsyncStager):
