@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
@@ -142,190 +142,162 @@ def write_rank(
         StallError: no progress for ``stall_timeout_secs``.
         Exception: the first error of any stage. The written files were removed.
     """
+    limit_secs = runtime.config.stall_timeout_secs
+    rank = _RankWrite(runtime=runtime, directory=directory, save=save, sources=sources)
     if sources.is_empty:
         on_captured()
-        written = runtime.portal.call(
-            _write_manifest, runtime.storage, directory, save, sources, None, timeout=runtime.config.stall_timeout_secs
-        )
-        return [written]
-    config = runtime.config
+        return [runtime.portal.call(rank.write_manifest, None, timeout=limit_secs)]
+    tail = b"".join(stream.data for stream in sources.streams)
     image = lease_image(
         sources.planned,
-        sources.stream_bytes,
+        len(tail),
         runtime.window,
         runtime.choice,
-        timeout_secs=config.stall_timeout_secs,
+        timeout_secs=limit_secs,
         limit_secs=MAX_SECS,
     )
     try:
-        return _capture_and_write(runtime, directory, save, sources, image, on_captured)
+        part = Part(
+            name=save.data_file,
+            layout=sources.planned.plan.layout,
+            tail=tail,
+            image=image,
+            chunks=CapturedChunks(len(image.chunks), rank.stall),
+        )
+        writing = runtime.portal.submit(rank.write, part)
+        try:
+            capture(
+                sources.planned,
+                image,
+                runtime.copy_engines,
+                guarded=frozenset(),
+                on_captured=lambda runs: runtime.portal.post(part.chunks.add, runs),
+                stall_timeout_secs=limit_secs,
+            ).finish()
+            on_captured()
+            manifest = rank.wait(writing)
+        except BaseException as error:
+            writing.cancel()
+            with contextlib.suppress(TimeoutError):
+                rank.ended.result(SETTLE_SECS)
+            note_stage(error, "write")
+            raise
     finally:
         image.lease.close()
+    return [*sources.results(save.data_file), manifest]
 
 
-def _capture_and_write(
-    runtime: Runtime,
-    directory: Path,
-    save: RankSave,
-    sources: Sources,
-    image: Image,
-    on_captured: Callable[[], None],
-) -> list[WriteResult]:
-    limit_secs = runtime.config.stall_timeout_secs
-    stall = StallTimer()
-    part = Part(
-        name=save.data_file,
-        layout=sources.planned.plan.layout,
-        tail=b"".join(stream.data for stream in sources.streams),
-        image=image,
-        chunks=CapturedChunks(len(image.chunks), stall),
-    )
-    ended: Future[None] = Future()
-    writing = runtime.portal.submit(_write, runtime, directory, save, sources, part, stall, ended)
-    try:
-        work = capture(
-            sources.planned,
-            image,
-            runtime.copy_engines,
-            guarded=frozenset(),
-            on_captured=lambda runs: runtime.portal.post(part.chunks.add, runs),
-            stall_timeout_secs=limit_secs,
-        )
-        work.finish()
-        on_captured()
-        manifest = _outcome(writing, stall, limit_secs, directory)
-    except BaseException as error:
-        writing.cancel()
-        with contextlib.suppress(TimeoutError):
-            ended.result(SETTLE_SECS)
-        note_stage(error, "write")
-        raise
-    results = [
-        WriteResult(index=index, size_in_bytes=place.length, storage_data=place)
-        for index, place in sources.places(save.data_file).items()
-    ]
-    return [*results, manifest]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankWrite:
+    """Write of one rank's files. Its coroutines run on the loop."""
 
+    runtime: Runtime
+    directory: Path
+    save: RankSave
+    sources: Sources
+    stall: StallTimer = field(default_factory=StallTimer)
+    ended: Future[None] = field(default_factory=Future)
+    """Done once :meth:`write` has ended and, after an error, the files are removed."""
 
-def _outcome(writing: Future[ManifestResult], stall: StallTimer, limit_secs: float, directory: Path) -> ManifestResult:
-    while not writing.done():
-        left = stall.idle_left_secs(limit_secs)
-        if left <= 0:
-            raise StallError(f"a save made no progress for {limit_secs} s: storage under {directory} is stalled")
-        with contextlib.suppress(TimeoutError):
-            writing.exception(left)
-    return writing.result()
+    def wait(self, writing: Future[ManifestResult]) -> ManifestResult:
+        """Return the result of :meth:`write`, on the caller's thread. Raises StallError if nothing moves."""
+        limit_secs = self.runtime.config.stall_timeout_secs
+        while not writing.done():
+            left = self.stall.idle_left_secs(limit_secs)
+            if left <= 0:
+                raise StallError(
+                    f"a save made no progress for {limit_secs} s: storage under {self.directory} is stalled"
+                )
+            with contextlib.suppress(TimeoutError):
+                writing.exception(left)
+        return writing.result()
 
+    async def write(self, part: Part) -> ManifestResult:
+        """Write data file and manifest, durably. After an error, remove them.
 
-async def _write(
-    runtime: Runtime,
-    directory: Path,
-    save: RankSave,
-    sources: Sources,
-    part: Part,
-    stall: StallTimer,
-    ended: Future[None],
-) -> ManifestResult:
-    try:
-        written = await write_part(
-            part,
-            directory / part.name,
-            runtime.storage,
-            runtime.portal.executor,
-            workers=runtime.config.workers,
-            settle_secs=SETTLE_SECS,
-            admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=stall.touch),
-            on_activity=lambda _: stall.touch(),
-            on_written=lambda _: stall.touch(),
-        )
-        manifest = await _write_manifest(runtime.storage, directory, save, sources, written)
-        await runtime.storage.sync_dir(directory)
-        await _check_mark(runtime.storage, directory, save.save_id)
-    except BaseException as error:
-        cause = first_cause(error)
-        with anyio.CancelScope(shield=True):
-            needed_bytes = part.image.chunks[-1].stop
-            await explain_full_disk(
-                cause,
-                runtime.storage,
-                directory,
-                needed_bytes,
-                whose=f" of rank {save.rank} of {save.world_size}" if save.world_size > 1 else "",
-                remedy="delete an older checkpoint",
+        Raises:
+            RootError: the mark of this save is gone: another save has begun, and may have removed the files of this
+                one before all of them were there.
+        """
+        runtime, storage, touch = self.runtime, self.runtime.storage, self.stall.touch
+        try:
+            written = await write_part(
+                part,
+                self.directory / part.name,
+                storage,
+                runtime.portal.executor,
+                workers=runtime.config.workers,
+                settle_secs=SETTLE_SECS,
+                admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=touch),
+                on_activity=lambda _: touch(),
+                on_written=lambda _: touch(),
             )
-            await _clear(runtime.storage, directory, save, part.image, cause)
-            cause = await _error_to_raise(runtime.storage, directory, save, cause)
-        if cause is error:
-            raise
-        raise cause from cause.__cause__
-    else:
-        return manifest
-    finally:
-        ended.set_result(None)
+            manifest = await self.write_manifest(written)
+            await storage.sync_dir(self.directory)
+            if not await self._is_pending():
+                raise _other_save_error(self.directory)  # noqa: TRY301
+        except BaseException as error:
+            cause = first_cause(error)
+            with anyio.CancelScope(shield=True):
+                cause = await self._clean_up(part.image, cause)
+            if cause is error:
+                raise
+            raise cause from cause.__cause__
+        else:
+            return manifest
+        finally:
+            self.ended.set_result(None)
 
+    async def write_manifest(self, written: Written | None) -> ManifestResult:
+        """Write the rank's manifest. ``written``: result of the data file; None if the rank has nothing to write."""
+        save, sources, layout = self.save, self.sources, self.sources.planned.plan.layout
+        if written is not None:
+            names = frozenset(name for item in layout.items for name in item.fqns)
+            check_complete(frozenset(index.fqn for index in sources.indices), names)
+            if len(written.chunks_written) != written.chunks or written.items_patched != len(layout.items):
+                raise PlanChangedError("not every chunk of the data file was written; nothing was committed")
+        data = encode_rank(
+            save_id=save.save_id,
+            step=save.step,
+            rank=save.rank,
+            world_size=save.world_size,
+            file=None if written is None else FileEntry(save.data_file, written.image_bytes, written.file_crc32),
+            tensors=encode_static([tensor_entry(item) for item in layout.items]),
+            sums=b"" if written is None else written.sums,
+            objects=sources.objects,
+            skeleton=b"",  # names are as DCP flattened them
+        )
+        await self.runtime.storage.write_file(self.directory / save.manifest, data)
+        entry = FileEntry(save.manifest, len(data), isal_zlib.crc32(data))
+        return ManifestResult(index=_MANIFEST_INDEX, size_in_bytes=len(data), storage_data=entry, save_id=save.save_id)
 
-async def _write_manifest(
-    storage: Storage, directory: Path, save: RankSave, sources: Sources, written: Written | None
-) -> ManifestResult:
-    """Write the rank's manifest. ``written``: result of the data file; None if the rank has nothing to write."""
-    layout = sources.planned.plan.layout
-    if written is not None:
-        _check_written(sources, written)
-    data = encode_rank(
-        save_id=save.save_id,
-        step=save.step,
-        rank=save.rank,
-        world_size=save.world_size,
-        file=None if written is None else FileEntry(save.data_file, written.image_bytes, written.file_crc32),
-        tensors=encode_static([tensor_entry(item) for item in layout.items]),
-        sums=b"" if written is None else written.sums,
-        objects=sources.object_entries(),
-        skeleton=b"",  # names are as DCP flattened them
-    )
-    await storage.write_file(directory / save.manifest, data)
-    entry = FileEntry(save.manifest, len(data), isal_zlib.crc32(data))
-    return ManifestResult(index=_MANIFEST_INDEX, size_in_bytes=len(data), storage_data=entry, save_id=save.save_id)
-
-
-def _check_written(sources: Sources, written: Written) -> None:
-    names = frozenset(name for item in sources.planned.plan.layout.items for name in item.fqns)
-    check_complete(frozenset(index.fqn for index in sources.indices), names)
-    if len(written.chunks_written) != written.chunks or written.items_patched != len(sources.planned.plan.layout.items):
-        raise PlanChangedError("not every chunk of the data file was written; nothing was committed")
-
-
-async def _clear(storage: Storage, directory: Path, save: RankSave, image: Image, cause: BaseException) -> None:
-    """Wake a capture that waits for room, then remove the written files."""
-    image.fail_slots(cause if isinstance(cause, Exception) else SaveCancelledError("the save was cancelled"))
-    if isinstance(cause, WriteError) and cause.errno == errno.EEXIST:
-        return  # the file belongs to another save
-    with anyio.move_on_after(SETTLE_SECS), contextlib.suppress(AioCkptError, OSError):
-        for name in (save.manifest, save.data_file):
-            await storage.remove_file(directory / name)
-
-
-async def _check_mark(storage: Storage, directory: Path, save_id: str) -> None:
-    """Raise RootError if the mark of this save is gone: another save has begun.
-
-    The other save may have removed the files of this one before all of them were there.
-    """
-    if save_id not in await pending_saves(storage, directory):
-        raise _other_save_error(directory)
-
-
-async def _error_to_raise(storage: Storage, directory: Path, save: RankSave, cause: BaseException) -> BaseException:
-    """Return the error to raise for ``cause``: if a file is gone because another save began, that is the error.
-
-    The other save removes the files of this one first, and its mark later.
-    """
-    if getattr(cause, "errno", 0) != errno.ENOENT:
+    async def _clean_up(self, image: Image, cause: BaseException) -> BaseException:
+        """Wake a capture that waits for room, then remove the written files. Returns the error to raise."""
+        save, storage = self.save, self.runtime.storage
+        await explain_full_disk(
+            cause,
+            storage,
+            self.directory,
+            image.chunks[-1].stop,
+            whose=f" of rank {save.rank} of {save.world_size}" if save.world_size > 1 else "",
+            remedy="delete an older checkpoint",
+        )
+        image.fail_slots(cause if isinstance(cause, Exception) else SaveCancelledError("the save was cancelled"))
+        if isinstance(cause, WriteError) and cause.errno == errno.EEXIST:
+            return cause  # the file belongs to another save
+        with anyio.move_on_after(SETTLE_SECS), contextlib.suppress(AioCkptError, OSError):
+            for name in (save.manifest, save.data_file):
+                await storage.remove_file(self.directory / name)
+        if getattr(cause, "errno", 0) == errno.ENOENT:
+            with contextlib.suppress(AioCkptError, OSError):
+                for _ in range(_MARK_POLLS):
+                    if not await self._is_pending():
+                        return _other_save_error(self.directory)
+                    await anyio.sleep(_MARK_POLL_SECS)
         return cause
-    with contextlib.suppress(AioCkptError, OSError):
-        for _ in range(_MARK_POLLS):
-            if save.save_id not in await pending_saves(storage, directory):
-                return _other_save_error(directory)
-            await anyio.sleep(_MARK_POLL_SECS)
-    return cause
+
+    async def _is_pending(self) -> bool:
+        return self.save.save_id in await pending_saves(self.runtime.storage, self.directory)
 
 
 # -- the leader -----------------------------------------------------------------------------------

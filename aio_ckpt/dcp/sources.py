@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
@@ -48,43 +50,25 @@ class Sources:
     """Per tensor leaf, the leaf whose item holds its bytes."""
     streams: tuple[Stream, ...]
     """Other items, in the order in which they follow the tensors."""
+    objects: tuple[ObjectEntry, ...]
+    """Entries of ``streams`` in the rank manifest."""
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to write."""
         return not self.indices and not self.streams
 
-    @property
-    def stream_bytes(self) -> int:
-        """Length of all streams together."""
-        return sum(len(stream.data) for stream in self.streams)
-
-    def object_entries(self) -> list[ObjectEntry]:
-        """Return the entries of the streams in the rank manifest."""
-        start = self.planned.plan.layout.tensor_bytes
-        entries = []
-        for stream in self.streams:
-            nbytes = len(stream.data)
-            entries.append(ObjectEntry((stream.index.fqn,), start, nbytes, isal_zlib.crc32(stream.data)))
-            start += nbytes
-        return entries
-
-    def places(self, file: str) -> dict[MetadataIndex, StorageInfo]:
-        """Return the place of each item in the data file ``file``, as stored in ``.metadata``."""
-        by_leaf = {
+    def results(self, file: str) -> list[WriteResult]:
+        """Return the result of each item in the data file ``file``, with its place as stored in ``.metadata``."""
+        places = {
             item.leaf: StorageInfo(file, item.item_offset, item.envelope.item_bytes)
             for item in self.planned.plan.layout.items
         }
-        places = {index: by_leaf[leaf] for index, leaf in zip(self.indices, self.aliases, strict=True)}
-        for stream, entry in zip(self.streams, self.object_entries(), strict=True):
-            places[stream.index] = _storage_info(file, entry, stream.descriptors)
-        return places
-
-
-def _storage_info(file: str, entry: ObjectEntry, descriptors: Sequence[str]) -> StorageInfo:
-    if not descriptors:
-        return StorageInfo(file, entry.offset, entry.nbytes)
-    return StorageInfo(file, entry.offset, entry.nbytes, transform_descriptors=list(descriptors))
+        found = [(index, places[leaf]) for index, leaf in zip(self.indices, self.aliases, strict=True)]
+        for stream, entry in zip(self.streams, self.objects, strict=True):
+            given: Any = {"transform_descriptors": list(stream.descriptors)} if stream.descriptors else {}
+            found.append((stream.index, StorageInfo(file, entry.offset, entry.nbytes, **given)))
+        return [WriteResult(index=index, size_in_bytes=place.length, storage_data=place) for index, place in found]
 
 
 def collect_sources(
@@ -117,11 +101,16 @@ def collect_sources(
     boxes = [_box(item) for item in items]
     names = [item.index.fqn for item in items]
     planned, aliases = plan_tensors(names, tensors, boxes, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
+    starts = itertools.accumulate((len(stream.data) for stream in streams), initial=planned.plan.layout.tensor_bytes)
     return Sources(
         planned=planned,
         indices=tuple(item.index for item in items),
         aliases=tuple(aliases),
         streams=tuple(streams),
+        objects=tuple(
+            ObjectEntry((stream.index.fqn,), start, len(stream.data), isal_zlib.crc32(stream.data))
+            for start, stream in zip(starts, streams, strict=False)
+        ),
     )
 
 

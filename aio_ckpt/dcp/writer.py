@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import logging
 import os
 import uuid
@@ -208,14 +209,12 @@ class Writer(Face, StorageWriter, AsyncStager):
         Raises:
             WriteError, RootError, StallError: the commit failed, and the checkpoint before is restored.
         """
-        manifests = [found for of_rank in results for found in of_rank if isinstance(found, ManifestResult)]
+        written = list(itertools.chain.from_iterable(results))
+        manifests = [found for found in written if isinstance(found, ManifestResult)]
         if DCP_VERSION is not None:
             metadata.version = DCP_VERSION
         metadata.storage_data = {
-            found.index: found.storage_data
-            for of_rank in results
-            for found in of_rank
-            if not isinstance(found, ManifestResult)
+            found.index: found.storage_data for found in written if not isinstance(found, ManifestResult)
         }
         save_id = manifests[0].save_id
         given = self._begun.pop(save_id, self.path)
