@@ -130,6 +130,7 @@ def test_staging_memory_is_used_again_when_the_save_has_ended_and_not_before(
         gate.open()
         saving.result(TIMEOUT)
         wait_for_executors()
+        assert stats_of(stager) == (1, 0)
         for seed in range(2, 7):
             dcp.async_save(state_of(seed), storage_writer=Writer(tmp_path / "a"), async_stager=stager).result(TIMEOUT)
             wait_for_executors()
