@@ -108,8 +108,8 @@ class Writer(Face, StorageWriter, AsyncStager):
             )
         self.path = checked_path(path)
         self.overwrite = overwrite
-        self._fresh_ids: list[str] = []
-        self._taken_id = ""
+        self.save_id = uuid.uuid4().hex
+        """Id of the save, for ``.metadata``. On the leader, another one is taken when the save begins."""
         self._begun: dict[str, Path] = {}
         """Path of each begun save, by id. DCP may set another path while a save still runs."""
         self._unwritten: set[str] = set()
@@ -126,8 +126,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         """Begin a save, into ``checkpoint_id`` if one is given."""
         if checkpoint_id:
             self.path = checked_path(checkpoint_id)
-        self._fresh_ids.clear()
-        self._taken_id = ""
+        self.save_id = uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the path and the id of the save, for the planner and ``.metadata``."""
@@ -161,7 +160,9 @@ class Writer(Face, StorageWriter, AsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the save on the leader: recover the directory from a crash, mark the save, give each rank its part."""
-        save_id, path = self._take_id(), self.path.absolute()
+        # Saves of one writer may overlap, so no two may take the id of one reset().
+        save_id, path = uuid.uuid4().hex, self.path.absolute()
+        self.save_id = save_id
         self._begun[save_id] = self.path
         self._unwritten.add(save_id)
         with self._running() as runtime:
@@ -293,25 +294,6 @@ class Writer(Face, StorageWriter, AsyncStager):
 
     def _forget(self, live: LiveState) -> None:
         self._live = [state for state in self._live if state is not live]
-
-    @property
-    def save_id(self) -> str:
-        """Id of the save since the last :meth:`reset`, for ``.metadata``; before a save begins, that of the next."""
-        if self._taken_id:
-            return self._taken_id
-        try:
-            return self._fresh_ids[-1]
-        except IndexError:
-            self._fresh_ids.append(uuid.uuid4().hex)
-            return self.save_id
-
-    def _take_id(self) -> str:
-        """Return an id that no other save gets, not even an overlapping one."""
-        try:
-            self._taken_id = self._fresh_ids.pop()
-        except IndexError:
-            self._taken_id = uuid.uuid4().hex
-        return self._taken_id
 
     def _step(self, path: Path) -> int:
         return StepNames(self._config.step_dir).step(path.name) or 0
