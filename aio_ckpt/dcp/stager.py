@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,32 +61,6 @@ class AsyncStager(Face, staging.AsyncStager):
         """Do nothing: :meth:`stage` returns once everything is copied."""
 
 
-@dataclass(slots=True)
-class _PlainTensors:
-    """Tensors of a state that are copied by address."""
-
-    owners: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Tensors of the state, by ``id``."""
-    local: list[torch.Tensor] = field(default_factory=list)
-    """Local tensor of each, which is the tensor itself or the shard of a DTensor."""
-
-    def add_all(self, values: Iterable[object]) -> None:
-        """Add the tensors in ``values`` and in their containers, as DCP does when it flattens a state."""
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                self._add(value)
-            elif isinstance(value, Mapping):
-                self.add_all(value.values())
-            elif isinstance(value, (list, tuple)):
-                self.add_all(value)
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        local = memory_of(tensor)
-        if id(tensor) not in self.owners and is_plain(local):
-            self.owners[id(tensor)] = tensor
-            self.local.append(local.detach())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
     """State to be staged, and the layout of its tensors in staging memory."""
@@ -95,8 +69,8 @@ class Staging:
     """State of the caller."""
     owners: Mapping[int, torch.Tensor]
     """Tensors that are copied by address, by ``id``."""
-    planned: PlannedImage | None
-    """Image of these tensors; None if there are none."""
+    planned: PlannedImage
+    """Image of these tensors."""
     aliases: Sequence[int]
     """Per tensor, the leaf of the image that holds its bytes."""
     budget_bytes: int
@@ -105,7 +79,7 @@ class Staging:
     @property
     def nbytes(self) -> int:
         """Length of the image, in bytes."""
-        return 0 if self.planned is None else image_bytes_of(self.planned.plan, 0)
+        return image_bytes_of(self.planned.plan, 0) if self.owners else 0
 
     @property
     def fits(self) -> bool:
@@ -115,7 +89,7 @@ class Staging:
     def copied(self, runtime: Runtime) -> dict[str, Any]:
         """Copy the state into memory of ``runtime.staging``. The memory is free again once the last copy is gone."""
         memo: dict[int, Any] = {}
-        if self.planned is not None:
+        if self.owners:
             views = _views(self.planned.plan, _captured(runtime, self.planned))
             for leaf, (key, owner) in zip(self.aliases, self.owners.items(), strict=True):
                 memo[key] = _like(owner, views[leaf])
@@ -130,15 +104,30 @@ class Staging:
 
 def plan_staging(runtime: Runtime, state: dict[str, Any]) -> Staging:
     """Find the tensors of ``state`` and lay them out. Nothing is copied yet."""
-    found = _PlainTensors()
-    found.add_all([state])
-    planned, aliases, budget_bytes = None, list[int](), runtime.staging.budget_bytes
-    if found.local:
-        boxes = [(tuple(tensor.shape), (0,) * tensor.dim()) for tensor in found.local]
-        names = [str(number) for number in range(len(boxes))]
-        gather_bytes = runtime.config.gather_bytes
-        planned, aliases = plan_tensors(names, found.local, boxes, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
-    return Staging(state=state, owners=found.owners, planned=planned, aliases=aliases, budget_bytes=budget_bytes)
+    budget_bytes = runtime.staging.budget_bytes
+    memory = {id(tensor): (tensor, memory_of(tensor)) for tensor in _tensors_in([state])}
+    plain = {key: (tensor, local.detach()) for key, (tensor, local) in memory.items() if is_plain(local)}
+    tensors = [local for _, local in plain.values()]
+    planned, aliases = plan_tensors(
+        [str(number) for number in range(len(tensors))],
+        tensors,
+        [(tuple(tensor.shape), (0,) * tensor.dim()) for tensor in tensors],
+        gather_bytes=runtime.config.gather_bytes,
+        budget_bytes=budget_bytes,
+    )
+    owners = {key: tensor for key, (tensor, _) in plain.items()}
+    return Staging(state=state, owners=owners, planned=planned, aliases=aliases, budget_bytes=budget_bytes)
+
+
+def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in ``values`` and in their containers, as DCP finds them when it flattens a state."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
 
 
 def stage_whole(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:

@@ -309,16 +309,9 @@ def recover(path: str | os.PathLike[str]) -> bool:
         RootError: ``path`` is no path.
     """
     directory = checked_path(path).absolute()
-    runtime = Runtime.open(EngineConfig(), None)
-    try:
-        return runtime.portal.call(
-            recover_unless_busy,
-            runtime.storage,
-            directory,
-            timeout=runtime.config.stall_timeout_secs,
-        )
-    finally:
-        runtime.close()
+    with Face(None, None)._running() as runtime:
+        limit_secs = runtime.config.stall_timeout_secs
+        return runtime.portal.call(recover_unless_busy, runtime.storage, directory, timeout=limit_secs)
 
 
 def _with_workers(config: EngineConfig, thread_count: int) -> EngineConfig:
