@@ -1,14 +1,15 @@
 """Takers: the parts of a template that get stored values other than by a fill of their memory.
 
-``built`` returns the value to put. It finds damage and touches nothing. ``put`` gives the value to the template, once
-all is verified. It gets whether this load has written to the template before, and returns whether it has now.
+``prepare`` builds the value, which finds damage and touches nothing. It returns the function that gives the value to
+the template, once all is verified.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -30,6 +31,9 @@ from aio_ckpt.state.dcp_paths import unflatten_dcp
 from aio_ckpt.state.flatten import leaves_of
 from aio_ckpt.state.names import NamedNode, find_named
 from aio_ckpt.state.put_back import put_back
+
+Put: TypeAlias = Callable[[bool], bool]
+"""Gives a value to the template. Gets whether this load has written to the template before; returns whether it has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,20 +68,20 @@ class CompoundTaker:
     """Stored properties, which the tensor gets once its parts are filled."""
     names: Sequence[str] = ()
 
-    def built(self, _: Fetched) -> Notes:
-        """Return the properties. Checks the parts: an index out of bounds would read beyond their memory."""
+    def prepare(self, _: Fetched) -> Put:
+        """Check the parts: an index out of bounds would read beyond their memory."""
         notes = dict(self.stored)
         if "type" not in notes:  # the code of a subclass checks its own parts
             try:
                 put_together(notes, self.held.parts, trusted=False)
             except (ValueError, TypeError, LookupError, RuntimeError) as error:
                 raise CorruptCheckpointError(f"{self.name!r}: its parts are of no tensor: {error}") from error
-        return self.stored
+        return self._put
 
-    def put(self, value: Notes, _: bool) -> bool:
+    def _put(self, _: bool) -> bool:
         """Set the properties."""
         with target_modified():
-            mark_as_stored(self.held.tensor, value)
+            mark_as_stored(self.held.tensor, self.stored)
         return True
 
 
@@ -121,8 +125,8 @@ class LeavesTaker:
         """Names of the stored leaves that it takes and that may not be leaves of the template."""
         return [name for leaf in self.any_leaves.values() for name in leaf.names]
 
-    def built(self, fetched: Fetched) -> dict[str, object]:
-        """Return the values by name. Leaves whose object needs trust are left out."""
+    def prepare(self, fetched: Fetched) -> Put:
+        """Build the values. Leaves whose object needs trust are left out."""
         values = fetched.values
         leaves = {name: values[name] for name in self.objects if name not in fetched.untrusted}
         for array in self.arrays:
@@ -132,14 +136,14 @@ class LeavesTaker:
         if self.any_leaves:
             refused = {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
             leaves |= self._built_any(self.checkpoint.by_stored_name(values | refused))
-        return leaves
+        return functools.partial(self._put, leaves)
 
-    def put(self, value: dict[str, object], is_modified: bool) -> bool:
+    def _put(self, values: dict[str, object], is_modified: bool) -> bool:
         """Set the values in their containers."""
-        if not value:
+        if not values:
             return is_modified
         with target_modified():
-            put_back(self.state, value, rank=self.ctx.rank, empty=self.empty)
+            put_back(self.state, values, rank=self.ctx.rank, empty=self.empty)
         return True
 
     def _built_any(self, values: Mapping[str, object]) -> dict[str, object]:
@@ -212,8 +216,8 @@ class StatefulTaker:
     compounds: Mapping[str, CompoundTensor] = field(default_factory=dict)
     """Stored name -> the compound tensor that it holds now. Its type is used for the loaded one."""
 
-    def built(self, fetched: Fetched) -> Any:
-        """Return the ``state_dict()`` to load. Leaves whose object needs trust keep the value's own."""
+    def prepare(self, fetched: Fetched) -> Put:
+        """Build the ``state_dict()`` to load. Leaves whose object needs trust keep the value's own."""
         given = {name: fetched.values[name] for name in self.names if name in fetched.values}
         given |= {name: own.owner if isinstance(own, OwnedShard) else own for name, own in self.kept.items()}
         if not fetched.untrusted.keys().isdisjoint(self.names):
@@ -238,12 +242,12 @@ class StatefulTaker:
                 inner["state"] = _with_int_keys(inner.get("state", {}))
         if self.options.allow_missing:
             inner = _filled(inner, self.value.state_dict(), self.name, self.lacking)
-        return _with_versions(inner, self.value)
+        return functools.partial(self._put, _with_versions(inner, self.value))
 
-    def put(self, value: Any, is_modified: bool) -> bool:
+    def _put(self, state_dict: Any, is_modified: bool) -> bool:
         """Call ``load_state_dict``."""
-        with _noting_refusal(self, value, is_modified=is_modified):
-            self.value.load_state_dict(value)
+        with _noting_refusal(self, state_dict, is_modified=is_modified):
+            self.value.load_state_dict(state_dict)
         return True
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import first_of, listed
@@ -23,12 +22,12 @@ def prepare_apply(ctx: ReadContext, checkpoint: Checkpoint, found: Match, fetche
     Raises:
         CorruptCheckpointError: a value cannot be built.
     """
-    built: list[tuple[Any, Any]] = [(taker, taker.built(fetched)) for taker in found.takers]
+    puts = [taker.prepare(fetched) for taker in found.takers]
 
     def apply() -> None:
         is_modified = found.fills_template
-        for taker, value in built:
-            is_modified = taker.put(value, is_modified)
+        for put in puts:
+            is_modified = put(is_modified)
         if ctx.rank == 0:  # the report of every rank lists its own
             _warn(ctx, checkpoint, found)
 

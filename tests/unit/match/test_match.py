@@ -44,10 +44,10 @@ def match(stored: object, template: object, *, rank: int = 0, world_size: int = 
 
 def put(found: Match, **values: object) -> None:
     """Give the takers values as if a load had read them."""
-    built = [(taker, taker.built(Fetched(values=values))) for taker in found.takers]
+    puts = [taker.prepare(Fetched(values=values)) for taker in found.takers]
     is_modified = found.fills_template
-    for taker, value in built:
-        is_modified = taker.put(value, is_modified)  # type: ignore[arg-type]
+    for put_one in puts:
+        is_modified = put_one(is_modified)
 
 
 def filled(found: Match) -> dict[str, object]:
@@ -113,14 +113,14 @@ def test_a_value_without_a_shape_takes_a_tensor_and_a_whole_branch() -> None:
     assert template["state"] == {"m": values["state.m"], "k": 1}
 
 
-def test_nothing_of_the_template_is_touched_by_match_nor_by_what_is_built() -> None:
+def test_nothing_of_the_template_is_touched_by_match_nor_by_what_is_prepared() -> None:
     model = torch.nn.Linear(2, 2)
     template = {"w": torch.zeros(2), "n": 0, "model": model, "any": None}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = match({"w": torch.ones(2), "n": 1, "model": torch.nn.Linear(2, 2), "any": torch.ones(1)}, template)
     values = {"n": 1, "any": torch.ones(1), "model.weight": torch.ones(2, 2), "model.bias": torch.ones(2)}
     for taker in found.takers:
-        taker.built(Fetched(values=values))
+        taker.prepare(Fetched(values=values))
     assert (template["n"], template["any"]) == (0, None)
     assert not template["w"].any()
     assert template["w"]._version == 0
@@ -356,14 +356,13 @@ def test_an_object_that_needs_trust_stays_and_modifies_nothing() -> None:
     found = match({"n": 5, "m": OneBuffer()}, template)
     fetched = Fetched(values={"m.w": torch.ones(3)}, untrusted={"n": "why"}, skip_untrusted=True)
     leaves, module = found.takers
-    assert leaves.built(fetched) == {}
-    assert leaves.put({}, False) is False
+    assert leaves.prepare(fetched)(False) is False
     assert template["n"] == 0
     with pytest.raises(RuntimeError, match="size mismatch") as caught:
-        module.put(module.built(fetched), False)
+        module.prepare(fetched)(False)
     assert "refused what step 7 at made holds for it; nothing was modified" in caught.value.__notes__[0]
     with pytest.raises(RuntimeError, match="size mismatch") as caught:
-        module.put(module.built(fetched), True)
+        module.prepare(fetched)(True)
     assert "the target was modified" in caught.value.__notes__[0]
 
 
