@@ -24,7 +24,7 @@ from aio_ckpt.dcp.installed import Installed, same_handle
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.runtime import Face, Runtime, SharedRuntime
 from aio_ckpt.dcp.sources import Sources
-from aio_ckpt.dcp.stager import AsyncStager, stage_whole
+from aio_ckpt.dcp.stager import AsyncStager, stage_copy
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError, PlanChangedError, RootError
 
@@ -234,7 +234,7 @@ class _Stager(AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         try:
             with self._running() as runtime:
-                return stage_whole(runtime, state_dict)
+                return stage_copy(runtime, state_dict)
         except Exception as error:  # noqa: BLE001 - nothing was written yet, so stock can begin anew
             _log.warning("stock's stager copies the state, beyond budget_bytes: %s", error)
         self._instead = self._instead or self._make_stock()

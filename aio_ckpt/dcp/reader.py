@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -22,14 +21,13 @@ from aio_ckpt.commit.directory import recoverable_names
 from aio_ckpt.commit.discovery import IS_FILE
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load
-from aio_ckpt.dcp.runtime import Face, Runtime
+from aio_ckpt.dcp.runtime import DirectoryFace, Runtime
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     ReadError,
-    RootError,
 )
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.runtime.error_notes import naming_checkpoint
@@ -37,7 +35,7 @@ from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.paths import checked_path
 
 
-class Reader(Face, StorageReader):
+class Reader(DirectoryFace, StorageReader):
     """Storage reader for ``dcp.load`` of a checkpoint of :class:`Writer`, of an engine (one step) or of stock DCP.
 
     Of a shard, only the blocks that the rank needs are read. Bytes with a checksum are verified before they are passed
@@ -64,8 +62,7 @@ class Reader(Face, StorageReader):
         config: EngineConfig | None = None,
         storage: Storage | None = None,
     ) -> None:
-        super().__init__(config, storage)
-        self.path = checked_path(path)
+        super().__init__(path, config, storage)
         self.load_id = str(uuid.uuid4())
         self.storage_data: Mapping[MetadataIndex, StorageInfo] = {}
         self._metadata: Metadata | None = None
@@ -145,21 +142,6 @@ class Reader(Face, StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    # -- properties -------------------------------------------------------------------------------
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Path of the checkpoint, as the caller gave it."""
-        return str(self.path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether stock DCP accepts ``checkpoint_id`` as a path."""
-        try:
-            return bool(FileSystem.validate_checkpoint_id(checked_path(checkpoint_id)))
-        except RootError:
-            return False
 
 
 async def _open(runtime: Runtime, path: Path, rank: int | None) -> Checkpoint:

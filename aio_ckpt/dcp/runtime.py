@@ -13,10 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_kind
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
+from aio_ckpt.errors import RootError
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
 from aio_ckpt.plan.layout import chunk_bytes_for
@@ -24,6 +26,7 @@ from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Porta
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.capture import CopyEngines
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.paths import checked_path
 from aio_ckpt.write.throttle import WriteThrottle
 
 _WINDOW_CHUNKS = 2
@@ -183,3 +186,25 @@ class Face:
             yield runtime
         finally:
             self._shared.end_use(user)
+
+
+class DirectoryFace(Face):
+    """Base of the faces of one directory."""
+
+    def __init__(self, path: str | os.PathLike[str], config: EngineConfig | None, storage: Storage | None) -> None:
+        """Raise RootError if ``path`` is no path."""
+        super().__init__(config, storage)
+        self.path = checked_path(path)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Path of the checkpoint, as the caller gave it and ``.metadata`` stores it."""
+        return str(self.path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether stock DCP accepts ``checkpoint_id`` as a path."""
+        try:
+            return bool(FileSystem.validate_checkpoint_id(checked_path(checkpoint_id)))
+        except RootError:
+            return False

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from aio_ckpt._torch import dtensor_over
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.live_state import LiveState
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import is_plain, plan_tensors
+from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.memory.lifetime import Lease
@@ -55,7 +55,7 @@ class AsyncStager(Face, staging.AsyncStager):
             StallError: copies of earlier calls have held the memory for ``stall_timeout_secs``.
             SourceChangedError: a tensor's memory was freed.
         """
-        return stage_whole(self._keep(), state_dict)
+        return stage_copy(self._keep(), state_dict)
 
     def synchronize_staging(self) -> None:
         """Do nothing: :meth:`stage` returns once everything is copied."""
@@ -96,10 +96,10 @@ class Staging:
         # deepcopy finds each of these tensors in the memo by its id, and copies every other value.
         return copy.deepcopy(self.state, memo)
 
-    def live(self) -> LiveState:
+    def uncopied(self) -> UncopiedState:
         """Return the state with its own tensors, and copies of all other values."""
         memo: dict[int, Any] = dict(self.owners)
-        return LiveState(copy.deepcopy(self.state, memo), self.budget_bytes)
+        return UncopiedState(copy.deepcopy(self.state, memo), self.budget_bytes)
 
 
 def plan_staging(runtime: Runtime, state: dict[str, Any]) -> Staging:
@@ -130,7 +130,7 @@ def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-def stage_whole(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
+def stage_copy(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of ``state`` in memory of ``runtime.staging``.
 
     Raises:

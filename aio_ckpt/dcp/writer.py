@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -24,7 +23,6 @@ from aio_ckpt._torch import DCP_VERSION, writer_transforms
 from aio_ckpt.checks import check_flag, shown
 from aio_ckpt.commit.directory import ASIDE
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.live_state import LiveState
 from aio_ckpt.dcp.rank_save import (
     ManifestResult,
     RankSave,
@@ -34,10 +32,11 @@ from aio_ckpt.dcp.rank_save import (
     recover_unless_busy,
     write_rank,
 )
-from aio_ckpt.dcp.runtime import Face, Runtime
+from aio_ckpt.dcp.runtime import DirectoryFace, Face, Runtime
 from aio_ckpt.dcp.sources import Sources, collect_sources
 from aio_ckpt.dcp.stager import plan_staging
-from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, RootError, WriteError
+from aio_ckpt.dcp.uncopied_state import UncopiedState
+from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.storage.data_file import translate_errors
@@ -47,7 +46,7 @@ from aio_ckpt.storage.paths import checked_path, make_dirs
 _log = logging.getLogger("aio_ckpt")
 
 
-class Writer(Face, StorageWriter, AsyncStager):
+class Writer(DirectoryFace, StorageWriter, AsyncStager):
     """Storage writer into a directory of the caller, for ``dcp.save(storage_writer=...)`` and ``dcp.async_save``.
 
     Each rank writes one new data file, by O_DIRECT if the file system supports it. All files have checksums and are
@@ -97,7 +96,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         config: EngineConfig | None = None,
         storage: Storage | None = None,
     ) -> None:
-        super().__init__(config, storage)
+        super().__init__(path, config, storage)
         if thread_count is not None:
             self._config = _with_workers(self._config, thread_count)
         check_flag("overwrite", overwrite)
@@ -106,7 +105,6 @@ class Writer(Face, StorageWriter, AsyncStager):
                 f"serialization_format={serialization_format}: this writer writes torch's own; use stock's "
                 "HuggingFaceStorageWriter for safetensors"
             )
-        self.path = checked_path(path)
         self.overwrite = overwrite
         self.save_id = uuid.uuid4().hex
         """Id of the save, for ``.metadata``. On the leader, another one is taken when the save begins."""
@@ -114,9 +112,9 @@ class Writer(Face, StorageWriter, AsyncStager):
         """Path of each begun save, by id. DCP may set another path while a save still runs."""
         self._unwritten: set[str] = set()
         """Ids of begun saves that no plan has named yet. DCP's plan cache may name the id of an earlier save."""
-        self._awaited: LiveState | None = None
+        self._awaited: UncopiedState | None = None
         """State that the caller's thread waits for, or is about to."""
-        self._live: list[LiveState] = []
+        self._uncopied: list[UncopiedState] = []
         """States that are not captured yet."""
         self._transforms = _transforms(_extensions)
 
@@ -236,19 +234,6 @@ class Writer(Face, StorageWriter, AsyncStager):
 
     # -- staging and properties -------------------------------------------------------------------------------
 
-    @property
-    def checkpoint_id(self) -> str:
-        """Path of the checkpoint, as the caller gave it and ``.metadata`` stores it."""
-        return str(self.path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether stock DCP accepts ``checkpoint_id`` as a path to write to."""
-        try:
-            return bool(FileSystem.validate_checkpoint_id(checked_path(checkpoint_id)))
-        except RootError:
-            return False
-
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of ``state_dict`` in host memory, see :class:`aio_ckpt.dcp.AsyncStager`.
 
@@ -266,8 +251,8 @@ class Writer(Face, StorageWriter, AsyncStager):
             self.path,
             staging.nbytes,
         )
-        self._awaited = staging.live()
-        self._live.append(self._awaited)
+        self._awaited = staging.uncopied()
+        self._uncopied.append(self._awaited)
         return self._awaited
 
     @property
@@ -281,19 +266,19 @@ class Writer(Face, StorageWriter, AsyncStager):
         Raises:
             StallError: the save did not begin within ``stall_timeout_secs``.
         """
-        live, self._awaited = self._awaited, None
-        if live is not None:
-            live.wait_captured(self._config.stall_timeout_secs)
-            self._forget(live)  # not after an exception, so that the save still learns of it
+        state, self._awaited = self._awaited, None
+        if state is not None:
+            state.wait_captured(self._config.stall_timeout_secs)
+            self._forget(state)  # not after an exception, so that the save still learns of it
 
     def _captured(self) -> None:
         """Release the states that this thread saves without a copy: their tensors are captured."""
-        for live in [state for state in self._live if state.is_saved_here]:
-            self._forget(live)
-            live.release()
+        for state in [state for state in self._uncopied if state.is_saved_here]:
+            self._forget(state)
+            state.release()
 
-    def _forget(self, live: LiveState) -> None:
-        self._live = [state for state in self._live if state is not live]
+    def _forget(self, state: UncopiedState) -> None:
+        self._uncopied = [kept for kept in self._uncopied if kept is not state]
 
     def _step(self, path: Path) -> int:
         return StepNames(self._config.step_dir).step(path.name) or 0

@@ -13,7 +13,7 @@ _POLL_SECS = 0.1
 """Interval at which the caller checks that the saving thread lives: a thread that fails notifies nobody."""
 
 
-class LiveState(dict[str, Any]):
+class UncopiedState(dict[str, Any]):
     """State whose tensors are the caller's own, until the thread of ``dcp.async_save`` has captured them.
 
     DCP first reads the items in that thread. So the thread that reads them is the one that saves this state.

@@ -1,4 +1,4 @@
-"""Loads into host memory: every block is proven in a buffer before a byte of its tensor changes."""
+"""A fetch into host memory: each block is proven in a buffer before a byte of its tensor changes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from aio_ckpt.dcp.live_state import LiveState
+from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import SaveCancelledError, StallError
 
 TIMEOUT = 20.0
@@ -21,7 +21,7 @@ def saver(work: Callable[[], object]) -> threading.Thread:
 
 
 def test_the_caller_waits_until_the_saver_has_released_the_state() -> None:
-    state, may_release, ends = LiveState({"w": 1}, 0), threading.Event(), threading.Event()
+    state, may_release, ends = UncopiedState({"w": 1}, 0), threading.Event(), threading.Event()
     seen: list[object] = []
 
     def work() -> None:
@@ -43,13 +43,13 @@ def test_the_caller_waits_until_the_saver_has_released_the_state() -> None:
 
 
 def test_a_saver_that_ends_without_a_release_ends_the_wait() -> None:
-    state = LiveState({}, 0)
+    state = UncopiedState({}, 0)
     saver(state.items).join(TIMEOUT)
     state.wait_captured(TIMEOUT)
 
 
 def test_a_caller_that_reads_the_items_is_no_saver_and_a_save_that_does_not_begin_is_given_up() -> None:
-    state = LiveState({}, 0)
+    state = UncopiedState({}, 0)
     state.items()
     with pytest.raises(StallError, match="did not begin"):
         state.wait_captured(0.0)
@@ -58,7 +58,7 @@ def test_a_caller_that_reads_the_items_is_no_saver_and_a_save_that_does_not_begi
 
 
 def test_the_release_fails_once_an_exception_has_ended_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, waits, caller_left = LiveState({}, 0), threading.Event(), threading.Event()
+    state, waits, caller_left = UncopiedState({}, 0), threading.Event(), threading.Event()
     failed: list[type[BaseException]] = []
 
     def interrupt(timeout: float) -> bool:
