@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import local_tensor
-from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.leaves.values import Shard, Target
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -87,8 +86,9 @@ def memory_fault(tensor: Target) -> str | None:
     return None
 
 
-def are_apart(addresses: IntArray, nbytes: IntArray) -> npt.NDArray[np.bool_]:
-    """Return which ranges of memory share no byte with another range. Empty ranges share none."""
+def are_apart(spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """Return which spans of memory, (address, bytes), share no byte with another one. Empty spans share none."""
+    addresses, nbytes = np.array(spans, np.int64).reshape(-1, 2).T
     found = np.ones(len(addresses), np.bool_)
     ascending = np.argsort(addresses, kind="stable")
     ascending = ascending[nbytes[ascending] > 0]

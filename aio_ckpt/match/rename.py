@@ -144,7 +144,7 @@ def stored_branch(checkpoint: Checkpoint, prefix: str, below: Sequence[str], bra
         return prefix
     rests = ["" if name == prefix else name.removeprefix(f"{prefix}.") for name in below]
     branch = stored[0].removesuffix(rests[0]).removesuffix(".") if rests[0] else stored[0]
-    moved = {".".join(filter(None, (branch, rest))) for rest in rests}
+    moved = {_joined(branch, rest) for rest in rests}
     # Keys of a module hold dots, so the common beginning of its names need not be the name of a container.
     is_one = branches.held is None or branch in branches.held
     return branch if is_one and moved == {*stored} and len(moved) == branches.counts[branch] else None

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -19,14 +18,7 @@ from aio_ckpt.checkpoint.catalog import Shards, global_shape
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import empty_containers, listed
 from aio_ckpt.leaves.objects import type_name
-from aio_ckpt.leaves.tensor_memory import (
-    are_apart,
-    memory_fault,
-    memory_of,
-    overlaps_itself,
-    signature_of,
-    span_of,
-)
+from aio_ckpt.leaves.tensor_memory import are_apart, memory_fault, memory_of, overlaps_itself, signature_of, span_of
 from aio_ckpt.leaves.values import Shard, Target
 from aio_ckpt.match.compounds import match_stateful_compounds
 from aio_ckpt.match.fills import Fill, Fills
@@ -214,8 +206,7 @@ def _fillable(
             continue
         if not tensors[0].is_inference() and tensors[0].data_ptr() not in barred:
             groups.append((names, tensors[0]))
-    spans = [*(span_of(tensor) for _, tensor in groups), *taken]
-    is_apart = are_apart(*np.array(spans, np.int64).reshape(-1, 2).T)
+    is_apart = are_apart([*(span_of(tensor) for _, tensor in groups), *taken])
     alone = zip(groups, is_apart.tolist(), strict=False)
     return {name: held[names[0]] for (names, _), is_alone in alone if is_alone for name in names}
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from operator import add, attrgetter, le, mul
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -98,7 +97,7 @@ def shared_memory(catalog: Catalog, fills: Fills, template: Template) -> tuple[l
 
     Returns the pairs of names of one tensor whose checksums must be compared once they are read, and the faults.
     """
-    if are_apart(*np.array(fills.spans(), np.int64).reshape(-1, 2).T).all():
+    if are_apart(fills.spans()).all():
         return [], []
     exact = {id(tensor) for _, tensor, _ in fills.exact}
     stored = (
