@@ -226,6 +226,16 @@ def test_a_save_without_a_leader_is_stocks_with_a_warning(tmp_path: Path, caplog
     assert (tmp_path / "a" / "__0.metadata").exists()
 
 
+@needs_local_saves
+def test_a_save_with_a_leader_is_ours_after_one_without_by_the_same_writer(tmp_path: Path) -> None:
+    with default(package=True):
+        writer = dcp.FileSystemWriter(tmp_path / "a")
+        dcp.save(state_of(1), storage_writer=writer, use_collectives=False)
+        assert not is_ours(tmp_path / "a")
+        dcp.save(state_of(2), storage_writer=writer, checkpoint_id=tmp_path / "b")
+    assert is_ours(tmp_path / "b")
+
+
 @pytest.mark.parametrize("given", [{"thread_count": 0}, {"unknown_to_us": 1}])
 def test_arguments_that_ours_refuses_are_for_stock(
     given: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
