@@ -1,0 +1,1 @@
+"""Two hosts that share a directory over a real NFS: ``python -m tests.campaigns.hosts``."""

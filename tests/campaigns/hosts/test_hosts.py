@@ -1,0 +1,41 @@
+"""Two hosts over a real NFS. It needs root, the packages of ``packages.PACKAGES`` and about five minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.campaigns.hosts.__main__ import run
+from tests.campaigns.hosts.cluster import MOUNTS, Mount
+from tests.campaigns.hosts.packages import UnavailableError, unpacked
+
+KNOWN_FAULTS = frozenset({
+    "a_checkpoint_is_replaced",
+    "two_ranks_save_and_load",
+    "ranks_mount_at_different_paths",
+    "second_writer_is_refused",
+    "second_writer_of_the_same_name_is_refused",
+    "a_killed_writer_is_followed",
+    "a_paused_writer_is_fenced",
+})  # fmt: skip
+"""Trials whose promise the engine does not keep yet on every mount."""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hosts")
+    try:
+        unpacked(folder)
+    except UnavailableError as error:
+        pytest.skip(f"two hosts cannot be built here: {error}")
+    return folder
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("mount", MOUNTS, ids=lambda mount: mount.name)
+def test_two_hosts_get_what_is_promised(packages: Path, mount: Mount) -> None:
+    results = run(mount, packages, [], packages / f"{mount.name}.log")
+    assert results, "the machine did not run"
+    bad = {str(line["trial"]): line["found"] for line in results if not line["good"]}
+    assert not {name: found for name, found in bad.items() if name not in KNOWN_FAULTS}
