@@ -183,7 +183,7 @@ async def checkpoint_at(storage: Storage, path: Path, names: StepNames) -> Commi
 
 async def is_unchanged(storage: Storage, found: CommittedCheckpoint) -> bool:
     """Return whether a checkpoint was neither deleted nor replaced since :func:`discover` found it."""
-    status = await storage.status(found.path / METADATA_FILE)
+    status = await storage.fresh_status(found.path / METADATA_FILE)
     return found.identity == (() if status is None else status.identity)
 
 

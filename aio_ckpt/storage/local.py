@@ -31,6 +31,7 @@ from aio_ckpt.storage.data_file import (
 )
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_dir, sync_file
+from aio_ckpt.storage.freshness import found_afresh
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import make_dirs
 
@@ -126,7 +127,7 @@ class Storage:
 
     async def list_dir(self, path: Path) -> list[str]:
         """Return the names in ``path``, sorted."""
-        return sorted(await self._run(ReadError, path, os.listdir, path))
+        return sorted(await self._run(ReadError, path, found_afresh, os.listdir, path))
 
     async def exists(self, path: Path) -> bool:
         """Return whether ``path`` exists. Links are followed. Only "not found" counts as False; other errors raise."""
@@ -135,6 +136,13 @@ class Storage:
     def status(self, path: Path) -> Coro[FileStatus | None]:
         """Return the status of ``path``; None if it does not exist. Symbolic links are followed."""
         return self._run(ReadError, path, _status, path)
+
+    def fresh_status(self, path: Path) -> Coro[FileStatus | None]:
+        """Return the status of a file as its server knows it now; None if the file is gone.
+
+        A client of a shared file system answers :meth:`status` from a copy that may be 60 s old. It asks at each open.
+        """
+        return self._run(ReadError, path, _fresh_status, path)
 
     def is_link(self, path: Path) -> Coro[bool]:
         """Return whether ``path`` is a symbolic link, whatever it leads to."""
@@ -173,7 +181,7 @@ class Storage:
         return self._run(WriteError, path, path.unlink, True)
 
     def remove_tree(self, path: Path) -> Coro[None]:
-        """Remove a directory and all below it. Do nothing if it does not exist.
+        """Remove a directory and all below it, or a file. Do nothing if it does not exist.
 
         Symbolic links are removed, ``path`` included. What they lead to stays.
         """
@@ -202,7 +210,7 @@ def _write_file(path: Path, parts: tuple[bytes, ...]) -> None:
 
 
 def _read_file(path: Path, max_bytes: int) -> bytes:
-    with open(open_regular_file(path), "rb") as file:
+    with open(found_afresh(open_regular_file, path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > max_bytes:
             raise MismatchError(f"{path}: {nbytes} bytes long, at most {max_bytes} are expected")
@@ -211,9 +219,24 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
 
 def _status(path: Path) -> FileStatus | None:
     try:
-        found = path.stat()
+        found = found_afresh(Path.stat, path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    return _file_status(found)
+
+
+def _fresh_status(path: Path) -> FileStatus | None:
+    try:
+        descriptor = found_afresh(open_regular_file, path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return _file_status(os.fstat(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _file_status(found: os.stat_result) -> FileStatus:
     return FileStatus(
         identity=(found.st_dev, found.st_ino, found.st_ctime_ns),
         modified_unix=found.st_mtime,
@@ -223,7 +246,7 @@ def _status(path: Path) -> FileStatus | None:
 
 def _is_link(path: Path) -> bool:
     try:
-        return stat.S_ISLNK(os.lstat(path).st_mode)
+        return stat.S_ISLNK(found_afresh(Path.lstat, path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -265,7 +288,7 @@ def exchange_directories(a: Path, b: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    if _is_link(path):
+    if _is_link(path) or path.is_file():
         path.unlink(missing_ok=True)
         return
     try:

@@ -89,6 +89,9 @@ class ForwardingStorage(Storage):
     async def status(self, path: Path) -> FileStatus | None:
         return await self.run_read(Call("status", path), lambda: self._inner.status(path))
 
+    async def fresh_status(self, path: Path) -> FileStatus | None:
+        return await self.run_read(Call("status", path), lambda: self._inner.fresh_status(path))
+
     async def is_link(self, path: Path) -> bool:
         return await self.run_read(Call("is_link", path), lambda: self._inner.is_link(path))
 

@@ -1,0 +1,69 @@
+"""Mounts: what kind of file system a path lies on, whether other hosts may use it, and how far its locks reach."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_LOCAL_TYPES = frozenset({
+    "apfs", "bcachefs", "btrfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ntfs3", "overlay",
+    "ramfs", "reiserfs", "rootfs", "squashfs", "tmpfs", "ubifs", "vfat", "xfs", "zfs",
+})  # fmt: skip
+"""File systems that one host alone uses. Any other one may be shared."""
+_LOCKS_ON_SERVER = {"nfs": "local_lock=none", "nfs4": "local_lock=none", "lustre": "flock", "ceph": "", "gpfs": ""}
+"""By type, the option with which a lock excludes other hosts; empty if it always does. See nfs(5), mount.lustre(8)."""
+_MOUNTINFO = Path("/proc/self/mountinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One mounted file system."""
+
+    kind: str
+    """Type, as in ``/proc/filesystems``."""
+    options: frozenset[str]
+    """Options of the mount and of the file system."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other hosts may use the file system."""
+        return self.kind not in _LOCAL_TYPES
+
+    @property
+    def locks_on_server(self) -> bool:
+        """Whether a lock that is granted here excludes other hosts."""
+        needed = _LOCKS_ON_SERVER.get(self.kind)
+        return needed is not None and (not needed or needed in self.options)
+
+
+@functools.lru_cache(maxsize=64)
+def mount_of(device: int) -> Mount | None:
+    """Return the mount with this ``st_dev``; None if it is unknown, as that of an overlay's layer is."""
+    try:
+        table = _MOUNTINFO.read_text(errors="replace")
+    except OSError:
+        return None
+    return find_mount(table, f"{os.major(device)}:{os.minor(device)}")
+
+
+def find_mount(table: str, device: str) -> Mount | None:
+    """Return the first mount of ``device`` ("major:minor") in ``table``; None if there is none.
+
+    Args:
+        table: Text of ``/proc/self/mountinfo``, see proc_pid_mountinfo(5).
+        device: Major and minor number.
+    """
+    for line in table.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, source = before.split(), after.split()
+        if fields[2:3] == [device] and source:
+            return Mount(source[0], frozenset(",".join([*fields[5:6], *source[2:3]]).split(",")))
+    return None
+
+
+def is_shared(device: int) -> bool:
+    """Return whether other hosts may use the file system with this ``st_dev``; False if it has no mount."""
+    mount = mount_of(device)
+    return mount is not None and mount.is_shared
