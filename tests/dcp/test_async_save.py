@@ -265,7 +265,7 @@ def test_what_a_rank_writes_for_a_save_that_another_one_replaces_is_removed(
         overtaken.result(TIMEOUT)
 
 
-def test_a_save_whose_files_another_one_cleared_away_says_so(tmp_path: Path, storage: GatedStorage) -> None:
+def test_a_save_whose_files_another_save_removed_names_the_other_save(tmp_path: Path, storage: GatedStorage) -> None:
     path = tmp_path / "a"
     gate = storage.hold("create_data_file")
     saving = dcp.async_save({"w": torch.zeros(9)}, storage_writer=Writer(path, storage=storage))
@@ -278,7 +278,7 @@ def test_a_save_whose_files_another_one_cleared_away_says_so(tmp_path: Path, sto
         saving.result(TIMEOUT)
 
 
-def test_a_save_whose_files_go_says_so_though_its_mark_is_still_there(
+def test_a_save_whose_files_go_before_its_mark_names_the_other_save(
     tmp_path: Path, storage: GatedStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, looks = tmp_path / "a", itertools.count(1)
@@ -307,7 +307,7 @@ def test_a_file_that_is_gone_for_another_reason_is_named(tmp_path: Path, storage
     assert "another save" not in str(caught.value)
 
 
-def test_dcp_takes_our_writer_and_stager_for_stagers() -> None:
+def test_our_writer_and_stager_are_stagers_of_dcp() -> None:
     assert isinstance(Writer("x"), StockAsyncStager)
     assert isinstance(AsyncStager(), StockAsyncStager)
     assert not Writer("x").should_synchronize_after_execute
@@ -322,7 +322,7 @@ def test_a_state_beyond_the_budget_is_refused_by_a_stager_that_knows_no_writer()
 
 
 @needs_stagers
-def test_a_failed_save_tells_its_future_and_gives_the_memory_back(tmp_path: Path, storage: GatedStorage) -> None:
+def test_a_failed_save_fails_its_future_and_returns_its_memory(tmp_path: Path, storage: GatedStorage) -> None:
     storage.fail("write", "*", WriteError(28, "full", "x"))
     with AsyncStager() as stager:
         saving = dcp.async_save(

@@ -72,9 +72,7 @@ def test_async_save_returns_when_the_last_wave_is_captured(
     writer.close()
 
 
-def test_a_write_that_fails_in_a_wave_ends_the_wait_and_is_told_by_the_future(
-    tmp_path: Path, storage: GatedStorage
-) -> None:
+def test_a_write_that_fails_in_a_wave_ends_the_wait_and_fails_the_future(tmp_path: Path, storage: GatedStorage) -> None:
     storage.fail("write", "*", WriteError(28, "full", "x"))
     writer = Writer(tmp_path / "a", config=CONFIG, storage=storage)
     saving = dcp.async_save(state_of(1), storage_writer=writer)

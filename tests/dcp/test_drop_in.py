@@ -101,7 +101,7 @@ def test_unchanged_calls_are_served_by_our_classes_and_read_by_both(
     assert warned(caplog) == []
 
 
-def test_a_load_is_ours_and_finds_a_flipped_bit(tmp_path: Path) -> None:
+def test_an_installed_load_finds_a_flipped_bit(tmp_path: Path) -> None:
     with default():
         dcp.save(state_of(1), checkpoint_id=tmp_path)
         (data,) = tmp_path.glob("*.distcp")
@@ -150,7 +150,7 @@ def managers(handle: Installation) -> list[Any]:
 async def nothing() -> None: ...
 
 
-def test_settings_reach_the_faces(tmp_path: Path) -> None:
+def test_the_config_of_install_is_that_of_the_writer(tmp_path: Path) -> None:
     with default(EngineConfig(step_dir="step-{step}")):
         dcp.save(state_of(1), checkpoint_id=tmp_path / "step-7")
     with Reader(tmp_path / "step-7") as reader:
@@ -179,7 +179,7 @@ def test_package_replaces_the_classes_that_callers_make_themselves(tmp_path: Pat
     assert dcp.FileSystemWriter is FileSystemWriter
 
 
-def test_without_package_they_stay() -> None:
+def test_without_package_the_classes_of_the_package_are_stocks() -> None:
     with default():
         assert dcp.FileSystemWriter is FileSystemWriter
         assert dcp.FileSystemReader is FileSystemReader
@@ -203,7 +203,7 @@ def test_a_class_that_is_derived_meanwhile_derives_from_stocks(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:fsync not supported for this stream")
-def test_urls_stay_with_stock(caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_and_loads_of_urls_are_stocks(caplog: pytest.LogCaptureFixture) -> None:
     url = f"memory://{os.getpid()}/drop-in"
     with default(package=True):
         dcp.save({"w": torch.ones(3)}, checkpoint_id=url)
@@ -237,7 +237,7 @@ def test_a_save_with_a_leader_is_ours_after_one_without_by_the_same_writer(tmp_p
 
 
 @pytest.mark.parametrize("given", [{"thread_count": 0}, {"unknown_to_us": 1}])
-def test_arguments_that_ours_refuses_are_for_stock(
+def test_a_writer_with_arguments_that_ours_refuses_is_stocks(
     given: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with default(package=True):
@@ -335,7 +335,7 @@ def test_an_error_in_the_block_restores_stock() -> None:
 
 
 @pytest.mark.parametrize("place", _torch.dcp_globals(package=True), ids=str)
-def test_a_class_of_somebody_else_is_refused_and_stays(
+def test_install_refuses_a_class_of_another_library_and_leaves_it(
     place: _torch.DcpGlobal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Theirs(FileSystemWriter): ...
@@ -348,7 +348,7 @@ def test_a_class_of_somebody_else_is_refused_and_stays(
     assert changed == {str(place)}
 
 
-def test_a_class_that_somebody_put_in_later_stays(
+def test_uninstall_leaves_a_class_that_another_library_put_in_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Theirs(FileSystemWriter): ...
@@ -369,9 +369,7 @@ def test_arguments_of_another_type_are_refused(given: dict[str, Any]) -> None:
         install(**given)
 
 
-def test_a_save_that_has_not_begun_at_the_uninstall_is_ours_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_was_called_before_the_uninstall_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, save = threading.Event(), state_dict_saver.save
 
     def gated(*args: Any, **given: Any) -> Any:

@@ -122,9 +122,7 @@ def test_a_load_without_a_step_skips_what_a_newer_torch_wrote_and_leaves_it_wher
 
 
 @pytest.mark.parametrize("step", [None, 9])
-def test_where_nothing_else_is_left_the_error_says_that_it_is_a_matter_of_versions(
-    root: Path, step: int | None
-) -> None:
+def test_if_a_newer_torch_wrote_all_checkpoints_the_error_names_the_remedy(root: Path, step: int | None) -> None:
     make_unknown(put(VERSIONS[-1], "one_rank", root, 9))
     target = blank(whole_state())
     message = "CrumbStorageMetadata.*a newer torch or a newer aio_ckpt may read it"
@@ -139,7 +137,7 @@ def test_where_nothing_else_is_left_the_error_says_that_it_is_a_matter_of_versio
         dcp.load(target, storage_reader=Reader(root / "step_000000009"))
 
 
-def test_beside_a_damaged_one_the_error_is_that_of_damage(root: Path) -> None:
+def test_an_error_about_a_damaged_and_a_newer_checkpoint_is_one_of_damage(root: Path) -> None:
     make_unknown(put(VERSIONS[-1], "one_rank", root, 9))
     (put(VERSIONS[-1], "one_rank", root, 8) / "__0_0.distcp").unlink()
     with SyncCheckpointEngine(root) as engine, pytest.raises(CorruptCheckpointError, match=r"step 9.*Crumb.*step 8"):

@@ -248,7 +248,7 @@ def save_with_a_full_disk(rank: int, count: int, path: Path, name: str, where: s
         ("write_file", "aio_ckpt.*.bin"),
     ],
 )
-def test_a_full_disk_on_one_rank_is_told_to_all_and_the_old_checkpoint_stays(
+def test_a_full_disk_on_one_rank_fails_the_save_of_all_and_the_old_checkpoint_stays(
     four: Ranks, tmp_path: Path, name: str, where: str
 ) -> None:
     path = tmp_path / "a"
@@ -320,7 +320,7 @@ def save_apart(rank: int, count: int, path: Path) -> str:
     return ""
 
 
-def test_ranks_that_do_not_share_the_directory_are_told_so(two: Ranks, tmp_path: Path) -> None:
+def test_a_save_of_ranks_that_do_not_share_the_directory_fails_with_the_remedy(two: Ranks, tmp_path: Path) -> None:
     for message in two.run(save_apart, tmp_path):
         assert "one shared" in message
     assert not list(tmp_path.glob("*/.metadata"))
