@@ -127,7 +127,7 @@ class Writer(DirectoryFace, StorageWriter, AsyncStager):
         self.save_id = uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return the path and the id of the save, for the planner and ``.metadata``."""
+        """Return the path and :attr:`save_id`, for the planner."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
