@@ -1,4 +1,4 @@
-"""Faces for ``torch.distributed.checkpoint``: ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` on this package.
+"""Replacements for classes of ``torch.distributed.checkpoint`` (DCP): its saves and loads run on this package.
 
 ``Writer`` replaces ``FileSystemWriter``, ``Reader`` replaces ``FileSystemReader``, and ``AsyncStager`` replaces
 ``DefaultStager``. ``install`` and ``default`` do so for calls that name none of them. A checkpoint is a directory that

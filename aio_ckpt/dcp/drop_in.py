@@ -1,7 +1,7 @@
 """``install`` and ``default``: calls of ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` that pass no writer use ours.
 
 DCP makes what its caller has not passed through globals of its modules. ``install`` puts an object in the place of each
-(:func:`aio_ckpt._torch.dcp_globals`). All faces that these objects make share one runtime. If a face cannot serve a
+(:func:`aio_ckpt._torch.dcp_globals`). All replacements that these objects make share one runtime. If one cannot serve a
 call, stock's own class serves it, and a warning is logged.
 """
 
@@ -22,7 +22,7 @@ from aio_ckpt.checks import check_flag, check_kind, local_path, shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.installed import Installed, same_handle
 from aio_ckpt.dcp.reader import Reader
-from aio_ckpt.dcp.runtime import Face, Runtime, SharedRuntime
+from aio_ckpt.dcp.runtime import Replacement, Runtime, SharedRuntime
 from aio_ckpt.dcp.sources import Sources
 from aio_ckpt.dcp.stager import AsyncStager, stage_copy
 from aio_ckpt.dcp.writer import Writer
@@ -127,7 +127,9 @@ class Installation(Installed):
         make = functools.partial(Reader, *args, config=self.config, **given)
         return self._made(make, functools.partial(stock, *args, **given), *args, **given)
 
-    def _made(self, make: Callable[[], Face], make_stock: functools.partial[Any], *args: Any, **given: Any) -> Any:
+    def _made(
+        self, make: Callable[[], Replacement], make_stock: functools.partial[Any], *args: Any, **given: Any
+    ) -> Any:
         """Return ours; stock's if the path is none of the local file system, or ours refuses an argument."""
         path = args[0] if args else given.get("path")
         if isinstance(path, (str, os.PathLike)) and local_path(path) is None:

@@ -21,7 +21,7 @@ from aio_ckpt.commit.directory import recoverable_names
 from aio_ckpt.commit.discovery import IS_FILE
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load
-from aio_ckpt.dcp.runtime import DirectoryFace, Runtime
+from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -35,7 +35,7 @@ from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.paths import checked_path
 
 
-class Reader(DirectoryFace, StorageReader):
+class Reader(DirectoryReplacement, StorageReader):
     """Storage reader for ``dcp.load`` of a checkpoint of :class:`Writer`, of an engine (one step) or of stock DCP.
 
     Of a shard, only the blocks that the rank needs are read. Bytes with a checksum are verified before they are passed

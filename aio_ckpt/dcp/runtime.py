@@ -1,4 +1,4 @@
-"""Runtime of the DCP faces: threads, storage and memory, for one call or for the block of a ``with``."""
+"""Runtime of the replacements: threads, storage and memory, for one call or for the block of a ``with``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WINDOW_SHARE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """Threads and memory of a face. Its opener closes it. Leased memory is freed once its last user has ended."""
+    """Threads and memory of a replacement. Its opener closes it. Leased memory is freed when its last user ends."""
 
     config: EngineConfig
     portal: Portal
@@ -91,7 +91,7 @@ def peers_on_host() -> int:
 
 
 class SharedRuntime:
-    """Runtime that its first user opens and its last user closes. Several faces may share it.
+    """Runtime that its first user opens and its last user closes. Several replacements may share it.
 
     A forked child opens a runtime of its own, because it has no threads of its parent.
     """
@@ -136,11 +136,11 @@ class SharedRuntime:
         self.end_use(None)
 
 
-class Face:
-    """Base of the faces. A face has a :class:`SharedRuntime` of its own, or that of :meth:`share`.
+class Replacement:
+    """Base of the replacements for classes of DCP. Each has its own :class:`SharedRuntime`, or that of :meth:`share`.
 
     Inside ``with``, the runtime stays open, so that all calls share threads and staging memory. Outside, the runtime
-    closes behind the last call that runs. A face can be pickled and survives a fork.
+    closes behind the last call that runs. A replacement can be pickled and survives a fork.
     """
 
     def __init__(self, config: EngineConfig | None, storage: Storage | None) -> None:
@@ -150,10 +150,10 @@ class Face:
         self._config = config or EngineConfig()
         self._shared = SharedRuntime(self._config, storage, is_kept=False)
         self._user = object()
-        """This face, as the user that keeps the runtime open."""
+        """This object, as the user that keeps the runtime open."""
 
     def share(self, runtime: SharedRuntime) -> Self:
-        """Use ``runtime``, and return the face."""
+        """Use ``runtime``, and return this object."""
         self._shared = runtime
         return self
 
@@ -188,8 +188,8 @@ class Face:
             self._shared.end_use(user)
 
 
-class DirectoryFace(Face):
-    """Base of the faces of one directory."""
+class DirectoryReplacement(Replacement):
+    """Base of the replacements that write or read one directory."""
 
     def __init__(self, path: str | os.PathLike[str], config: EngineConfig | None, storage: Storage | None) -> None:
         """Raise RootError if ``path`` is no path."""

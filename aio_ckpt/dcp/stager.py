@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from aio_ckpt._torch import dtensor_over
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.runtime import Face, Runtime
+from aio_ckpt.dcp.runtime import Replacement, Runtime
 from aio_ckpt.dcp.sources import is_plain, plan_tensors
 from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BudgetExceededError
@@ -29,7 +29,7 @@ from aio_ckpt.snapshot.capture import capture
 from aio_ckpt.snapshot.image import image_bytes_of, lease_image
 
 
-class AsyncStager(Face, staging.AsyncStager):
+class AsyncStager(Replacement, staging.AsyncStager):
     """Stager for ``dcp.async_save(async_stager=...)``, with any storage writer.
 
     Before :meth:`stage` returns, every tensor is copied to host memory, host tensors too, and every other value is

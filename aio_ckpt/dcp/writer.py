@@ -32,7 +32,7 @@ from aio_ckpt.dcp.rank_save import (
     recover_unless_busy,
     write_rank,
 )
-from aio_ckpt.dcp.runtime import DirectoryFace, Face, Runtime
+from aio_ckpt.dcp.runtime import DirectoryReplacement, Replacement, Runtime
 from aio_ckpt.dcp.sources import Sources, collect_sources
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.dcp.uncopied_state import UncopiedState
@@ -46,7 +46,7 @@ from aio_ckpt.storage.paths import checked_path, make_dirs
 _log = logging.getLogger("aio_ckpt")
 
 
-class Writer(DirectoryFace, StorageWriter, AsyncStager):
+class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
     """Storage writer into a directory of the caller, for ``dcp.save(storage_writer=...)`` and ``dcp.async_save``.
 
     Each rank writes one new data file, by O_DIRECT if the file system supports it. All files have checksums and are
@@ -294,7 +294,7 @@ def recover(path: str | os.PathLike[str]) -> bool:
         RootError: ``path`` is no path.
     """
     directory = checked_path(path).absolute()
-    with Face(None, None)._running() as runtime:
+    with Replacement(None, None)._running() as runtime:
         limit_secs = runtime.config.stall_timeout_secs
         return runtime.portal.call(recover_unless_busy, runtime.storage, directory, timeout=limit_secs)
 

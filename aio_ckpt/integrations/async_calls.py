@@ -24,7 +24,7 @@ from aio_ckpt.checks import check_kind
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.installed import Installed
-from aio_ckpt.dcp.runtime import Face, SharedRuntime
+from aio_ckpt.dcp.runtime import Replacement, SharedRuntime
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import AioCkptError, PeerFailedError, SaveCancelledError
 from aio_ckpt.ranks.exchange import Coordinator
@@ -128,7 +128,7 @@ class SaverResources:
         self.runtime.close()
 
 
-class _Stager(Face):
+class _Stager(Replacement):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, None)
 

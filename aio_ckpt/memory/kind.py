@@ -47,7 +47,7 @@ def can_lock(source: torch.device) -> bool:
 
 
 class StagingChoice:
-    """Choice of the kind of memory for each save of one engine or face.
+    """Choice of the kind of memory for each save of one engine or writer.
 
     ``auto`` asks the driver once, at the first save or ``prepare`` of a state with CUDA tensors. It does not ask when
     the engine is opened: a context on a device that this rank may never use would cost half a gigabyte.

@@ -267,7 +267,7 @@ def test_with_dcps_plan_cache_a_writer_works_again_behind_a_save_that_failed(
             assert_holds(tmp_path / path, state)
 
 
-# -- what a face runs on --------------------------------------------------------------------------
+# -- arguments and runtime --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Writer, Reader, lambda _, **given: AsyncStager(**given)])
@@ -276,10 +276,10 @@ def test_arguments_of_another_type_are_refused(make: Callable[..., object], tmp_
         make(tmp_path, config={"workers": 2})
 
 
-@pytest.mark.parametrize("face", [Writer, Reader])
-def test_a_storage_of_another_type_is_refused(face: Callable[..., object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [Writer, Reader])
+def test_a_storage_of_another_type_is_refused(make: Callable[..., object], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="storage="):
-        face(tmp_path, storage=tmp_path)
+        make(tmp_path, storage=tmp_path)
 
 
 @pytest.mark.parametrize("path", [None, 5, b"x", 1.5, [], "", "a\0b", "\ud800"])
@@ -332,7 +332,7 @@ def test_a_runtime_closes_behind_the_call_that_runs(tmp_path: Path) -> None:
     assert runtime.portal.is_closed
 
 
-def test_threads_of_a_face_stand_behind_the_trainers(tmp_path: Path) -> None:
+def test_threads_of_a_writer_have_a_lower_priority_than_the_trainers(tmp_path: Path) -> None:
     runtime = Runtime.open(EngineConfig(thread_nice=7), None)
     try:
         nice = runtime.portal.executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result(TIMEOUT)
@@ -867,8 +867,8 @@ def save_in_a_fork(rank: int, count: int, path: Path) -> str:
         reader, writer = os.pipe()
         if os.fork() == 0:
             failed = [
-                type(_error_of(lambda face=face: dcp.save({"w": torch.ones(3)}, storage_writer=face))).__name__
-                for face in (kept, Writer(path))
+                type(_error_of(lambda each=each: dcp.save({"w": torch.ones(3)}, storage_writer=each))).__name__
+                for each in (kept, Writer(path))
             ]
             os.write(writer, " ".join(failed).encode())
             os._exit(0)

@@ -1,4 +1,4 @@
-"""The DCP faces with tensors on a GPU; where there is none the same tests run on the CPU."""
+"""Writer, Reader and AsyncStager with tensors on a GPU; where there is none the same tests run on the CPU."""
 
 from __future__ import annotations
 
