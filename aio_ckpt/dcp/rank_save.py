@@ -16,7 +16,6 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit.directory import (
     begin_directory,
     commit_directory,
@@ -37,8 +36,7 @@ from aio_ckpt.format.root_manifest import FileEntry, rank_manifest_name
 from aio_ckpt.plan.planner import tensor_entry
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause
-from aio_ckpt.snapshot.capture import capture
-from aio_ckpt.snapshot.image import Image, lease_image
+from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CapturedChunks, StallTimer
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.full_disk import explain_full_disk
@@ -142,20 +140,12 @@ def write_rank(
         StallError: no progress for ``stall_timeout_secs``.
         Exception: the first error of any stage. The written files were removed.
     """
-    limit_secs = runtime.config.stall_timeout_secs
     rank = _RankWrite(runtime=runtime, directory=directory, save=save, sources=sources)
     if sources.is_empty:
         on_captured()
-        return [runtime.portal.call(rank.write_manifest, None, timeout=limit_secs)]
+        return [runtime.portal.call(rank.write_manifest, None, timeout=runtime.config.stall_timeout_secs)]
     tail = b"".join(stream.data for stream in sources.streams)
-    image = lease_image(
-        sources.planned,
-        len(tail),
-        runtime.window,
-        runtime.choice,
-        timeout_secs=limit_secs,
-        limit_secs=MAX_SECS,
-    )
+    image = runtime.lease(sources.planned, len(tail), runtime.window)
     try:
         part = Part(
             name=save.data_file,
@@ -166,14 +156,7 @@ def write_rank(
         )
         writing = runtime.portal.submit(rank.write, part)
         try:
-            capture(
-                sources.planned,
-                image,
-                runtime.copy_engines,
-                guarded=frozenset(),
-                on_captured=lambda runs: runtime.portal.post(part.chunks.add, runs),
-                stall_timeout_secs=limit_secs,
-            ).finish()
+            runtime.capture(sources.planned, image, lambda runs: runtime.portal.post(part.chunks.add, runs))
             on_captured()
             manifest = rank.wait(writing)
         except BaseException as error:

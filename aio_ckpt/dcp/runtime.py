@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -16,15 +16,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from aio_ckpt._torch import log_untried_torch
-from aio_ckpt.checks import check_kind
+from aio_ckpt.checks import MAX_SECS, check_kind
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
 from aio_ckpt.errors import RootError
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
 from aio_ckpt.plan.layout import chunk_bytes_for
+from aio_ckpt.plan.planner import PlannedImage
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
-from aio_ckpt.snapshot.capture import CopyEngines
+from aio_ckpt.snapshot.capture import CopyEngines, capture
+from aio_ckpt.snapshot.image import Image, lease_image
+from aio_ckpt.snapshot.progress import CapturedRun
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import checked_path
 from aio_ckpt.write.throttle import WriteThrottle
@@ -77,6 +80,24 @@ class Runtime:
                 staging=LifetimeManager(budget_bytes=staging_bytes, executor=executor, debug=config.debug),
                 choice=StagingChoice(config.staging),
             )
+
+    def lease(self, planned: PlannedImage, stream_bytes: int, memory: LifetimeManager) -> Image:
+        """Lease an image for the tensors and ``stream_bytes`` from ``memory``. See :func:`lease_image`."""
+        timeout_secs = self.config.stall_timeout_secs
+        return lease_image(planned, stream_bytes, memory, self.choice, timeout_secs=timeout_secs, limit_secs=MAX_SECS)
+
+    def capture(
+        self, planned: PlannedImage, image: Image, on_captured: Callable[[Sequence[CapturedRun]], None]
+    ) -> None:
+        """Capture the tensors. Returns once none of them is needed any more."""
+        capture(
+            planned,
+            image,
+            self.copy_engines,
+            guarded=frozenset(),
+            on_captured=on_captured,
+            stall_timeout_secs=self.config.stall_timeout_secs,
+        ).finish()
 
     def close(self) -> None:
         """End the threads and close the memory. Idempotent."""

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import dtensor_over
-from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.runtime import Replacement, Runtime
 from aio_ckpt.dcp.sources import is_plain, plan_tensors
@@ -25,8 +24,7 @@ from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.runtime.portal import Portal
-from aio_ckpt.snapshot.capture import capture
-from aio_ckpt.snapshot.image import image_bytes_of, lease_image
+from aio_ckpt.snapshot.image import image_bytes_of
 
 
 class AsyncStager(Replacement, staging.AsyncStager):
@@ -147,25 +145,10 @@ def stage_copy(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
 
 def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
     """Capture the image and return its bytes as a tensor. The lease ends with the last view of the tensor."""
-    config = runtime.config
-    image = lease_image(
-        planned,
-        0,
-        runtime.staging,
-        runtime.choice,
-        timeout_secs=config.stall_timeout_secs,
-        limit_secs=MAX_SECS,
-    )
+    image = runtime.lease(planned, 0, runtime.staging)
     lease = image.lease
     try:
-        capture(
-            planned,
-            image,
-            runtime.copy_engines,
-            guarded=frozenset(),
-            on_captured=lambda _: None,
-            stall_timeout_secs=config.stall_timeout_secs,
-        ).finish()
+        runtime.capture(planned, image, lambda _: None)
         memory = np.frombuffer(lease.arena.memory, np.uint8)
         holder = object()
         lease.hold(holder)
@@ -187,11 +170,11 @@ def _release(pid: int, portal: Portal, lease: Lease, holder: object) -> None:
         portal.post(lease.release, holder)
 
 
-def _views(plan: ImagePlan, line: torch.Tensor) -> dict[int, torch.Tensor]:
+def _views(plan: ImagePlan, image: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return each stored leaf as a view of its bytes in the image."""
     return {
         item.leaf: torch.as_strided(
-            line[item.raw_offset : item.trailer_offset].view(item.spec.dtype), item.spec.shape, item.spec.stride
+            image[item.raw_offset : item.trailer_offset].view(item.spec.dtype), item.spec.shape, item.spec.stride
         )
         if item.raw_bytes
         else torch.empty(item.spec.shape, dtype=item.spec.dtype)
