@@ -37,7 +37,7 @@ from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
 _HEARTBEATS = 6
 """Heartbeats within ``stale_after_secs``. Several may be late or lost before the owner counts as dead."""
-_MAX_OWNER_BYTES = 1 << 20
+MAX_OWNER_BYTES = 1 << 20
 _MAX_PID = (1 << 31) - 1
 _NAMED = re.compile(
     r".*-(?P<machine>[0-9a-f]{8})-(?P<boot>[0-9a-f]{8})-(?P<namespace>[0-9a-f]{8})"
@@ -160,12 +160,17 @@ async def make_pending(storage: Storage, pending: Path) -> None:
 
 async def write_owner(storage: Storage, pending: Path, owner: Owner) -> None:
     """Write the owner record of a pending directory, by which others judge whether its owner is dead."""
-    await storage.write_file(pending / OWNER_FILE, msgspec.json.encode(owner))
+    await storage.write_file(pending / OWNER_FILE, encoded_owner(owner))
+
+
+def encoded_owner(owner: Owner) -> bytes:
+    """Return the content of an owner record."""
+    return msgspec.json.encode(owner)
 
 
 async def read_owner(storage: Storage, pending: Path) -> bytes:
     """Return the encoded owner record of a pending directory."""
-    return await storage.read_file(pending / OWNER_FILE, max_bytes=_MAX_OWNER_BYTES)
+    return await storage.read_file(pending / OWNER_FILE, max_bytes=MAX_OWNER_BYTES)
 
 
 async def keep_alive(storage: Storage, pending: Path, stale_after_secs: float) -> None:
@@ -233,7 +238,7 @@ async def clear_leftovers(
     """
     trash = await restore_protected(storage, root, names)
     pending = [root / PENDING_DIR / name for name in await names_in(storage, root / PENDING_DIR)]
-    now = await _now(storage, root) if pending else None
+    now = await now_of(storage, root) if pending else None
     cleared = []
     for path in (*pending, *trash):
         try:
@@ -263,7 +268,7 @@ async def _may_clear(storage: Storage, pending: Path, now: float | None, here: O
     return False
 
 
-async def _now(storage: Storage, root: Path) -> float | None:
+async def now_of(storage: Storage, root: Path) -> float | None:
     """Return the time of the file system's clock, from a touch of the lock file; None if that fails."""
     try:
         await storage.touch(root / LOCK_FILE)
@@ -286,9 +291,17 @@ async def _last_seen(storage: Storage, pending: Path) -> float | None:
 async def recorded_owner(storage: Storage, pending: Path) -> Owner | None:
     """Return the owner that the record of a pending directory names; None if the record is missing or unreadable."""
     try:
-        return _OWNERS.decode(await read_owner(storage, pending))
-    except (AioCkptError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # missing, torn, forged, or of another version: name and age of the directory decide
+        return decoded_owner(await read_owner(storage, pending))
+    except (AioCkptError, OSError):
+        return None
+
+
+def decoded_owner(record: bytes) -> Owner | None:
+    """Return the owner of a record; None if it is torn, forged, or of another version."""
+    try:
+        return _OWNERS.decode(record)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 # -- this host --------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_callback, check_flag, check_kind
 from aio_ckpt.commit import step_numbers
+from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash
@@ -146,16 +147,18 @@ class BaseEngine:
         self._trash = Trash(ctx.storage)
         self._rescue = Rescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
         self._loader = Loader(ctx=ctx, quarantine=self._quarantine)
+        claim = Claim(ctx.storage, ctx.root, ctx.owner, stale_after_secs=ctx.config.stale_after_secs)
         self._root_session = RootSession(
             ctx,
             portal,
+            claim=claim,
             quarantine=self._quarantine,
             trash=self._trash,
             rescue=self._rescue,
             must_wait=lambda: self._preemption.is_on,
         )
         runner = JobRunner(ctx=ctx, throttle=self._throttle, trash=self._trash)
-        pipeline = SavePipeline(ctx=ctx, runner=runner, quarantine=self._quarantine, rescue=self._rescue)
+        pipeline = SavePipeline(ctx=ctx, runner=runner, claim=claim, quarantine=self._quarantine, rescue=self._rescue)
         self._call_lock = call_lock = CallLock(portal)
         self._session = session = CaptureSession(ctx, self._rescue.shared_memory)
         self._recorder = OutcomeRecorder(ctx, session, self._root_session)
@@ -563,6 +566,7 @@ class BaseEngine:
             steps.callback(self._portal.close, STOP_SECS)
             steps.enter_context(contextlib.suppress(EngineClosedError, StallError))
             steps.callback(lambda: self._portal.call(coordinator.leave, timeout=STOP_SECS))
+            steps.callback(self._root_session.release_claim)
             steps.callback(self._session.release_devices)
 
 

@@ -12,6 +12,7 @@ from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import by_path, owner, publish
+from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.manifests import (
     MetadataFile,
     object_entries,
@@ -64,6 +65,8 @@ class SavePipeline:
 
     ctx: EngineContext
     runner: JobRunner
+    claim: Claim
+    """Read before each commit: a writer that was taken over commits nothing."""
     quarantine: Quarantine
     """Quarantine of the root. Its lock ``renames`` orders all renames under the root."""
     rescue: Rescue | None = None
@@ -200,6 +203,7 @@ class SavePipeline:
         job.timer.reached("dir_synced")
         job.begin("waiting while other checkpoints are renamed")
         async with self.runner.committing(job, self.quarantine.renames):
+            await self.claim.check()
             replaces = job.call.overwrite or job.call.path is not None
             left = await publish.publish(ctx.storage, pending=job.pending, final=job.final, overwrite=replaces)
             for directory in left:

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt.commit import by_path, discovery, retention
+from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash, check_engine_dirs
@@ -30,6 +31,7 @@ from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start_beside_or_here
 from aio_ckpt.runtime.waiting import WaitWarning, call_within, disk_warning
 from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.mounts import mount_of
 from aio_ckpt.storage.paths import checked_path
 
 T = TypeVar("T")
@@ -92,6 +94,7 @@ class RootSession:
         ctx: EngineContext,
         portal: Portal,
         *,
+        claim: Claim,
         quarantine: Quarantine,
         trash: Trash,
         rescue: Rescue,
@@ -99,6 +102,8 @@ class RootSession:
     ) -> None:
         """While ``must_wait()`` is True, nothing is deleted."""
         self._ctx = ctx
+        self._claim = claim
+        self._heartbeat: Future[None] | None = None
         self._quarantine = quarantine
         self._trash = trash
         self._rescue = rescue
@@ -145,8 +150,9 @@ class RootSession:
             self._call(self._make_root, what="making the root", deadline=deadline)
             take = functools.partial(ctx.storage.lock, ctx.root / LOCK_FILE)
             lock = self._call_lock(take, "taking the lock", deadline)
-            self._quarantine.is_writer = True
             self._make_directories(deadline)
+            self._take_claim(lock, deadline)
+            self._quarantine.is_writer = True
             self._set_aside(deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
             self._call(self._rescue.reclaim, what="clearing segments of dead writers", deadline=deadline)
@@ -166,8 +172,29 @@ class RootSession:
     def _renew(self, lock: RootLock, deadline: Deadline) -> None:
         if self._call_lock(lock.renew, "looking at the lock", deadline):  # the root may be a new one
             self._make_directories(deadline)
+            self._take_claim(lock, deadline)
         if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of this save
             self._set_aside(deadline)
+
+    def _take_claim(self, lock: RootLock, deadline: Deadline) -> None:
+        """Claim the root on all hosts, and keep the claim alive.
+
+        Raises:
+            RootError: an engine on another host writes here.
+        """
+        self._call(self._claim_root, lock, what="claiming the root", deadline=deadline)
+        if self._heartbeat is None:
+            self._heartbeat = self._portal.submit(self._claim.keep)
+
+    async def _claim_root(self, lock: RootLock) -> None:
+        device = (await run_blocking(self._ctx.executor, os.stat, self._ctx.root)).st_dev
+        await self._claim.take(mount_of(device), is_locked=lock.is_granted)
+
+    def release_claim(self) -> None:
+        """Remove the claim, before the loop ends. The lock is released afterwards, by :meth:`release`."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            self._portal.call(self._claim.release, timeout=STOP_SECS, what="releasing the claim")
 
     def _call_lock(self, call: Callable[[], T], what: str, deadline: Deadline) -> T:
         """Return ``call()``, a call of the lock, from a thread. One runs at a time, also if a wait for it was given up.
@@ -397,6 +424,7 @@ class RootSession:
         with anyio.move_on_after(limit) as scope:
             await self._trash.sweep()
             if good is not None:
+                await self._claim.check()
                 await self._retention.enforce(good)
         if scope.cancelled_caught:
             _log.warning("%s: deleting expired steps did not end within %s s", self._ctx.root, limit)

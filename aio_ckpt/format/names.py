@@ -21,6 +21,7 @@ PROTECTED_DIR = f"{ENGINE_DIR}/protected"
 """Empty files. The step in the name of each is never deleted."""
 ENGINE_DIRS = (PENDING_DIR, ABANDONED_DIR, CORRUPT_DIR, TRASH_DIR, PROTECTED_DIR)
 LOCK_FILE = f"{ENGINE_DIR}/lock"
+CLAIM_FILE = f"{ENGINE_DIR}/claim.json"
 SEGMENTS_FILE = f"{ENGINE_DIR}/segments.json"
 """Names the directories in which a writer with ``shm_path`` makes its segments. Removed when the writer ends well."""
 OWNER_FILE = "writer.json"

@@ -34,7 +34,7 @@ class RootLock:
     """Exclusive ``fcntl.lockf`` lock on a file that names its holder. It is held from construction to release.
 
     It is no flock, because a forked data loader would inherit that and keep it. If the file system has no locks, a
-    warning is logged, and the lock excludes only other engines of this process.
+    warning is logged, and the lock excludes only other engines of this process; the claim excludes the others.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,10 +47,12 @@ class RootLock:
         self._pid = os.getpid()
         self._key = os.path.realpath(path)
         self._descriptor: int | None = None
+        self.is_granted = False
+        """Whether the file system has granted the lock. False: it has no locks."""
         self._entry = (self._pid, weakref.ref(self))
         try:
             self._claim()
-            self._descriptor = _open_locked(path)
+            self._descriptor, self.is_granted = _open_locked(path)
         except BaseException:
             self._unclaim()
             raise
@@ -78,7 +80,7 @@ class RootLock:
             _close(self._descriptor)  # the file was removed, so that other processes would lock a new one
             self._descriptor = None
         if self._descriptor is None:
-            self._descriptor = _open_locked(self.path)
+            self._descriptor, self.is_granted = _open_locked(self.path)
             return True
         _lock(self._descriptor, self.path)
         return False
@@ -112,7 +114,8 @@ class RootLock:
             del _held[self._key]
 
 
-def _open_locked(path: Path) -> int:
+def _open_locked(path: Path) -> tuple[int, bool]:
+    """Return a descriptor of the lock file, and whether its lock was granted."""
     for is_last in (*[False] * _TRIES, True):
         try:
             if not path.parent.is_dir():
@@ -136,7 +139,12 @@ def _open_locked(path: Path) -> int:
             if is_last or _is_file(descriptor, path):
                 if is_locked:
                     _name_holder(descriptor)
-                return descriptor
+                else:
+                    _logger.warning(
+                        "%s: no file locks here: other hosts are excluded under a root alone, by its claim",
+                        path,
+                    )
+                return descriptor, is_locked
         except BaseException:
             _close(descriptor)
             raise
@@ -157,7 +165,7 @@ def _name_holder(descriptor: int) -> None:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Lock the file. Return False, with a warning, if the file system has no locks.
+    """Lock the file. Return False if the file system has no locks.
 
     Raises:
         RootError: another process holds the lock, or the system refuses to lock the file.
@@ -166,7 +174,6 @@ def _lock(descriptor: int, path: Path) -> bool:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _NO_LOCKS:
-            _logger.warning("%s: no file locks here (%s): a second writer would not be noticed", path, error.strerror)
             return False
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise RootError(error.errno, f"cannot lock: {error.strerror}", str(path)) from error

@@ -57,7 +57,7 @@ def save(engine: Any, *steps: int) -> None:
 
 def listing(root: Path) -> list[str]:
     """Names in a root, and of what is pending, set aside, trash or a mark (``pending/...``); without the lock."""
-    own = [path for path in (root / ENGINE_DIR).glob("*") if path.is_file() and path.name != "lock"]
+    own = [path for path in (root / ENGINE_DIR).glob("*") if path.is_file() and path.name not in ("lock", "claim.json")]
     below = [f"{path.parent.name}/{path.name}" for path in (root / ENGINE_DIR).glob("*/*")]
     return sorted([*(path.name for path in (*root.iterdir(), *own) if path.name != ENGINE_DIR), *below])
 

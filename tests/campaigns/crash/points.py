@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
 from aio_ckpt.commit.directory import PENDING
-from aio_ckpt.format.names import ENGINE_DIR
+from aio_ckpt.format.names import CLAIM_FILE, ENGINE_DIR
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.local import Storage
 from tests.support.forwarding_storage import Call, ForwardingDataFile, ForwardingStorage
@@ -26,6 +26,7 @@ _ROLES = (
     (re.compile(r"best-\d+"), "checkpoint"),
     (re.compile(r"\.aio_ckpt-file-.*"), "temporary"),
 )
+_CLAIM = Path(CLAIM_FILE).name
 _SAVE_ID = re.compile(r"s\d+x\d+")
 
 
@@ -63,9 +64,9 @@ class PointedStorage(ForwardingStorage):
 
     async def run(self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
         """Do ``act``; die before or after it, or after half of it, if this call is the point."""
-        # A touch is a sign of life, no step of a commit. A root and the engine's own directories in it are made once.
+        # A touch is a sign of life, no step of a commit. A root and what the engine has in it are made once.
         is_of_root = call.path.name == "root" or call.path.parent.name == ENGINE_DIR
-        if call.name == "touch" or (call.name == "make_dir" and is_of_root):
+        if call.name == "touch" or (call.name == "make_dir" and is_of_root) or call.path.name == _CLAIM:
             return await act()
         name = self._name_of(call)
         result = await self.pass_point(name, act)
@@ -118,6 +119,9 @@ class PointedStorage(ForwardingStorage):
             data = b"".join(parts)
             path.write_bytes(data[: len(data) // 2])
 
+        if path.name == _CLAIM:
+            await self._inner.write_file(path, *parts)
+            return
         await self.pass_point(f"write_file {_role(path)}", lambda: self._inner.write_file(path, *parts), half)
         if path.name.startswith(PENDING):
             self._last_move = "the mark"

@@ -14,10 +14,6 @@ KNOWN_FAULTS = frozenset({
     "a_checkpoint_is_replaced",
     "two_ranks_save_and_load",
     "ranks_mount_at_different_paths",
-    "second_writer_is_refused",
-    "second_writer_of_the_same_name_is_refused",
-    "a_killed_writer_is_followed",
-    "a_paused_writer_is_fenced",
 })  # fmt: skip
 """Trials whose promise the engine does not keep yet on every mount."""
 

@@ -26,6 +26,7 @@ import anyio.abc
 import torch
 
 from aio_ckpt.commit import discovery
+from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash
@@ -218,11 +219,14 @@ class World:
         """A few saves, then everything that must hold."""
         async with anyio.create_task_group() as group:
             self.portal.attach(self.loop, group, self.threads)
+            claim = Claim(self.storage, _ROOT, self.ctx.owner, stale_after_secs=self.ctx.config.stale_after_secs)
             pipeline = SavePipeline(
                 ctx=self.ctx,
+                claim=claim,
                 runner=JobRunner(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
                 quarantine=Quarantine(),
             )
+            await claim.take(None, is_locked=True)
             queue = JobQueue(
                 self.ctx,
                 self.portal,

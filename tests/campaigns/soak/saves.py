@@ -23,7 +23,7 @@ import torch
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
-from aio_ckpt.format.names import ENGINE_DIR, LOCK_FILE
+from aio_ckpt.format.names import CLAIM_FILE, ENGINE_DIR, LOCK_FILE
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.local import Storage
@@ -235,7 +235,8 @@ def _left(root: Path) -> list[str]:
     steps = sorted(path for path in root.iterdir() if path.name.startswith("step_"))
     others = [path for path in root.iterdir() if not path.name.startswith(("step_", ENGINE_DIR))]
     own = [path for top in (root / ENGINE_DIR).iterdir() if top.is_dir() for path in top.iterdir()]
-    files = [path for path in (root / ENGINE_DIR).iterdir() if path.is_file() and path.name != Path(LOCK_FILE).name]
+    kept = (root / LOCK_FILE, root / CLAIM_FILE)
+    files = [path for path in (root / ENGINE_DIR).iterdir() if path.is_file() and path not in kept]
     return [str(path.relative_to(root)) for path in (*steps[:-_KEEP_LAST], *others, *own, *files)]
 
 

@@ -1,0 +1,170 @@
+"""Claim: the file that names the one engine which may write under a root, on whatever host it runs.
+
+A lock excludes writers on other hosts only if the file system carries it to a server, which many mounts do not.
+``O_CREAT|O_EXCL`` excludes on all of them. The claim is read again before each commit: a writer that was taken over
+while it stood still commits nothing more. Its modification time is the heartbeat. Clocks of hosts are not compared.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+
+import anyio
+
+from aio_ckpt.commit.owner import MAX_OWNER_BYTES, Owner, decoded_owner, encoded_owner, now_of
+from aio_ckpt.errors import RootError, WriteError
+from aio_ckpt.format.names import CLAIM_FILE, TRASH_DIR
+from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.storage.mounts import Mount
+
+HEARTBEAT_SECS = 10.0
+"""Time between two heartbeats of a claim."""
+_SILENCE_SECS = 3 * HEARTBEAT_SECS
+_POLL_SECS = 1.0
+_MAX_TAKEOVERS = 10
+_log = logging.getLogger("aio_ckpt")
+
+
+def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount | None, *, is_locked: bool) -> float | None:
+    """Return how many seconds without a heartbeat of the engine ``holder`` prove to ``here`` that it is dead.
+
+    None: nothing but the age of its claim proves that it is dead. On a local file system, a granted lock is a proof.
+    On a shared one, hosts made from one image may have one name and machine id, and clients of NFS with one name take
+    each other's locks: there, neither another boot nor a lock is a proof without silence.
+
+    Args:
+        holder: What the claim names; None if it cannot be decoded.
+        here: The process that asks.
+        mount: The file system of the root; None if it is unknown, and then local.
+        is_locked: Whether the lock of the root was granted to the process that asks.
+    """
+    is_proven = holder is not None and holder.is_proven_dead(here)
+    if mount is None or not mount.is_shared:
+        return 0.0 if is_proven or is_locked else None
+    if is_proven and holder is not None and holder.boot_id == here.boot_id:
+        return 0.0
+    return _SILENCE_SECS if is_proven or (is_locked and mount.locks_on_server) else None
+
+
+class Claim:
+    """The claim of one engine on one root."""
+
+    def __init__(self, storage: Storage, root: Path, owner: Owner, *, stale_after_secs: float) -> None:
+        self._storage = storage
+        self._root = root
+        self._path = root / CLAIM_FILE
+        self._owner = owner
+        self._stale_after_secs = stale_after_secs
+
+    async def take(self, mount: Mount | None, *, is_locked: bool) -> None:
+        """Make the claim, or take it over from an engine that is dead.
+
+        See :func:`silence_proving_death` for the proofs.
+
+        Raises:
+            RootError: another engine claims the root.
+        """
+        for _ in range(_MAX_TAKEOVERS):
+            try:
+                await self._storage.write_file(self._path, encoded_owner(self._owner))
+            except WriteError as error:
+                if error.errno != errno.EEXIST:
+                    raise
+            else:
+                return
+            holder = await self._holder()
+            if holder is not None and holder.session == self._owner.session:
+                return
+            silence_secs = silence_proving_death(holder, self._owner, mount, is_locked=is_locked)
+            await self._check_dead(holder, silence_secs)
+            await self._remove(holder)
+        raise RootError(errno.EBUSY, "several engines want to write here at once: let one of them", str(self._root))
+
+    async def check(self) -> None:
+        """Raise RootError if the claim is lost: another engine has taken over, or somebody removed the file."""
+        holder = await self._holder()
+        if holder is None or holder.session != self._owner.session:
+            raise RootError(
+                errno.EBUSY,
+                f"{_named(holder)} has taken over as the writer while this one did not answer: save with that one, or "
+                "end it and open a new engine",
+                str(self._root),
+            )
+
+    async def keep(self) -> None:
+        """Renew the heartbeat until cancelled. A heartbeat that fails fails no save: :meth:`check` decides."""
+        while True:
+            await anyio.sleep(HEARTBEAT_SECS)
+            try:
+                await self._storage.touch(self._path)
+            except OSError as error:
+                _log.warning("%s: the heartbeat could not be renewed: %s", self._path, error)
+
+    async def release(self) -> None:
+        """Remove the claim if it is this engine's. If that fails, a warning is logged: the claim ends by its age."""
+        try:
+            holder = await self._holder()
+            if holder is not None and holder.session == self._owner.session:
+                await self._storage.remove_file(self._path)
+        except Exception as error:  # noqa: BLE001 - nothing that a caller of close() could do
+            _log.warning("%s could not be removed: %r", self._path, error)
+
+    async def _check_dead(self, holder: Owner | None, silence_secs: float | None) -> None:
+        """Return if the engine that claims the root is dead; if it seems to be, watch for its heartbeat.
+
+        Raises:
+            RootError: it lives, or may live.
+        """
+        seen = await self._heartbeat()
+        now = await now_of(self._storage, self._root)
+        idle_secs = None if seen is None or now is None else now - seen
+        if idle_secs is not None and idle_secs > self._stale_after_secs:
+            return
+        if silence_secs is not None:
+            if silence_secs:
+                text = "%s claims %s and seems to be dead: its heartbeat is awaited for %.0f s"
+                _log.info(text, _named(holder), self._root, silence_secs)
+            for _ in range(round(silence_secs / _POLL_SECS)):
+                await anyio.sleep(_POLL_SECS)
+                if await self._heartbeat() != seen:
+                    break
+            else:
+                return
+        idle = "an unknown time" if idle_secs is None else f"{idle_secs:.0f} s"
+        raise RootError(
+            errno.EBUSY,
+            f"{_named(holder)} writes here, its last heartbeat is {idle} old: let it end, or give another root. "
+            f"Its claim is void {self._stale_after_secs:.0f} s (stale_after_secs) after the last heartbeat; if it is "
+            "surely dead, remove this file",
+            str(self._path),
+        )
+
+    async def _holder(self) -> Owner | None:
+        """Return the engine that claims the root; None if there is no claim, or none that can be decoded."""
+        data = await read_small_file(self._storage, self._path, max_bytes=MAX_OWNER_BYTES)
+        return None if data is None else decoded_owner(data)
+
+    async def _heartbeat(self) -> float | None:
+        status = await self._storage.fresh_status(self._path)
+        return None if status is None else status.modified_unix
+
+    async def _remove(self, dead: Owner | None) -> None:
+        """Set the claim of ``dead`` aside. Of several engines that try, one gets it.
+
+        The name there is taken by the first of them, and stays until the trash is cleared. An engine that read the
+        claim of ``dead`` before, and comes later, therefore cannot set the new claim aside.
+        """
+        aside = self._root / TRASH_DIR / f"claim-{'unknown' if dead is None else dead.session}"
+        try:
+            await self._storage.rename(self._path, aside)
+        except WriteError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOENT):
+                raise
+        else:
+            _log.warning("%s: %s is dead, this process writes here now", self._root, _named(dead))
+
+
+def _named(holder: Owner | None) -> str:
+    return "another writer" if holder is None else f"process {holder.pid} on {holder.host}"

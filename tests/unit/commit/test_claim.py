@@ -1,0 +1,211 @@
+"""One engine writes under a root, on whatever host: who gets the claim, and who learns that it is lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from aio_ckpt.commit import claim as claims
+from aio_ckpt.commit.claim import Claim
+from aio_ckpt.commit.owner import Owner, make_engine_dirs
+from aio_ckpt.errors import RootError
+from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.mounts import Mount
+
+STALE_SECS = 600.0
+LOCAL = Mount("ext4", frozenset())
+NFS = Mount("nfs4", frozenset({"local_lock=none"}))
+NOLOCK = Mount("nfs", frozenset({"local_lock=all"}))
+
+
+def owner(session: str, host: str, **fields: object) -> Owner:
+    given: dict[str, object] = {
+        "machine_id": host,
+        "boot_id": f"boot of {host}",
+        "pid_namespace": "1",
+        "pid": os.getpid(),
+        "started_ticks": 0,
+        "heartbeat_unix": 0.0,
+    }
+    return msgspec.convert({"session": session, "host": host} | given | fields, Owner)
+
+
+class Root:
+    def __init__(self, path: Path, storage: Storage) -> None:
+        self.path = path
+        self.storage = storage
+        self.file = path / CLAIM_FILE
+
+    def claim(self, session: str, host: str, **fields: object) -> Claim:
+        return Claim(self.storage, self.path, owner(session, host, **fields), stale_after_secs=STALE_SECS)
+
+    def age(self, secs: float) -> None:
+        seen = self.file.stat().st_mtime - secs
+        os.utime(self.file, (seen, seen))
+
+
+@pytest.fixture
+async def root(tmp_path: Path) -> AsyncIterator[Root]:
+    executor = Executor("claims", 2)
+    storage = Storage(executor)
+    await make_engine_dirs(storage, tmp_path)
+    (tmp_path / LOCK_FILE).touch()
+    try:
+        yield Root(tmp_path, storage)
+    finally:
+        executor.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_POLL_SECS", 0.02)
+    monkeypatch.setattr(claims, "_SILENCE_SECS", 0.1)
+
+
+async def test_the_first_engine_gets_the_claim_and_keeps_it(root: Root) -> None:
+    first = root.claim("a", "one")
+    await first.take(NOLOCK, is_locked=True)
+    await first.take(NOLOCK, is_locked=True)
+    await first.check()
+
+
+async def test_without_locks_another_host_is_refused_by_name(root: Root) -> None:
+    await root.claim("a", "one").take(NOLOCK, is_locked=True)
+    with pytest.raises(RootError, match=r"process \d+ on one writes here.*let it end"):
+        await root.claim("b", "two").take(NOLOCK, is_locked=True)
+
+
+async def test_a_host_of_the_same_name_and_machine_id_is_refused_too(root: Root) -> None:
+    await root.claim("a", "one").take(NOLOCK, is_locked=True)
+    with pytest.raises(RootError, match="writes here"):
+        await root.claim("b", "one").take(NOLOCK, is_locked=True)
+
+
+async def test_a_claim_without_heartbeat_is_void_after_the_limit(root: Root) -> None:
+    first, second = root.claim("a", "one"), root.claim("b", "two")
+    await first.take(NOLOCK, is_locked=True)
+    root.age(STALE_SECS + 5)
+    await second.take(NOLOCK, is_locked=True)
+    await second.check()
+
+
+async def test_a_writer_that_was_taken_over_learns_it_by_name(root: Root) -> None:
+    first = root.claim("a", "one")
+    await first.take(NOLOCK, is_locked=True)
+    root.age(STALE_SECS + 5)
+    await root.claim("b", "two").take(NOLOCK, is_locked=True)
+    with pytest.raises(RootError, match="on two has taken over"):
+        await first.check()
+
+
+async def test_a_claim_whose_file_was_removed_is_lost(root: Root) -> None:
+    first = root.claim("a", "one")
+    await first.take(NOLOCK, is_locked=True)
+    root.file.unlink()
+    with pytest.raises(RootError, match="taken over"):
+        await first.check()
+
+
+async def test_a_process_of_this_host_that_is_gone_is_followed_at_once(root: Root) -> None:
+    await root.claim("a", "one", started_ticks=1).take(NOLOCK, is_locked=True)
+    await root.claim("b", "one").take(NOLOCK, is_locked=True)
+
+
+async def test_a_granted_lock_and_no_heartbeat_prove_the_death_of_an_engine_elsewhere(root: Root) -> None:
+    await root.claim("a", "one").take(NFS, is_locked=True)
+    second = root.claim("b", "two")
+    await second.take(NFS, is_locked=True)
+    await second.check()
+
+
+async def test_a_heartbeat_beats_a_granted_lock(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "HEARTBEAT_SECS", 0.01)
+    monkeypatch.setattr(claims, "_SILENCE_SECS", 60.0)
+    first = root.claim("a", "one")
+    await first.take(NFS, is_locked=True)
+    root.age(1.0)
+    async with anyio.create_task_group() as group:
+        group.start_soon(first.keep)
+        with pytest.raises(RootError, match="writes here"):
+            await root.claim("b", "two").take(NFS, is_locked=True)
+        group.cancel_scope.cancel()
+    await first.check()
+
+
+async def test_a_released_claim_is_free_and_that_of_another_stays(root: Root) -> None:
+    first, second = root.claim("a", "one"), root.claim("b", "two")
+    await first.take(NOLOCK, is_locked=True)
+    await second.release()
+    await first.check()
+    await first.release()
+    await second.take(NOLOCK, is_locked=True)
+
+
+async def test_of_many_engines_that_take_over_at_once_one_gets_the_claim(root: Root) -> None:
+    await root.claim("dead", "one").take(NOLOCK, is_locked=True)
+    root.age(STALE_SECS + 5)
+    others = [root.claim(f"s{number}", f"host{number}") for number in range(8)]
+    won: list[Claim] = []
+
+    async def attempt(claim: Claim) -> None:
+        try:
+            await claim.take(NOLOCK, is_locked=True)
+        except RootError:
+            return
+        won.append(claim)
+
+    async with anyio.create_task_group() as group:
+        for claim in others:
+            group.start_soon(attempt, claim)
+    assert len(won) == 1
+    await won[0].check()
+
+
+async def test_a_torn_claim_is_void_after_the_limit(root: Root) -> None:
+    root.file.write_bytes(b"{")
+    with pytest.raises(RootError, match="another writer"):
+        await root.claim("b", "two").take(NOLOCK, is_locked=True)
+    root.age(STALE_SECS + 5)
+    await root.claim("b", "two").take(NOLOCK, is_locked=True)
+
+
+async def test_on_a_local_file_system_a_granted_lock_is_proof_enough(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_SILENCE_SECS", 600.0)
+    await root.claim("a", "one").take(LOCAL, is_locked=True)
+    await root.claim("b", "two").take(LOCAL, is_locked=True)
+
+
+@pytest.mark.parametrize(
+    ("holder", "mount", "is_locked", "silence"),
+    [
+        ({"boot_id": "before"}, LOCAL, False, 0.0),
+        ({"boot_id": "before"}, NOLOCK, False, 0.1),
+        ({"started_ticks": 1}, NOLOCK, False, 0.0),
+        ({}, LOCAL, False, None),
+        ({"host": "two"}, NFS, True, 0.1),
+        ({"host": "two"}, NFS, False, None),
+        ({"host": "two"}, NOLOCK, True, None),
+    ],
+    ids=[
+        "a reboot, local",
+        "a reboot, or another host of this name",
+        "a process that is gone",
+        "a process that runs",
+        "a lock of the server",
+        "no lock",
+        "a lock that stays on the host",
+    ],
+)
+def test_what_proves_a_death(holder: dict[str, object], mount: Mount, is_locked: bool, silence: float | None) -> None:
+    here = owner("b", "one", pid_namespace=Owner.of_this_process("x").pid_namespace)
+    other = msgspec.structs.replace(here, session="a", **holder)
+    assert claims.silence_proving_death(other, here, mount, is_locked=is_locked) == silence
