@@ -14,7 +14,7 @@ import torch.distributed as dist
 from aio_ckpt.checks import check_callback, check_flag, check_kind, check_path, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.engine.load import load_report, read_report, selection
+from aio_ckpt.engine.loader import load_report, read_report, selection
 from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError
 from aio_ckpt.format.names import StepNames
@@ -23,7 +23,7 @@ from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.reports import LoadReport, OnProgress
 from aio_ckpt.restore.load import match_checkpoint
-from aio_ckpt.restore.progress import Meter, metered
+from aio_ckpt.restore.load_progress import Meter, metered
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable

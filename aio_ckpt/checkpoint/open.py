@@ -212,7 +212,7 @@ async def open_checkpoint(
 
     Args:
         step: step that the root manifest must have, if there is one; None if it may have any.
-        metadata_name: name of ``.metadata``, see :func:`aio_ckpt.commit.directory.recoverable_names`.
+        metadata_name: name of ``.metadata``, see :func:`aio_ckpt.commit.directory_mode.recoverable_names`.
         root_name: name of the root manifest, see there.
 
     Raises:

@@ -236,7 +236,7 @@ def copied_files(source: Path) -> dict[str, int]:
 
 def _is_of_save(name: str) -> bool:
     """Return whether a save under way has made the file ``name`` of a checkpoint, or an older one set it aside."""
-    from aio_ckpt.commit.directory import ASIDE, LOCK, PENDING
+    from aio_ckpt.commit.directory_mode import ASIDE, LOCK, PENDING
 
     return name in (OWNER_FILE, LOCK) or name.startswith((PENDING, METADATA_FILE + ASIDE, ROOT_MANIFEST + ASIDE))
 

@@ -38,7 +38,7 @@ from aio_ckpt.leaves.object_unpickler import read_object_pickle
 from aio_ckpt.match.options import ReadContext
 from aio_ckpt.reports import amount
 from aio_ckpt.restore.load_plan import HostMemory
-from aio_ckpt.restore.progress import metered
+from aio_ckpt.restore.load_progress import metered
 from aio_ckpt.restore.read import assemble, read_leaves, stored_names
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking

@@ -21,9 +21,9 @@ from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
 from aio_ckpt.checks import check_flag, check_kind, local_path, shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.installed import Installed, same_handle
+from aio_ckpt.dcp.item_sources import Sources
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.runtime import Replacement, Runtime, SharedRuntime
-from aio_ckpt.dcp.sources import Sources
 from aio_ckpt.dcp.stager import AsyncStager, stage_copy
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError, PlanChangedError, RootError

@@ -16,7 +16,7 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from aio_ckpt.commit.directory import (
+from aio_ckpt.commit.directory_mode import (
     begin_directory,
     commit_directory,
     hold_directory,
@@ -27,17 +27,17 @@ from aio_ckpt.commit.directory import (
 )
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.trash import SETTLE_SECS
+from aio_ckpt.dcp.item_sources import Sources
 from aio_ckpt.dcp.runtime import Runtime
-from aio_ckpt.dcp.sources import Sources
 from aio_ckpt.errors import AioCkptError, PlanChangedError, RootError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
 from aio_ckpt.format.rank_manifest import data_file_name, encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry, rank_manifest_name
-from aio_ckpt.plan.planner import tensor_entry
+from aio_ckpt.plan.local_plan import tensor_entry
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.progress import CapturedChunks, StallTimer
+from aio_ckpt.snapshot.save_progress import CapturedChunks, StallTimer
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.full_disk import explain_full_disk
 from aio_ckpt.write.part import Part, write_part

@@ -22,12 +22,12 @@ from aio_ckpt.errors import RootError
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
 from aio_ckpt.plan.layout import chunk_bytes_for
-from aio_ckpt.plan.planner import PlannedImage
+from aio_ckpt.plan.local_plan import PlannedImage
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.image import Image, lease_image
-from aio_ckpt.snapshot.progress import CapturedRun
+from aio_ckpt.snapshot.save_progress import CapturedRun
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import checked_path
 from aio_ckpt.write.throttle import WriteThrottle

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import dtensor_over
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.item_sources import is_plain, plan_tensors
 from aio_ckpt.dcp.runtime import Replacement, Runtime
-from aio_ckpt.dcp.sources import is_plain, plan_tensors
 from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.memory.lifetime import Lease
-from aio_ckpt.plan.planner import ImagePlan, PlannedImage
+from aio_ckpt.plan.local_plan import ImagePlan, PlannedImage
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import image_bytes_of
 

@@ -21,8 +21,9 @@ from torch.futures import Future
 
 from aio_ckpt._torch import DCP_VERSION, writer_transforms
 from aio_ckpt.checks import check_flag, shown
-from aio_ckpt.commit.directory import ASIDE
+from aio_ckpt.commit.directory_mode import ASIDE
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.item_sources import Sources, collect_sources
 from aio_ckpt.dcp.rank_save import (
     ManifestResult,
     RankSave,
@@ -33,7 +34,6 @@ from aio_ckpt.dcp.rank_save import (
     write_rank,
 )
 from aio_ckpt.dcp.runtime import DirectoryReplacement, Replacement, Runtime
-from aio_ckpt.dcp.sources import Sources, collect_sources
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError

@@ -13,7 +13,7 @@ from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave
+from aio_ckpt.plan.local_plan import Plan, PlanCache, PlannedSave
 from aio_ckpt.reports import Target, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.log_records import log_step

@@ -33,7 +33,7 @@ from aio_ckpt.engine.file_save import FileSaves
 from aio_ckpt.engine.job import SaveCall
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.known_steps import EarlierSteps
-from aio_ckpt.engine.load import Loader, PendingLoad, selection, wanted_checkpoint
+from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkpoint
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, usable_root

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aio_ckpt.checks import MAX_SECS, check_path, shown
-from aio_ckpt.commit.by_path import file_refusal
+from aio_ckpt.commit.path_checkpoints import file_refusal
 from aio_ckpt.engine.call_lock import CallLock, LockedCalls
 from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
@@ -24,14 +24,14 @@ from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, index_name
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.plan.file_plan import FileContent, FilePlans, torch_content
-from aio_ckpt.plan.planner import PlannedImage, collector_paused
+from aio_ckpt.plan.local_plan import PlannedImage, collector_paused
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions, safetensors_content
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.runtime.deadline import NO_DEADLINE
 from aio_ckpt.runtime.waiting import call_within
 from aio_ckpt.snapshot.image import lease_image
-from aio_ckpt.snapshot.progress import CapturedChunks
+from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.part import Part
 

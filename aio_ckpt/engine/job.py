@@ -23,7 +23,7 @@ from aio_ckpt.errors import ConfigError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.file_plan import FileContent
-from aio_ckpt.plan.planner import Plan
+from aio_ckpt.plan.local_plan import Plan
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
@@ -31,7 +31,7 @@ from aio_ckpt.reports import Progress, Stage, StageTimings, Target, title
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.runtime.log_records import is_logged, log_step
-from aio_ckpt.snapshot.progress import CapturedRun, StallTimer
+from aio_ckpt.snapshot.save_progress import CapturedRun, StallTimer
 from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.write.part import Part
 

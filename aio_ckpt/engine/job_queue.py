@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 
 from aio_ckpt.checks import MAX_SECS, check_path
 from aio_ckpt.commit import step_numbers
-from aio_ckpt.commit.by_path import is_same_place
+from aio_ckpt.commit.path_checkpoints import is_same_place
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.capture_session import CaptureSession
@@ -39,7 +39,7 @@ from aio_ckpt.errors import (
     StallError,
 )
 from aio_ckpt.memory.lifetime import Lease
-from aio_ckpt.plan.planner import PlannedImage
+from aio_ckpt.plan.local_plan import PlannedImage
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import Room, SaveState
@@ -51,7 +51,7 @@ from aio_ckpt.runtime.log_records import is_logged
 from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
 from aio_ckpt.snapshot.capture import Capture, capture
-from aio_ckpt.snapshot.progress import CapturedRun
+from aio_ckpt.snapshot.save_progress import CapturedRun
 from aio_ckpt.ticket import Milestone, SaveTicket, settle
 from aio_ckpt.write.part import Part
 

@@ -11,7 +11,7 @@ import anyio
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit import by_path, owner, publish
+from aio_ckpt.commit import owner, path_checkpoints, publish
 from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.manifests import (
     MetadataFile,
@@ -196,7 +196,7 @@ class SavePipeline:
         )
         job.begin("making its directory durable", stage="commit")
         if job.call.path is not None:
-            await by_path.prepare_place(ctx.storage, job.call.path, spares_foreign=not job.call.overwrite)
+            await path_checkpoints.prepare_place(ctx.storage, job.call.path, spares_foreign=not job.call.overwrite)
         for name, content in job.call.files.items():
             await ctx.storage.write_file(job.pending / name, content)
         await publish.sync_pending(ctx.storage, job.pending, root_manifest)

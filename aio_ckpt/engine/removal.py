@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import anyio
 
-from aio_ckpt.commit import by_path
+from aio_ckpt.commit import path_checkpoints
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.engine.context import EngineContext
@@ -74,7 +74,7 @@ class Remover:
         name = f"removed-{ctx.save_id(job.number)}"
         async with self.quarantine.renames:
             with anyio.move_on_after(limit_secs, shield=True):  # a rename that has begun is completed
-                return await by_path.move_to_trash(ctx.storage, job.path, ctx.root, ctx.names, name=name)
+                return await path_checkpoints.move_to_trash(ctx.storage, job.path, ctx.root, ctx.names, name=name)
         raise StallError(f"remove({job.path}) did not end within {limit_secs} s: the disk is stalled")
 
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
 
-from aio_ckpt.commit import by_path, discovery, retention
+from aio_ckpt.commit import discovery, path_checkpoints, retention
 from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
@@ -353,11 +353,11 @@ class RootSession:
         self._call(self._retention.delete_discarded, step, what="delete()")
 
     def check_place(self, path: Path, deadline: Deadline) -> None:
-        """Raise ConfigError if no checkpoint can be saved or removed at ``path``; see :func:`by_path.check_place`."""
+        """Raise ConfigError if no checkpoint can be saved or removed at ``path``; see ``path_checkpoints``."""
         ctx, what = self._ctx, f"looking at {path}"
 
         async def check() -> None:
-            await run_blocking(ctx.executor, by_path.check_place, path, ctx.root, ctx.names)
+            await run_blocking(ctx.executor, path_checkpoints.check_place, path, ctx.root, ctx.names)
 
         self._call(check, what=what, deadline=deadline)
 

@@ -29,7 +29,7 @@ from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, StallError
 from aio_ckpt.format.rank_manifest import data_file_name
 from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.plan.planner import Plan, PlannedSave, narrow
+from aio_ckpt.plan.local_plan import Plan, PlannedSave, narrow
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import Room, SaveRound
@@ -37,8 +37,8 @@ from aio_ckpt.reports import Target
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import disk_warning
-from aio_ckpt.snapshot.progress import CapturedChunks
 from aio_ckpt.snapshot.replica_sums import content_sums
+from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.ticket import Milestone, SaveTicket, settle_with
 from aio_ckpt.write.part import Part
 

@@ -8,6 +8,6 @@ its offset. A cached plan holds offsets and rendered bytes, never a tensor. Impo
 """
 
 from aio_ckpt.plan.assignment import assign
-from aio_ckpt.plan.planner import PlanCache, PlannedSave
+from aio_ckpt.plan.local_plan import PlanCache, PlannedSave
 
 __all__ = ["PlanCache", "PlannedSave", "assign"]

@@ -5,8 +5,8 @@ Optional: an engine reaches this package through :class:`Rescue` alone, and ``ai
 :func:`rescue_root`. Imports everything up to ``commit``.
 """
 
-from aio_ckpt.rescue.commit import RescueReport, rescue_root
 from aio_ckpt.rescue.hooks import Rescue
+from aio_ckpt.rescue.recover import RescueReport, rescue_root
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord
 
 __all__ = ["Rescue", "RescueReport", "SnapshotRecord", "rescue_root"]

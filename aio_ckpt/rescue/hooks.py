@@ -18,7 +18,7 @@ from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.arena import SharedMemoryFactory
-from aio_ckpt.plan.planner import Plan
+from aio_ckpt.plan.local_plan import Plan
 from aio_ckpt.rescue.orphans import (
     Decision,
     OrphanSegment,
@@ -33,7 +33,7 @@ from aio_ckpt.rescue.snapshot_record import SnapshotRecord, store_record
 from aio_ckpt.runtime.portal import Executor, Portal, run_blocking, watch_submissions
 from aio_ckpt.runtime.waiting import call_within
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.progress import CapturedChunks
+from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.storage.local import Storage
 
 _log = logging.getLogger("aio_ckpt")

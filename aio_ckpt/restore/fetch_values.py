@@ -15,7 +15,7 @@ from aio_ckpt.leaves.objects import decode_object
 from aio_ckpt.match.options import ReadContext
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.restore.load_plan import LoadPlan
-from aio_ckpt.restore.progress import NO_METER, Meter
+from aio_ckpt.restore.load_progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
 
 _SHOWN = 5

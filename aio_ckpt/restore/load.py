@@ -22,8 +22,8 @@ from aio_ckpt.match.takers import Fetched, target_modified
 from aio_ckpt.restore.apply import prepare_apply
 from aio_ckpt.restore.fetch_values import fetch_values
 from aio_ckpt.restore.load_plan import LoadPlan, plan_reads
+from aio_ckpt.restore.load_progress import NO_METER, Meter
 from aio_ckpt.restore.page_cache import share_page_cache
-from aio_ckpt.restore.progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
 
 _FREED_AFTER_SECS = 0.01

@@ -16,7 +16,7 @@ from aio_ckpt.match.options import ReadContext
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.restore.fetch_values import fetch_values
 from aio_ckpt.restore.load_plan import HostMemory, plan_reads
-from aio_ckpt.restore.progress import NO_METER, Meter
+from aio_ckpt.restore.load_progress import NO_METER, Meter
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.state.build import build
 from aio_ckpt.state.dcp_paths import unflatten_dcp

@@ -17,12 +17,12 @@ from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import copy_all, first_unreadable
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable, GatherRun
 from aio_ckpt.plan.layout import Chunk, Piece
-from aio_ckpt.plan.planner import ImagePlan, PlannedImage
+from aio_ckpt.plan.local_plan import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses
 from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.gather import GatherBuffers, LeafGroups
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.progress import CapturedRun
+from aio_ckpt.snapshot.save_progress import CapturedRun
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.progress import CapturedChunks
+from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.writer import ChunkPreparer, RenderTail, new_file, write_image

@@ -16,7 +16,7 @@ from tree_states import same
 
 from aio_ckpt import CheckpointEngine, SaveReport, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, PlanChangedError
-from aio_ckpt.plan.planner import PlanCache, PlannedSave
+from aio_ckpt.plan.local_plan import PlanCache, PlannedSave
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.write import part
 from aio_ckpt.write.result import WriteResult

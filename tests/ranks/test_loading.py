@@ -33,7 +33,7 @@ from aio_ckpt.dcp import Reader
 from aio_ckpt.engine import group_load as joint
 from aio_ckpt.engine.fallback import FallbackSearch, Wanted, candidates
 from aio_ckpt.engine.group_load import LoadMember, _Action, _Instruction
-from aio_ckpt.engine.load import PendingLoad
+from aio_ckpt.engine.loader import PendingLoad
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,

@@ -16,11 +16,11 @@ from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.copy_plan import ChunkCopies, CopyPlan, CopyTable
 from aio_ckpt.plan.layout import file_chunks
-from aio_ckpt.plan.planner import ImagePlan, PlanCache, PlannedImage, PlannedSave
+from aio_ckpt.plan.local_plan import ImagePlan, PlanCache, PlannedImage, PlannedSave
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.progress import CapturedChunks, StallTimer
+from aio_ckpt.snapshot.save_progress import CapturedChunks, StallTimer
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult

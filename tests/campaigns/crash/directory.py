@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aio_ckpt.commit.directory import begin_directory, commit_directory, recover_directory, retire_directory
+from aio_ckpt.commit.directory_mode import begin_directory, commit_directory, recover_directory, retire_directory
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, FileEntry, RootManifest, encode_root
 from aio_ckpt.runtime.portal import Executor

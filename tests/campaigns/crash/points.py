@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
-from aio_ckpt.commit.directory import PENDING
+from aio_ckpt.commit.directory_mode import PENDING
 from aio_ckpt.format.names import CLAIM_FILE, ENGINE_DIR
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.local import Storage

@@ -36,7 +36,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted
 from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.load import Loader
+from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.run_job import JobRunner
@@ -47,7 +47,7 @@ from aio_ckpt.leaves.objects import ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 from aio_ckpt.plan import layout
-from aio_ckpt.plan.planner import PlanCache
+from aio_ckpt.plan.local_plan import PlanCache
 from aio_ckpt.ranks.exchange import SoloCoordinator
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Topic
@@ -57,7 +57,7 @@ from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import lease_image
-from aio_ckpt.snapshot.progress import CapturedChunks
+from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.throttle import WriteThrottle

@@ -20,10 +20,10 @@ from aio_ckpt.engine import state_save as saver
 from aio_ckpt.engine.job import SaveJob, WriteJob
 from aio_ckpt.errors import SaveCancelledError
 from aio_ckpt.memory import lifetime
-from aio_ckpt.plan import planner as plan
+from aio_ckpt.plan import local_plan as plan
 from aio_ckpt.runtime import deadline, futures, portal
 from aio_ckpt.snapshot import capture as snapshot
-from aio_ckpt.snapshot import image, progress
+from aio_ckpt.snapshot import image, save_progress
 from aio_ckpt.storage import lock as rootlock
 
 TIMEOUT = 30.0
@@ -44,7 +44,7 @@ TRACED = {
         lifetime,
         plan,
         portal,
-        progress,
+        save_progress,
         rootlock,
         snapshot,
     )

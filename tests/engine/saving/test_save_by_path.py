@@ -18,8 +18,8 @@ from power_loss import check_deletion, check_root_mode
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit.by_path import refusal
 from aio_ckpt.commit.owner import Owner
+from aio_ckpt.commit.path_checkpoints import refusal
 from aio_ckpt.errors import (
     BusyError,
     CheckpointNotFoundError,
@@ -257,7 +257,7 @@ def test_another_file_system_is_refused_with_both_names_and_the_remedy(
     engine: SyncCheckpointEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = {tmp_path: 2}
-    monkeypatch.setattr("aio_ckpt.commit.by_path._device", lambda path: devices.get(path, 1))
+    monkeypatch.setattr("aio_ckpt.commit.path_checkpoints._device", lambda path: devices.get(path, 1))
     with pytest.raises(
         ConfigError, match=rf"{tmp_path / 'a'}.*another file system than the root {engine.root}.*open an engine"
     ):

@@ -40,8 +40,8 @@ from aio_ckpt.format.names import LOCK_FILE, PENDING_DIR, SEGMENTS_FILE, StepNam
 from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.memory.cuda import Copies
 from aio_ckpt.memory.lifetime import Lease
-from aio_ckpt.rescue import commit as rescue
 from aio_ckpt.rescue import hooks
+from aio_ckpt.rescue import recover as rescue
 from aio_ckpt.rescue.orphans import segment_prefix
 from aio_ckpt.rescue.segment import IMAGE_OFFSET, SharedSegment, read_segment
 from aio_ckpt.runtime.portal import Executor

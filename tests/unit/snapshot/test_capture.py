@@ -32,11 +32,11 @@ from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan.planner import PlannedSave
+from aio_ckpt.plan.local_plan import PlannedSave
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.image import Image, lease_image, ring_slots
-from aio_ckpt.snapshot.progress import CapturedRun
+from aio_ckpt.snapshot.save_progress import CapturedRun
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 

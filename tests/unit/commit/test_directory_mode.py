@@ -13,7 +13,7 @@ import pytest
 from gated_storage import TIMEOUT, Call, GatedStorage
 from power_loss import Disk, Generation, NotDurableError, check_directory_mode, dropped
 
-from aio_ckpt.commit.directory import (
+from aio_ckpt.commit.directory_mode import (
     begin_directory,
     commit_directory,
     recover_directory,

@@ -26,11 +26,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aio_ckpt import PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
-from aio_ckpt.plan import planner as plan_module
+from aio_ckpt.plan import local_plan as plan_module
 from aio_ckpt.plan import structure
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
-from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
+from aio_ckpt.plan.local_plan import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
 from aio_ckpt.state.flatten import FlatState, flatten
 
