@@ -6,7 +6,7 @@ The storages come first and all small records last::
     the rest            data.pkl, byteorder, version, central directory, end record
 
 Each tensor of the object is pickled as ``torch.save`` pickles it. So views and tied tensors share a storage there, too.
-Sources: ``torch/serialization.py`` (``_save``, ``_load``) of 2.7 to 2.15.
+Sources: ``torch/serialization.py`` (``_save``, ``_load``) of 2.8 to 2.15.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A pickle that anybody may have written calls them. They raise ValueError, TypeError or KeyError for wrong arguments.
 
-Sources: ``__reduce_ex__(2)`` of the types in Python 3.11 to 3.14, numpy 1.26 to 2.4 and torch 2.7 to 2.15.
+Sources: ``__reduce_ex__(2)`` of the types in Python 3.11 to 3.14, numpy 1.26 to 2.4 and torch 2.8 to 2.15.
 """
 
 from __future__ import annotations

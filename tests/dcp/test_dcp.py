@@ -193,8 +193,7 @@ def test_a_state_without_a_template_is_loaded_as_stock_does(tmp_path: Path) -> N
     save(state, tmp_path / "a")
     found = _load_state_dict_from_keys(storage_reader=Reader(tmp_path / "a"))
     assert_same_state(found, _load_state_dict_from_keys(checkpoint_id=tmp_path / "a"))
-    if "model" in found:  # torch 2.7 gives the names flat
-        assert_same_state(found["model"], state["model"])
+    assert_same_state(found["model"], state["model"])
 
 
 # -- planners -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_states import assert_same_state, needs_stagers
 from gated_storage import TIMEOUT, Call, GatedStorage
-from rank_processes import Ranks, needs_gloo_average, ranks
+from rank_processes import Ranks, ranks
 from rank_states import spread
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -111,9 +111,7 @@ def slow(*given: object) -> Any:
     return pytest.param(*given, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    "layout", [slow("fsdp"), slow("tp"), pytest.param("hsdp", marks=needs_gloo_average), "both", slow("ddp")]
-)
+@pytest.mark.parametrize("layout", [slow("fsdp"), slow("tp"), "hsdp", "both", slow("ddp")])
 def test_a_sharded_state_comes_back_on_every_rank_bit_for_bit(four: Ranks, tmp_path: Path, layout: Layout) -> None:
     four.run(save, tmp_path / "a", layout, 1)
     assert len(list((tmp_path / "a").glob("*.distcp"))) <= 4

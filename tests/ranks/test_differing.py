@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from log_lines import kept_lines
-from rank_processes import Ranks, engine_on, error_of, needs_gloo_average
+from rank_processes import Ranks, engine_on, error_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -243,7 +243,6 @@ def save_what_is_warned_of(rank: int, count: int, root: Path) -> list[tuple[str,
     return found
 
 
-@needs_gloo_average
 def test_buffers_declared_replicas_and_values_that_are_no_tensors_may_differ_with_one_warning(
     two: Ranks, tmp_path: Path
 ) -> None:

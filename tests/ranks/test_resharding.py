@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_processes import Ranks, engine_on, needs_gloo_average
+from rank_processes import Ranks, engine_on
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -122,7 +122,7 @@ def slow(*given: object) -> Any:
 # The gate saves and loads each kind at least once: here or in the tests below.
 KINDS = [
     "FSDP2",
-    pytest.param("HSDP", marks=[pytest.mark.slow, needs_gloo_average]),
+    pytest.param("HSDP", marks=pytest.mark.slow),
     slow("TP"),
     "FSDP2 and TP",
     "DDP",
@@ -155,7 +155,7 @@ def load_as(rank: int, count: int, root: Path, kind: str, saved_as: str) -> None
     [
         slow("FSDP2", "TP"),
         slow("TP", "FSDP2"),
-        pytest.param("HSDP", "FSDP2 and TP", marks=needs_gloo_average),
+        ("HSDP", "FSDP2 and TP"),
         slow("FSDP2 and TP", "FSDP2"),
     ],
 )

@@ -29,9 +29,6 @@ WAIT_SECS = 60.0
 needs_list_keys = pytest.mark.skipif(
     not hasattr(dist.TCPStore, "list_keys"), reason="TCPStore of torch before 2.10 cannot list its keys"
 )
-needs_gloo_average = pytest.mark.skipif(
-    torch.__version__.startswith("2.7"), reason="HSDP of torch 2.7 asks gloo for an average, which it has not"
-)
 
 
 class Ranks:
