@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.commit.owner import MAX_OWNER_BYTES, Owner, decoded_owner, encoded_owner, now_of
-from aio_ckpt.errors import RootError, WriteError
+from aio_ckpt.errors import MismatchError, RootError, WriteError
 from aio_ckpt.format.names import CLAIM_FILE, TRASH_DIR
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.mounts import Mount
@@ -24,14 +24,16 @@ HEARTBEAT_SECS = 10.0
 _SILENCE_SECS = 3 * HEARTBEAT_SECS
 _POLL_SECS = 1.0
 _MAX_TAKEOVERS = 10
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _log = logging.getLogger("aio_ckpt")
 
 
 def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount | None, *, is_locked: bool) -> float | None:
     """Return how many seconds without a heartbeat of the engine ``holder`` prove to ``here`` that it is dead.
 
-    None: nothing but the age of its claim proves that it is dead. On a local file system, a granted lock is a proof.
-    On a shared one, hosts made from one image may have one name and machine id, and clients of NFS with one name take
+    None: nothing but the age of its claim proves that it is dead. On a local file system, a granted lock is a proof,
+    unless the process runs on: the system drops a lock if its process closes any descriptor of the file. On a shared
+    one, hosts made from one image may have one name and machine id, and clients of NFS with one name take
     each other's locks: there, neither another boot nor a lock is a proof without silence.
 
     Args:
@@ -42,6 +44,8 @@ def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount | None
     """
     is_proven = holder is not None and holder.is_proven_dead(here)
     if mount is None or not mount.is_shared:
+        if holder is not None and holder.runs_beside(here):
+            return _SILENCE_SECS if is_locked else None
         return 0.0 if is_proven or is_locked else None
     if is_proven and holder is not None and holder.boot_id == here.boot_id:
         return 0.0
@@ -57,6 +61,8 @@ class Claim:
         self._path = root / CLAIM_FILE
         self._owner = owner
         self._stale_after_secs = stale_after_secs
+        self._is_left_out = False
+        """On a full local disk, the lock alone excludes other writers, so that a step can be deleted."""
 
     async def take(self, mount: Mount | None, *, is_locked: bool) -> None:
         """Make the claim, or take it over from an engine that is dead.
@@ -70,6 +76,13 @@ class Claim:
             try:
                 await self._storage.write_file(self._path, encoded_owner(self._owner))
             except WriteError as error:
+                if error.errno in _FULL and is_locked and (mount is None or not mount.is_shared):
+                    self._is_left_out = True
+                    _log.warning("%s: no room for the claim of this writer: the lock alone excludes others", self._path)
+                    return
+                if error.errno in _FULL:
+                    text = "no room to claim the root: free space, for instance by `aio-ckpt prune ROOT --keep-last N`"
+                    raise RootError(error.errno, text, str(self._path)) from error
                 if error.errno != errno.EEXIST:
                     raise
             else:
@@ -84,8 +97,13 @@ class Claim:
 
     async def check(self) -> None:
         """Raise RootError if the claim is lost: another engine has taken over, or somebody removed the file."""
+        if self._is_left_out:
+            return
         holder = await self._holder()
-        if holder is None or holder.session != self._owner.session:
+        if holder is None:
+            text = "the claim of this writer is gone: another one took over, or the file was removed. Open a new engine"
+            raise RootError(errno.EBUSY, text, str(self._path))
+        if holder.session != self._owner.session:
             raise RootError(
                 errno.EBUSY,
                 f"{_named(holder)} has taken over as the writer while this one did not answer: save with that one, or "
@@ -143,11 +161,17 @@ class Claim:
 
     async def _holder(self) -> Owner | None:
         """Return the engine that claims the root; None if there is no claim, or none that can be decoded."""
-        data = await read_small_file(self._storage, self._path, max_bytes=MAX_OWNER_BYTES)
+        try:
+            data = await read_small_file(self._storage, self._path, max_bytes=MAX_OWNER_BYTES)
+        except MismatchError:  # no regular file
+            return None
         return None if data is None else decoded_owner(data)
 
     async def _heartbeat(self) -> float | None:
-        status = await self._storage.fresh_status(self._path)
+        try:
+            status = await self._storage.fresh_status(self._path)
+        except MismatchError:  # no regular file
+            return None
         return None if status is None else status.modified_unix
 
     async def _remove(self, dead: Owner | None) -> None:

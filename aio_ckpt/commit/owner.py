@@ -95,6 +95,11 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
             return False
         return _is_gone(self.pid, self.started_ticks)
 
+    def runs_beside(self, here: Owner) -> bool:
+        """Return whether this owner is another process of this host that the process ``here`` sees running."""
+        host, other = ((each.host, each.machine_id, each.boot_id, each.pid_namespace) for each in (here, self))
+        return host == other and self.pid != here.pid and not _is_gone(self.pid, self.started_ticks)
+
     @property
     def tag(self) -> str:
         """Short identity of the process, for names of files."""

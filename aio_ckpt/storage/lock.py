@@ -98,8 +98,8 @@ class RootLock:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             _close(descriptor)
-            if os.getpid() == self._pid:
-                self._unclaim()
+        if os.getpid() == self._pid:
+            self._unclaim()  # also without a descriptor, as after a renewal that failed
 
     def _claim(self) -> None:
         while (holder := _held.setdefault(self._key, self._entry)) is not self._entry:

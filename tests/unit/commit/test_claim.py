@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -13,7 +15,7 @@ import pytest
 from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.owner import Owner, make_engine_dirs
-from aio_ckpt.errors import RootError
+from aio_ckpt.errors import RootError, WriteError
 from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
@@ -109,7 +111,7 @@ async def test_a_claim_whose_file_was_removed_is_lost(root: Root) -> None:
     first = root.claim("a", "one")
     await first.take(NOLOCK, is_locked=True)
     root.file.unlink()
-    with pytest.raises(RootError, match="taken over"):
+    with pytest.raises(RootError, match="is gone"):
         await first.check()
 
 
@@ -209,3 +211,45 @@ def test_what_proves_a_death(holder: dict[str, object], mount: Mount, is_locked:
     here = owner("b", "one", pid_namespace=Owner.of_this_process("x").pid_namespace)
     other = msgspec.structs.replace(here, session="a", **holder)
     assert claims.silence_proving_death(other, here, mount, is_locked=is_locked) == silence
+
+
+async def test_a_process_of_this_host_that_runs_on_is_refused_though_its_lock_was_dropped(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process loses its lock silently if it closes any descriptor of the file, as a copy of the root does."""
+    here = Owner.of_this_process("b")
+    parent = msgspec.structs.replace(here, session="a", pid=os.getppid(), started_ticks=0)
+    assert claims.silence_proving_death(parent, here, LOCAL, is_locked=True) == 0.1
+    assert claims.silence_proving_death(parent, here, LOCAL, is_locked=False) is None
+    itself = msgspec.structs.replace(here, session="a")
+    assert claims.silence_proving_death(itself, here, LOCAL, is_locked=True) == 0.0
+
+
+class FullStorage(Storage):
+    """A disk without room for one more file."""
+
+    def write_file(self, path: Path, *parts: bytes) -> Any:
+        async def refuse() -> None:
+            raise WriteError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        return refuse()
+
+
+async def test_on_a_full_local_disk_the_lock_alone_excludes_others_so_that_a_step_can_be_deleted(root: Root) -> None:
+    root.storage = FullStorage(root.storage._executor)
+    claim = root.claim("a", "one")
+    await claim.take(LOCAL, is_locked=True)
+    await claim.check()
+
+
+async def test_on_a_full_shared_disk_the_claim_names_the_remedy(root: Root) -> None:
+    root.storage = FullStorage(root.storage._executor)
+    with pytest.raises(RootError, match="free space"):
+        await root.claim("a", "one").take(NFS, is_locked=True)
+
+
+async def test_a_directory_in_the_place_of_the_claim_is_no_claim(root: Root) -> None:
+    root.file.mkdir()
+    claim = root.claim("a", "one")
+    await claim.take(LOCAL, is_locked=True)
+    await claim.check()
