@@ -118,6 +118,8 @@ class Claim:
             try:
                 await self._storage.touch(self._path)
             except OSError as error:
+                if error.errno == errno.ENOENT:  # left out on a full disk, or lost: check() tells
+                    continue
                 _log.warning("%s: the heartbeat could not be renewed: %s", self._path, error)
 
     async def release(self) -> None:
