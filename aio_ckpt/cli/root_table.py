@@ -130,7 +130,7 @@ async def _owner_words(storage: Storage, pending: Path, here: Owner) -> str:
     owner = await recorded_owner(storage, pending) or owner_by_name(pending.name, here)
     if owner is None:
         return "its writer is unknown: an engine clears it after a time without a sign of life"
-    whose = f"its writer, process {owner.pid} on {owner.host}"
+    whose = f"its writer, {owner.process}"
     if owner.is_proven_dead(here):
         return f"{whose}, is dead: the next engine clears it"
     if (owner.machine_id, owner.boot_id, owner.pid_namespace) == (here.machine_id, here.boot_id, here.pid_namespace):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import mmap
 import os
@@ -43,7 +42,7 @@ from aio_ckpt.restore.read import assemble, read_leaves, stored_names
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.remedies import with_remedy
+from aio_ckpt.storage.remedies import DISK_FULL, with_remedy
 
 _ZIP = b"PK\x03\x04"
 _OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -180,7 +179,7 @@ def _mapped_memory(directory: Path, nbytes: int) -> HostMemory:
             memory = mmap.mmap(file.fileno(), nbytes) if nbytes else None
     except OSError as error:
         message = with_remedy(error, writes=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             message += (
                 f": a conversion needs room for its tensors, {amount(nbytes)}, and as much for its result: free space, "
                 "or give a place on another disk"

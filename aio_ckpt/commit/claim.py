@@ -18,17 +18,17 @@ from aio_ckpt.errors import MismatchError, RootError, WriteError
 from aio_ckpt.format.names import CLAIM_FILE, TRASH_DIR
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.mounts import Mount
+from aio_ckpt.storage.remedies import DISK_FULL
 
 HEARTBEAT_SECS = 10.0
 """Time between two heartbeats of a claim."""
 _SILENCE_SECS = 3 * HEARTBEAT_SECS
 _POLL_SECS = 1.0
 _MAX_TAKEOVERS = 10
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _log = logging.getLogger("aio_ckpt")
 
 
-def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount | None, *, is_locked: bool) -> float | None:
+def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount, *, is_locked: bool) -> float | None:
     """Return how many seconds without a heartbeat of the engine ``holder`` prove to ``here`` that it is dead.
 
     None: nothing but the age of its claim proves that it is dead. On a local file system, a granted lock is a proof,
@@ -39,11 +39,11 @@ def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount | None
     Args:
         holder: What the claim names; None if it cannot be decoded.
         here: The process that asks.
-        mount: The file system of the root; None if it is unknown, and then local.
+        mount: The file system of the root.
         is_locked: Whether the lock of the root was granted to the process that asks.
     """
     is_proven = holder is not None and holder.is_proven_dead(here)
-    if mount is None or not mount.is_shared:
+    if not mount.is_shared:
         if holder is not None and holder.runs_beside(here):
             return _SILENCE_SECS if is_locked else None
         return 0.0 if is_proven or is_locked else None
@@ -64,7 +64,7 @@ class Claim:
         self._is_left_out = False
         """On a full local disk, the lock alone excludes other writers, so that a step can be deleted."""
 
-    async def take(self, mount: Mount | None, *, is_locked: bool) -> None:
+    async def take(self, mount: Mount, *, is_locked: bool) -> None:
         """Make the claim, or take it over from an engine that is dead.
 
         See :func:`silence_proving_death` for the proofs.
@@ -76,16 +76,17 @@ class Claim:
             try:
                 await self._storage.write_file(self._path, encoded_owner(self._owner))
             except WriteError as error:
-                if error.errno in _FULL and is_locked and (mount is None or not mount.is_shared):
+                if error.errno in DISK_FULL and is_locked and not mount.is_shared:
                     self._is_left_out = True
                     _log.warning("%s: no room for the claim of this writer: the lock alone excludes others", self._path)
                     return
-                if error.errno in _FULL:
+                if error.errno in DISK_FULL:
                     text = "no room to claim the root: free space, for instance by `aio-ckpt prune ROOT --keep-last N`"
                     raise RootError(error.errno, text, str(self._path)) from error
                 if error.errno != errno.EEXIST:
                     raise
             else:
+                self._is_left_out = False
                 return
             holder = await self._holder()
             if holder is not None and holder.session == self._owner.session:
@@ -193,4 +194,4 @@ class Claim:
 
 
 def _named(holder: Owner | None) -> str:
-    return "another writer" if holder is None else f"process {holder.pid} on {holder.host}"
+    return "another writer" if holder is None else holder.process

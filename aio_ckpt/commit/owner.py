@@ -82,6 +82,11 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
             heartbeat_unix=time.time(),
         )
 
+    @property
+    def process(self) -> str:
+        """Process and host, for messages."""
+        return f"process {self.pid} on {self.host}"
+
     def is_proven_dead(self, here: Owner) -> bool:
         """Return whether the process ``here`` can prove that this owner is dead.
 
@@ -91,14 +96,17 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
             return False
         if self.boot_id != here.boot_id:
             return bool(self.machine_id)  # without a machine id, it may be another machine of the same name
-        if self.pid_namespace != here.pid_namespace or not self.pid_namespace:
-            return False
-        return _is_gone(self.pid, self.started_ticks)
+        return self._shares_pids(here) and _is_gone(self.pid, self.started_ticks)
 
     def runs_beside(self, here: Owner) -> bool:
         """Return whether this owner is another process of this host that the process ``here`` sees running."""
-        host, other = ((each.host, each.machine_id, each.boot_id, each.pid_namespace) for each in (here, self))
-        return host == other and self.pid != here.pid and not _is_gone(self.pid, self.started_ticks)
+        is_seen = (self.host, self.machine_id) == (here.host, here.machine_id) and self._shares_pids(here)
+        return is_seen and self.pid != here.pid and not _is_gone(self.pid, self.started_ticks)
+
+    def _shares_pids(self, here: Owner) -> bool:
+        """Return whether a pid means the same process to this owner and to ``here``, which have one host."""
+        ours, theirs = ((each.boot_id, each.pid_namespace) for each in (self, here))
+        return ours == theirs and all(ours)
 
     @property
     def tag(self) -> str:
@@ -267,7 +275,7 @@ async def _may_clear(storage: Storage, pending: Path, now: float | None, here: O
     owner = await recorded_owner(storage, pending) or owner_by_name(pending.name, here)
     if is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs):
         return True
-    whose = "not told" if owner is None else f"process {owner.pid} on {owner.host}"
+    whose = "not told" if owner is None else owner.process
     idle = "unknown" if idle_secs is None else f"{idle_secs:.0f} s ago"
     _log.info("%s stays: owner %s, last sign of life %s", pending, whose, idle)
     return False

@@ -29,7 +29,7 @@ class Mount:
     @property
     def is_shared(self) -> bool:
         """Whether other hosts may use the file system."""
-        return self.kind not in _LOCAL_TYPES
+        return bool(self.kind) and self.kind not in _LOCAL_TYPES
 
     @property
     def locks_on_server(self) -> bool:
@@ -38,14 +38,18 @@ class Mount:
         return needed is not None and (not needed or needed in self.options)
 
 
+UNKNOWN = Mount("", frozenset())
+"""A mount that the table does not show, as that of an overlay's layer. It counts as local."""
+
+
 @functools.lru_cache(maxsize=64)
-def mount_of(device: int) -> Mount | None:
-    """Return the mount with this ``st_dev``; None if it is unknown, as that of an overlay's layer is."""
+def mount_of(device: int) -> Mount:
+    """Return the mount with this ``st_dev``."""
     try:
         table = _MOUNTINFO.read_text(errors="replace")
     except OSError:
-        return None
-    return find_mount(table, f"{os.major(device)}:{os.minor(device)}")
+        return UNKNOWN
+    return find_mount(table, f"{os.major(device)}:{os.minor(device)}") or UNKNOWN
 
 
 def find_mount(table: str, device: str) -> Mount | None:
@@ -64,6 +68,5 @@ def find_mount(table: str, device: str) -> Mount | None:
 
 
 def is_shared(device: int) -> bool:
-    """Return whether other hosts may use the file system with this ``st_dev``; False if it has no mount."""
-    mount = mount_of(device)
-    return mount is not None and mount.is_shared
+    """Return whether other hosts may use the file system with this ``st_dev``."""
+    return mount_of(device).is_shared

@@ -7,6 +7,9 @@ import os
 
 from aio_ckpt.runtime.limits import files_remedy
 
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Numbers of the errors of a disk or a quota without room."""
+
 
 def with_remedy(error: OSError, *, writes: bool) -> str:
     """Return the text of ``error`` and, after a colon, the way out of it if there is a common one.

@@ -10,8 +10,8 @@ import anyio
 from aio_ckpt.errors import WriteError
 from aio_ckpt.reports import amount
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.remedies import DISK_FULL
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LOOK_SECS = 2.0
 """Time within which the file system must tell how much is free: the save has failed and others wait for it."""
 
@@ -24,7 +24,7 @@ async def explain_full_disk(
     ``remedy`` stands beside free space. Call it before the files of the save are removed, and before the other ranks
     are told. It raises nothing.
     """
-    if not isinstance(error, WriteError) or error.errno not in _FULL:
+    if not isinstance(error, WriteError) or error.errno not in DISK_FULL:
         return
     free_bytes: int | None = None
     with anyio.move_on_after(_LOOK_SECS):

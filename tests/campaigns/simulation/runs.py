@@ -59,6 +59,7 @@ from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import lease_image
 from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.state.flatten import flatten
+from aio_ckpt.storage.mounts import UNKNOWN
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.throttle import WriteThrottle
 from tests.campaigns.common import log
@@ -226,7 +227,7 @@ class World:
                 runner=JobRunner(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
                 quarantine=Quarantine(),
             )
-            await claim.take(None, is_locked=True)
+            await claim.take(UNKNOWN, is_locked=True)
             queue = JobQueue(
                 self.ctx,
                 self.portal,
