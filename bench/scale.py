@@ -19,8 +19,9 @@ import numpy as np
 
 from aio_ckpt import PerRank
 from aio_ckpt.commit.manifests import MetadataFile, render_metadata_file, render_root
+from aio_ckpt.format.checkpoint_files import rank_manifest_name
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
-from aio_ckpt.format.root_manifest import FileEntry, rank_manifest_name
+from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, TensorSignature
 from aio_ckpt.ranks.messages import Frame, pack, unpack
 from aio_ckpt.ranks.save_ledger import (
@@ -186,7 +187,7 @@ def _measure(ranks: int, items: int) -> Leader:
     (later, _), gather_secs = _timed(lambda: _gather(ledger, data))
     tracemalloc.start()
     metadata = _filled(template, ledger.learn(later))
-    entries = [FileEntry(rank_manifest_name(rank), 1000, rank) for rank in range(ranks)]
+    entries = [FileEntry(rank_manifest_name("s-1", rank), 1000, rank) for rank in range(ranks)]
     _, root_secs = _timed(
         lambda: render_root(metadata, entries, step=1, save_id="s-1", created_unix=1.0, metrics={}, extra={})
     )

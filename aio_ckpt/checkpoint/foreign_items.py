@@ -23,8 +23,8 @@ from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.runtime.portal import Executor, run_blocking
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,17 +15,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from aio_ckpt.checkpoint.catalog import Catalog, catalog_of_manifests
 from aio_ckpt.checkpoint.foreign_items import catalog_of_metadata
-from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, MismatchError
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError
+from aio_ckpt.format.checkpoint_files import (
+    METADATA_FILE,
+    TRAILER_BYTES,
+    root_manifest_name,
+    save_of_metadata,
+)
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.rank_manifest import RankManifest, decode_rank
-from aio_ckpt.format.root_manifest import (
-    METADATA_FILE,
-    ROOT_MANIFEST,
-    RootManifest,
-    decode_root,
-    rank_manifest_name,
-)
+from aio_ckpt.format.root_manifest import RootManifest
 from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
@@ -33,6 +33,7 @@ from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.state.names import compound_notes, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton, may_hold_compounds
 from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.storage.small_files import read_root_of, saves_in
 
 V = TypeVar("V")
 MAX_BLOCK_BYTES = 16 << 20
@@ -89,7 +90,8 @@ class Checkpoint:
         Raises:
             CorruptCheckpointError: the bytes are no ``.metadata`` of DCP.
         """
-        return parse_metadata(self.metadata_bytes, name=METADATA_FILE)
+        data = self.metadata_bytes
+        return parse_metadata(data if self.is_plain_dcp else data[:-TRAILER_BYTES], name=METADATA_FILE)
 
     @functools.cached_property
     def catalog(self) -> Catalog:
@@ -146,12 +148,17 @@ class Checkpoint:
         """Return the skeleton that ``rank`` saved, also if a union takes its place. It is decoded once."""
         data = self.ranks[rank].skeleton
         if data not in self._decoded:
-            self._decoded[data] = decode_skeleton(data, name=rank_manifest_name(rank))
+            self._decoded[data] = decode_skeleton(data, name=self.manifest_name(rank))
         return self._decoded[data]
 
     @functools.cached_property
     def _decoded(self) -> dict[bytes, Skeleton]:
         return {}
+
+    def manifest_name(self, rank: int) -> str:
+        """Return the file name of a rank's manifest."""
+        assert self.root is not None
+        return self.root.ranks[rank].name
 
     def skeletons(self, rank: int) -> Iterator[Skeleton]:
         """Yield the skeleton of each rank, that of ``rank`` first. Ranks with equal ones count once."""
@@ -199,21 +206,11 @@ class Checkpoint:
 # -- opening ----------------------------------------------------------------------------------------
 
 
-async def open_checkpoint(
-    storage: Storage,
-    path: Path,
-    *,
-    executor: Executor,
-    step: int | None = None,
-    metadata_name: str = METADATA_FILE,
-    root_name: str = ROOT_MANIFEST,
-) -> Checkpoint:
+async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor, step: int | None = None) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and check them against each other.
 
     Args:
         step: step that the root manifest must have, if there is one; None if it may have any.
-        metadata_name: name of ``.metadata``, see :func:`aio_ckpt.commit.directory_mode.recoverable_names`.
-        root_name: name of the root manifest, see there.
 
     Raises:
         CheckpointNotFoundError: there is neither ``.metadata`` nor a root manifest.
@@ -222,22 +219,21 @@ async def open_checkpoint(
     """
     lines = disk_warning("opening a checkpoint", path)
     with lines.on_loop():
-        root_data = await read_small_file(storage, path / root_name)
-    if root_data is None:
-        data = await read_small_file(storage, path / metadata_name)
-        if data is None:
-            raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
-        if await storage.exists(path / rank_manifest_name(0)):
-            raise MismatchError(f"{path / ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
+        data = await read_small_file(storage, path / METADATA_FILE)
+        save_id = None if data is None else save_of_metadata(data)
+        if data is None or save_id is None:
+            await _check_plain(storage, path, data)
+    if data is None:
+        raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
+    if save_id is None:
         return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
-    root = decode_root(root_data, name=ROOT_MANIFEST)
-    data = b""
+    with lines.on_loop():
+        root = await read_root_of(storage, path, save_id)
     fault: str | None = None
     ranks: tuple[RankManifest, ...] | CorruptCheckpointError = ()
 
     async def prove_metadata() -> None:
-        nonlocal data, fault
-        data = await _read_metadata(storage, path / metadata_name)
+        nonlocal fault
         fault = await run_blocking(executor, check_metadata, root, data)
 
     async def prove_manifests() -> None:
@@ -247,56 +243,46 @@ async def open_checkpoint(
         except CorruptCheckpointError as error:
             ranks = error  # a fault of .metadata is raised first
 
-    # Both run at once, because reading and summing .metadata takes as long as reading and decoding the manifests.
+    # Both run at once, because summing .metadata takes as long as reading and decoding the manifests.
     with lines.on_loop():
         await _run_all(prove_manifests, prove_metadata)
-    opened = _opened(path, data, root, ranks, fault)
-    if step is not None and opened.step not in (None, step):
-        raise CorruptCheckpointError(
-            f"{path}: holds step {opened.step} by its manifest: the directory was renamed or swapped"
-        )
-    return opened
-
-
-def _opened(
-    path: Path,
-    data: bytes,
-    root: RootManifest,
-    ranks: tuple[RankManifest, ...] | CorruptCheckpointError,
-    fault: str | None,
-) -> Checkpoint:
     if fault is not None:
-        plain = Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
-        if isinstance(ranks, tuple) and _is_foreign(plain, root, ranks):
-            return plain
         raise MismatchError(fault)
     if isinstance(ranks, CorruptCheckpointError):
         raise ranks
+    if step not in (None, root.step):
+        raise CorruptCheckpointError(
+            f"{path}: holds step {root.step} by its manifest: the directory was renamed or swapped"
+        )
     return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks)
 
 
-async def _read_metadata(storage: Storage, path: Path) -> bytes:
-    data = await read_small_file(storage, path)
-    if data is None:
-        raise MismatchError(f"{METADATA_FILE}: missing, although {ROOT_MANIFEST} is there")
-    return data
+async def _check_plain(storage: Storage, path: Path, data: bytes | None) -> None:
+    """Refuse a ``.metadata`` without trailer, or a missing one (None), if a root manifest tells that it was ours.
+
+    Stock DCP may have saved over a checkpoint of ours: its ``.metadata`` does not hold the id of our save.
+
+    Raises:
+        MismatchError: it is of ours, and damaged or missing.
+    """
+    for save_id in await saves_in(storage, path):
+        name = root_manifest_name(save_id)
+        if data is None:
+            raise MismatchError(f"{METADATA_FILE}: missing, although {name} is there")
+        if save_id.encode() in data:
+            raise MismatchError(f"{METADATA_FILE}: not as it was written: its end is missing, although {name} is there")
+        try:
+            parse_metadata(data, name=METADATA_FILE)
+        except CorruptCheckpointError as error:
+            raise MismatchError(f"{error}, although {name} is there") from error
 
 
 def check_metadata(root: RootManifest, data: bytes) -> str | None:
     """Return the fault if the bytes of ``.metadata`` do not match length and CRC32 of the root manifest, else None."""
     if root.metadata.vouches_for(data):
         return None
-    return f"{METADATA_FILE}: not the {root.metadata.nbytes} bytes that {ROOT_MANIFEST} vouches for"
-
-
-def check_digest(root: RootManifest, data: bytes) -> None:
-    """Compare the bytes of ``.metadata`` with their BLAKE2b. It takes 1 ms a MB, so a load compares the CRC32 only.
-
-    Raises:
-        MismatchError: the bytes differ from those that were written.
-    """
-    if hashlib.blake2b(data, digest_size=len(root.metadata_blake2b) // 2).hexdigest() != root.metadata_blake2b:
-        raise MismatchError(f"{METADATA_FILE}: not the bytes of which {ROOT_MANIFEST} has the BLAKE2b")
+    name = root_manifest_name(root.save_id)
+    return f"{METADATA_FILE}: not the {root.metadata.nbytes} bytes that {name} vouches for"
 
 
 def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifest:
@@ -310,7 +296,7 @@ def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifes
     if data is None:
         raise MismatchError(f"{entry.name}: missing")
     if not entry.vouches_for(data):
-        raise MismatchError(f"{entry.name}: not the {entry.nbytes} bytes that {ROOT_MANIFEST} vouches for")
+        raise MismatchError(f"{entry.name}: not the {entry.nbytes} bytes that the root manifest vouches for")
     found = decode_rank(data, name=entry.name)
     if (found.save_id, found.step, found.rank, found.world_size) != (root.save_id, root.step, rank, root.world_size):
         raise CorruptCheckpointError(f"{entry.name}: of another save or rank (step {found.step}, rank {found.rank})")
@@ -341,27 +327,3 @@ async def _run_all(*works: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 group.start_soon(work)
     except BaseExceptionGroup as errors:
         raise first_cause(errors) from None
-
-
-def _is_foreign(plain: Checkpoint, root: RootManifest, ranks: Sequence[RankManifest]) -> bool:
-    """Return whether stock DCP has saved into the directory of this checkpoint of aio_ckpt.
-
-    If so, ``.metadata`` has another save id and names none of the files of the rank manifests. A ``.metadata`` of
-    aio_ckpt with a flipped bit still names these files.
-
-    Raises:
-        FormatVersionError: a newer torch saved into the directory. A flipped bit may change the name of a class, too,
-            but never the length of the file. So the length tells damage from a newer version.
-    """
-    try:
-        metadata = plain.metadata
-    except CorruptCheckpointError:
-        return False
-    except FormatVersionError:
-        if len(plain.metadata_bytes) == root.metadata.nbytes:
-            return False
-        raise
-    theirs = {info.relative_path for info in (metadata.storage_data or {}).values()}
-    ours = {rank.file.name for rank in ranks if rank.file}
-    save_id = getattr(metadata.storage_meta, "save_id", None)
-    return save_id != root.save_id and theirs.isdisjoint(ours)

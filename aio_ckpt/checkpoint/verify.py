@@ -19,25 +19,28 @@ from aio_ckpt.checkpoint.catalog import StoredObject, UnparsedItem
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
 from aio_ckpt.checkpoint.foreign_items import Ends, check_inside, check_zip, parse_item, parse_or_object, read_ends
-from aio_ckpt.checkpoint.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
+from aio_ckpt.checkpoint.open import Checkpoint, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.checkpoint.requests import REQUEST_BYTES_MAX, ReadRequest, ReassemblyBuffer, Row, cut_requests
 from aio_ckpt.errors import (
     AioCkptError,
     CorruptCheckpointError,
     FormatVersionError,
+    MismatchError,
     ReadError,
     SystemLimitError,
 )
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_metadata
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.format.dcp_metadata_read import DTYPES
 from aio_ckpt.format.rank_manifest import RankManifest, block_sums
-from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, FileEntry, decode_root, rank_manifest_name
+from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.format.tensor_table import TensorEntry
 from aio_ckpt.format.tensor_zip import fill_crc, render
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state.skeleton import decode_skeleton
 from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.storage.small_files import read_root_of, saves_in
 
 _PART_BYTES = 2 << 20
 """Most bytes of a file that are summed at once."""
@@ -97,9 +100,10 @@ async def verify_checkpoint(
     faults: list[Fault] = []
     checkpoint = await _open(storage, path, executor, faults)
     if checkpoint is not None:
-        if step is not None and checkpoint.step not in (None, step):
+        if step is not None and checkpoint.root is not None and checkpoint.step != step:
             message = f"holds step {checkpoint.step}, its directory is named for step {step}: renamed or swapped"
-            faults.append(Fault(file=ROOT_MANIFEST, tensor=None, message=message))
+            file = root_manifest_name(checkpoint.root.save_id)
+            faults.append(Fault(file=file, tensor=None, message=message))
         async with Files(storage, path, page_cache="pass") as files:
             run = _Verification(files, executor, readers, on_progress, faults)
             await (run.check_plain if checkpoint.is_plain_dcp else run.check_own)(checkpoint)
@@ -118,11 +122,18 @@ async def _open(storage: Storage, path: Path, executor: Executor, faults: list[F
     except CorruptCheckpointError as error:
         first = error
     metadata = await read_small_file(storage, path / METADATA_FILE)
-    root_data = await read_small_file(storage, path / ROOT_MANIFEST)
     try:
-        root = decode_root(root_data or b"", name=ROOT_MANIFEST)
-    except CorruptCheckpointError:
-        faults.append(Fault(file=ROOT_MANIFEST, tensor=None, message=str(first)))
+        save_id = None if metadata is None else save_of_metadata(metadata)
+    except MismatchError:
+        save_id = None
+    saves = await saves_in(storage, path) if save_id is None else [save_id]
+    try:
+        if len(saves) != 1:
+            raise first
+        root = await read_root_of(storage, path, saves[0])
+    except CorruptCheckpointError as error:
+        file = METADATA_FILE if error is first else root_manifest_name(saves[0])
+        faults.append(Fault(file=file, tensor=None, message=str(error)))
         return None
     wrong = check_metadata(root, metadata or b"")
     if wrong:
@@ -176,7 +187,7 @@ class _Verification:
         places: dict[MetadataIndex, _Place] = {}
         for manifest in checkpoint.ranks:
             places.update(_places_of(manifest))
-            name = rank_manifest_name(manifest.rank)
+            name = checkpoint.manifest_name(manifest.rank)
             if checkpoint.has_skeleton:
                 with _collecting(self.faults, name):
                     decode_skeleton(manifest.skeleton, name=name)
@@ -186,7 +197,6 @@ class _Verification:
         root = checkpoint.root
         if checkpoint.metadata_bytes and root is not None and len(checkpoint.ranks) == root.world_size:
             with _collecting(self.faults, METADATA_FILE):
-                check_digest(root, checkpoint.metadata_bytes)
                 self._compare_metadata(checkpoint, places)
 
     async def check_plain(self, checkpoint: Checkpoint) -> None:

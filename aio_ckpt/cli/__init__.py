@@ -10,7 +10,7 @@ A module whose name ends in -ing holds a few commands: options, work and output:
 - ``changing``: protect, unprotect, rm, prune, rollback
 - ``copying``: cp
 - ``converting``: export, import, convert
-- ``rescuing``: rescue, recover
+- ``rescuing``: rescue
 - ``demonstrating``: demo
 
 Such a module imports what takes long inside of its functions, because torch takes seconds to import: ``--help`` and the

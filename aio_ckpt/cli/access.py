@@ -17,10 +17,11 @@ from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.trash import check_engine_dirs
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ReadError, RootError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import LOCK_FILE, StepNames
-from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.small_files import saves_in
 
 T = TypeVar("T")
 _HOUSEKEEPING_THREADS = 2
@@ -60,7 +61,7 @@ async def all_steps(storage: Storage, root: Path, names: StepNames) -> list[Comm
 
 async def _is_checkpoint(storage: Storage, path: Path) -> bool:
     """Return whether ``path`` holds ``.metadata`` or a root manifest. If only the latter, verify reports the fault."""
-    return await storage.exists(path / METADATA_FILE) or await storage.exists(path / ROOT_MANIFEST)
+    return await storage.exists(path / METADATA_FILE) or bool(await saves_in(storage, path))
 
 
 async def use_newest(storage: Storage, path: Path, names: StepNames, use: Callable[[Path], Awaitable[T]]) -> T:

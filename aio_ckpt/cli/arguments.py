@@ -13,8 +13,8 @@ import click
 from aio_ckpt.checks import check_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.names import ENGINE_DIR, StepNames
-from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,7 +71,7 @@ def check_root(path: Path, names: StepNames) -> Path:
     entries = os.listdir(path)
     if ENGINE_DIR in entries or any(names.step(name) is not None for name in entries):
         return path
-    if METADATA_FILE in entries or ROOT_MANIFEST in entries:
+    if METADATA_FILE in entries or any(map(save_of_root_manifest, entries)):
         raise MistypedPathError(
             f"{path} is a checkpoint, no root: 'aio-ckpt inspect {path}' shows it, 'aio-ckpt ls {path.parent}' lists it"
         )

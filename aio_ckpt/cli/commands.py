@@ -20,7 +20,7 @@ from aio_ckpt.cli.copying import cp_command
 from aio_ckpt.cli.demonstrating import demo_command
 from aio_ckpt.cli.inspecting import inspect_command
 from aio_ckpt.cli.listing import du_command, ls_command
-from aio_ckpt.cli.rescuing import recover_command, rescue_command
+from aio_ckpt.cli.rescuing import rescue_command
 from aio_ckpt.cli.verifying import verify_command
 from aio_ckpt.errors import AioCkptError, ConfigError
 
@@ -101,7 +101,6 @@ for _command in (
     prune_command,
     rollback_command,
     rescue_command,
-    recover_command,
     demo_command,
 ):
     commands.add_command(_command)

@@ -26,8 +26,8 @@ from aio_ckpt.errors import (
     StepOrderError,
     WriteError,
 )
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, OWNER_FILE, StepNames
-from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ async def _copy(
                     storage, pending, step=number, executor=executor, readers=_READERS, on_progress=advance
                 )
                 _check_none(faults, source)
-                await publish(storage, pending=pending, final=final, overwrite=False)
+                await publish(storage, pending=pending, final=final)
             except BaseException as error:
                 if not (isinstance(error, AioCkptError) and error.in_doubt):
                     with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
@@ -187,11 +187,11 @@ def _check_none(faults: Sequence[Fault], source: Path) -> None:
 
 
 async def _step_of(storage: Storage, source: Path, names: StepNames, step: int | None) -> int:
-    from aio_ckpt.storage.local import read_small_file
+    from aio_ckpt.storage.small_files import read_root
 
-    data = await read_small_file(storage, source / ROOT_MANIFEST)
-    told = names.step(source.name) if data is None else decode_root(data, name=ROOT_MANIFEST).step
-    if data is not None and step not in (None, told):
+    root = await read_root(storage, source)
+    told = names.step(source.name) if root is None else root.step
+    if root is not None and step not in (None, told):
         raise StepOrderError(f"--step={step}: {source} is step {told} by its manifest, and so is a copy of it")
     number = told if step is None else step
     if number is None:
@@ -235,10 +235,10 @@ def copied_files(source: Path) -> dict[str, int]:
 
 
 def _is_of_save(name: str) -> bool:
-    """Return whether a save under way has made the file ``name`` of a checkpoint, or an older one set it aside."""
-    from aio_ckpt.commit.directory_mode import ASIDE, LOCK, PENDING
+    """Return whether a save under way has made the file ``name`` of a checkpoint."""
+    from aio_ckpt.commit.in_place import LOCK, PENDING
 
-    return name in (OWNER_FILE, LOCK) or name.startswith((PENDING, METADATA_FILE + ASIDE, ROOT_MANIFEST + ASIDE))
+    return name in (OWNER_FILE, LOCK) or name.startswith((PENDING, f"{METADATA_FILE}."))
 
 
 def _copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> None:

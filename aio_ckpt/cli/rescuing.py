@@ -1,4 +1,4 @@
-"""``rescue`` and ``recover``: what a killed trainer and a killed ``dcp.save`` left."""
+"""``rescue``: what a killed trainer left in shared memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import click
 from aio_ckpt.checks import check_seconds
 from aio_ckpt.cli.arguments import (
     Directory,
-    MistypedPathError,
     check_root,
     json_option,
     root_argument,
@@ -19,9 +18,7 @@ from aio_ckpt.cli.arguments import (
 )
 from aio_ckpt.cli.console import Screen, printable
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.errors import CheckpointNotFoundError
-from aio_ckpt.format.names import ENGINE_DIR, StepNames
-from aio_ckpt.format.root_manifest import METADATA_FILE
+from aio_ckpt.format.names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
@@ -74,35 +71,3 @@ def rescue_command(
         if not report.rescued and not report.refused:
             screen.line(f"nothing to rescue for {printable(str(root))}")
     return 1 if any(other.is_loss for other in report.refused) else 0
-
-
-@click.command("recover", epilog="Example: aio-ckpt recover runs/dcp")
-@click.argument("directory", type=Directory())
-@json_option
-def recover_command(directory: Path, *, as_json: bool) -> None:
-    """Bring back the checkpoint in whose place a dcp.save died.
-
-    The save used aio_ckpt.dcp.Writer. Stock dcp.load can read DIRECTORY then. aio_ckpt.dcp.Reader and the
-    next save need no such call. No save may run there.
-    """
-    names = StepNames(EngineConfig().step_dir)
-    entries = os.listdir(directory)
-    if ENGINE_DIR in entries or (
-        METADATA_FILE not in entries and any(names.step(name) is not None for name in entries)
-    ):
-        raise MistypedPathError(f"{directory} is the root of an engine, which clears it by itself: nothing to recover")
-    if not any(name.startswith((METADATA_FILE, "aio_ckpt.")) for name in entries):
-        raise CheckpointNotFoundError(f"{directory}: no checkpoint, and no save that died: give the path of dcp.save")
-    from aio_ckpt.dcp.writer import recover
-
-    came_back = recover(directory)
-    is_there = (directory / METADATA_FILE).exists()
-    screen = Screen(as_json=as_json)
-    if as_json:
-        screen.json({"path": str(directory), "came_back": came_back, "has_checkpoint": is_there})
-    elif came_back:
-        screen.line(f"{printable(str(directory))}: the checkpoint before the save that died is back", style="green")
-    elif is_there:
-        screen.line(f"{printable(str(directory))}: its checkpoint is in place")
-    else:
-        screen.line(f"{printable(str(directory))}: what the save that died left is removed; there is no checkpoint")

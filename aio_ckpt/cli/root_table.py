@@ -5,7 +5,6 @@ Reads manifests, never data, and needs no torch unless a checkpoint looks damage
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -22,18 +21,13 @@ from aio_ckpt.commit.owner import Owner, owner_by_name, recorded_owner
 from aio_ckpt.commit.retention import best, protected_steps
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, MismatchError, ReadError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, StepNames
-from aio_ckpt.format.root_manifest import (
-    METADATA_FILE,
-    ROOT_MANIFEST,
-    FileEntry,
-    RootManifest,
-    data_file_of,
-    decode_root,
-)
+from aio_ckpt.format.root_manifest import FileEntry, RootManifest, data_file_of
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import open_regular_file
-from aio_ckpt.storage.local import Storage, names_in, read_small_file
+from aio_ckpt.storage.local import Storage, names_in
+from aio_ckpt.storage.small_files import read_root
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -163,25 +157,19 @@ async def _row_now(
     lengths = await run_blocking(executor, file_lengths, found.path)
     root: RootManifest | None = None
     fault, is_damaged = None, False
-    data = await read_small_file(storage, found.path / ROOT_MANIFEST)
-    if data is None and not await storage.exists(found.path):
-        return None
     try:
-        if data is None:
+        root = await read_root(storage, found.path)
+        if root is not None:
+            await run_blocking(executor, check_files, found.path, root, found.step, lengths)
+        elif not await storage.exists(found.path):
+            return None
+        else:
             fault = await _plain_fault(storage, executor, found.path, lengths)
             is_damaged = bool(fault)
-        else:
-            root = decode_root(data, name=ROOT_MANIFEST)
-            await run_blocking(executor, check_files, found.path, root, found.step, lengths)
     except ReadError:
         raise
     except AioCkptError as error:
         fault, is_damaged = str(error).removeprefix(f"{found.path}/"), isinstance(error, CorruptCheckpointError)
-        if is_damaged and data is not None:
-            with contextlib.suppress(AioCkptError):
-                plain = await _plain_fault(storage, executor, found.path, lengths)
-                if plain is not None:  # stock dcp.save wrote over a checkpoint of aio_ckpt: its manifests do not count
-                    root, fault, is_damaged = None, plain, bool(plain)
     return RootRow(
         step=found.step,
         path=str(found.path),
@@ -197,10 +185,10 @@ async def _row_now(
     )
 
 
-async def _plain_fault(storage: Storage, executor: Executor, path: Path, lengths: Mapping[str, int]) -> str | None:
+async def _plain_fault(storage: Storage, executor: Executor, path: Path, lengths: Mapping[str, int]) -> str:
     """Return the first file of plain DCP that is missing or shorter than ``.metadata`` tells, in words.
 
-    Returns '' if there is none, and None if the checkpoint is one of aio_ckpt.
+    Returns '' if there is none.
 
     Raises:
         CorruptCheckpointError: ``.metadata`` is damaged, or a manifest is missing; names the file.
@@ -209,8 +197,6 @@ async def _plain_fault(storage: Storage, executor: Executor, path: Path, lengths
     from aio_ckpt.checkpoint.open import open_checkpoint  # needs torch
 
     checkpoint = await open_checkpoint(storage, path, executor=executor)
-    if not checkpoint.is_plain_dcp:
-        return None
     metadata = await run_blocking(executor, lambda: checkpoint.metadata)
     needed: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
@@ -362,7 +348,9 @@ def check_files(path: Path, root: RootManifest, step: int, lengths: Mapping[str,
         OSError: a file cannot be read.
     """
     if root.step != step:
-        raise MismatchError(f"{ROOT_MANIFEST}: holds step {root.step}: the directory was renamed or swapped")
+        raise MismatchError(
+            f"{root_manifest_name(root.save_id)}: holds step {root.step}: the directory was renamed or swapped"
+        )
     _read(path, root.metadata, lengths)
     for entry in root.ranks:
         file = data_file_of(_read(path, entry, lengths), name=entry.name)
@@ -384,5 +372,5 @@ def _read(path: Path, entry: FileEntry, lengths: Mapping[str, int]) -> bytes:
     with open(open_regular_file(path / entry.name), "rb") as file:
         data = file.read(entry.nbytes + 1)
     if not entry.vouches_for(data):
-        raise MismatchError(f"{entry.name}: does not match its CRC32 in {ROOT_MANIFEST}")
+        raise MismatchError(f"{entry.name}: does not match its CRC32 in the root manifest")
     return data

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from aio_ckpt.commit.step_numbers import MAX_STEP, check_step_number
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.names import ABANDONED_DIR, StepNames
-from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, RootManifest, decode_root
-from aio_ckpt.storage.local import Storage, names_in, read_small_file, sync_parents
+from aio_ckpt.storage.local import Storage, names_in, sync_parents
+from aio_ckpt.storage.small_files import save_of, saves_in
 
 IS_FILE = "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load read the file"
 """Text of the error of a path that is a file."""
@@ -84,10 +85,8 @@ async def _torn(storage: Storage, bare: Iterable[CommittedCheckpoint]) -> list[C
     found: list[CommittedCheckpoint] = []
     for checkpoint in bare:
         with passing_by_unreadable(checkpoint.path, []):
-            if not await storage.exists(checkpoint.path / ROOT_MANIFEST):
-                continue
             files = await names_in(storage, checkpoint.path)  # none if its writer deleted it meanwhile
-            if files and not any(file.startswith(METADATA_FILE) for file in files):
+            if any(map(save_of_root_manifest, files)) and not any(file.startswith(METADATA_FILE) for file in files):
                 found.append(checkpoint)
     return found
 
@@ -167,7 +166,7 @@ async def checkpoint_at(storage: Storage, path: Path, names: StepNames) -> Commi
     status = await storage.status(path / METADATA_FILE)
     if status is not None:
         return CommittedCheckpoint(step=-1, path=path, identity=status.identity)
-    if await storage.exists(path / ROOT_MANIFEST):
+    if await saves_in(storage, path):
         return CommittedCheckpoint(step=-1, path=path)
     if not await storage.exists(path):
         raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: the directory does not exist", str(path))
@@ -187,23 +186,12 @@ async def is_unchanged(storage: Storage, found: CommittedCheckpoint) -> bool:
     return found.identity == (() if status is None else status.identity)
 
 
-async def read_root(storage: Storage, checkpoint: Path) -> RootManifest | None:
-    """Return the root manifest of a checkpoint; None if there is none.
-
-    Raises:
-        CorruptCheckpointError, FormatVersionError, ReadError: it cannot be read.
-    """
-    data = await read_small_file(storage, checkpoint / ROOT_MANIFEST)
-    return None if data is None else decode_root(data, name=ROOT_MANIFEST)
-
-
 async def read_save_id(storage: Storage, checkpoint: Path) -> str:
     """Return the id of the save that wrote a checkpoint; "" if it cannot be read."""
     try:
-        root = await read_root(storage, checkpoint)
+        return await save_of(storage, checkpoint) or ""
     except AioCkptError:
         return ""
-    return "" if root is None else root.save_id
 
 
 async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str) -> list[int]:

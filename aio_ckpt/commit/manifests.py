@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ import torch
 from isal import isal_zlib
 
 from aio_ckpt._version import __version__
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, trailer
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
-from aio_ckpt.format.rank_manifest import ObjectEntry, data_file_name, encode_rank
+from aio_ckpt.format.rank_manifest import ObjectEntry, encode_rank
 from aio_ckpt.format.root_manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
-    METADATA_FILE,
     FileEntry,
     RootManifest,
     encode_root,
@@ -79,7 +78,7 @@ def render_rank(
         step=step,
         rank=rank,
         world_size=world_size,
-        file=FileEntry(data_file_name(rank), result.image_bytes, result.file_crc32),
+        file=FileEntry(data_file_name(save_id, rank), result.image_bytes, result.file_crc32),
         tensors=plan.tensors_static,
         sums=result.sums,
         objects=entries,
@@ -89,24 +88,22 @@ def render_rank(
 
 @dataclass(frozen=True, slots=True)
 class MetadataFile:
-    """``.metadata``, with its length and checksums for the root manifest."""
+    """``.metadata``, with its length and CRC32 for the root manifest."""
 
     parts: tuple[bytes, ...]
     """Bytes of the file, in parts. The part that is the same for every save of a plan is never copied."""
     entry: FileEntry
-    blake2b: str
-    """BLAKE2b digest of 32 bytes, in hex."""
 
 
 def render_metadata_file(
     template: MetadataTemplate, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str
 ) -> MetadataFile:
     """Fill a template of ``.metadata`` with the places of this save's objects: (offset in the data file, length)."""
-    fixed, rest = template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
-    entry = FileEntry(METADATA_FILE, len(fixed) + len(rest), isal_zlib.crc32(rest, template.fixed_crc32))
-    digest = template.fixed_blake2b.copy()
-    digest.update(rest)
-    return MetadataFile((fixed, rest), entry, digest.hexdigest())
+    start, fixed, rest = template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
+    rest += trailer(save_id)
+    crc32 = isal_zlib.crc32_combine(isal_zlib.crc32(start), template.fixed_crc32, len(fixed))
+    nbytes = len(start) + len(fixed) + len(rest)
+    return MetadataFile((start, fixed, rest), FileEntry(METADATA_FILE, nbytes, isal_zlib.crc32(rest, crc32)))
 
 
 def object_spans(plan: Plan, objects: ObjectBytes) -> tuple[tuple[int, int], ...]:
@@ -118,7 +115,7 @@ def object_spans(plan: Plan, objects: ObjectBytes) -> tuple[tuple[int, int], ...
 def metadata_file(data: bytes) -> MetadataFile:
     """Return the :class:`MetadataFile` of a ``.metadata`` that was rendered before."""
     entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(data))
-    return MetadataFile((data,), entry, hashlib.blake2b(data, digest_size=32).hexdigest())
+    return MetadataFile((data,), entry)
 
 
 def render_root(
@@ -143,7 +140,6 @@ def render_root(
             step=step,
             world_size=len(ranks),
             metadata=metadata.entry,
-            metadata_blake2b=metadata.blake2b,
             ranks=tuple(ranks),
             written_by=_VERSIONS,
             created_unix=created_unix,

@@ -23,6 +23,7 @@ import msgspec
 
 from aio_ckpt.commit.trash import check_engine_dirs, delete_trash, discard_pending
 from aio_ckpt.errors import AioCkptError, WriteError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import (
     ENGINE_DIRS,
     LOCK_FILE,
@@ -32,7 +33,6 @@ from aio_ckpt.format.names import (
     StepNames,
     protected_name,
 )
-from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
 _HEARTBEATS = 6

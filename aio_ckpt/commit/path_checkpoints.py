@@ -1,7 +1,7 @@
 """Checkpoints at paths that the caller names: which paths may be used, what a save replaces there, and removal.
 
-The pending directory of such a save lies below the root, as that of a step does, and becomes visible by one rename. So
-the path must be on the file system of the root.
+The pending directory of such a save lies below the root, as that of a step does, and its files are renamed. So the path
+must be on the file system of the root.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import errno
 import os
 from pathlib import Path
 
-from aio_ckpt.commit.discovery import checkpoint_at, read_root
-from aio_ckpt.commit.publish import holds_checkpoint
-from aio_ckpt.commit.user_files import is_of_checkpoint
-from aio_ckpt.errors import ConfigError, CorruptCheckpointError, FormatVersionError, WriteError
+from aio_ckpt.commit.discovery import checkpoint_at
+from aio_ckpt.commit.user_files import files_of_caller, is_of_checkpoint
+from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.names import ENGINE_DIR, TRASH_DIR, StepNames
 from aio_ckpt.storage.local import Storage, sync_or_undo
 
@@ -77,16 +76,14 @@ def is_same_place(path: Path, other: Path) -> bool:
     return path == other or _real(path) == _real(other)
 
 
-async def prepare_place(storage: Storage, path: Path, *, spares_foreign: bool) -> None:
-    """Make the parents of ``path``, durably. If ``spares_foreign``, refuse to replace a checkpoint with foreign files.
+async def prepare_place(storage: Storage, path: Path) -> None:
+    """Make the parents of ``path``, durably.
 
     Raises:
-        WriteError: files or directories of no checkpoint lie in the checkpoint at ``path``; or a parent cannot be made.
+        WriteError: one cannot be made.
     """
     if not await storage.exists(path.parent):
         await storage.make_dir(path.parent, parents=True)
-    if spares_foreign and await holds_checkpoint(storage, path):
-        await _check_foreign(storage, path, "move them away, or save with overwrite=True")
 
 
 async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNames, *, name: str) -> Path:
@@ -97,31 +94,23 @@ async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNam
         WriteError: files of others lie in it; or the rename or an fsync failed. The checkpoint is at its path, whole.
     """
     await checkpoint_at(storage, path, names)
-    await _check_foreign(storage, path, "move them away first")
+    await _check_foreign(storage, path)
     trash = root / TRASH_DIR / name
     await storage.rename(path, trash)
     await sync_or_undo(storage, storage.rename, path, trash)  # nothing would delete the trash of a failed removal
     return trash
 
 
-async def _check_foreign(storage: Storage, path: Path, remedy: str) -> None:
+async def _check_foreign(storage: Storage, path: Path) -> None:
     """Raise WriteError if files or directories lie in the checkpoint at ``path`` that no save put there."""
     foreign = [name for name in await storage.list_dir(path) if not is_of_checkpoint(name)]
     if foreign:
-        own = await _files_of_caller(storage, path)
+        own = await files_of_caller(storage, path)
         foreign = [name for name in foreign if name not in own]
     if foreign:
         shown = ", ".join(foreign[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
-        raise WriteError(errno.EEXIST, f"is a checkpoint with files of others ({shown}): {remedy}", str(path))
-
-
-async def _files_of_caller(storage: Storage, path: Path) -> tuple[str, ...]:
-    """Return the names that ``save(files=)`` gave; none if there is no root manifest, or a damaged one."""
-    try:
-        root = await read_root(storage, path)
-    except (CorruptCheckpointError, FormatVersionError):
-        return ()
-    return () if root is None else root.files
+        text = f"is a checkpoint with files of others ({shown}): move them away first"
+        raise WriteError(errno.EEXIST, text, str(path))
 
 
 def _real(path: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.checks import shown
-from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of, discover, read_root
+from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of, discover
 from aio_ckpt.commit.owner import restore_protected
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.commit.trash import check_engine_dirs, delete_trash
@@ -28,6 +28,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.names import PROTECTED_DIR, TRASH_DIR, StepNames, protected_name, protected_step
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
+from aio_ckpt.storage.small_files import read_root
 
 _SHOWN = 10
 """Most steps that the line of one pass names."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aio_ckpt.errors import AioCkptError, RootError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, TRASH_DIR
-from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import LINKED

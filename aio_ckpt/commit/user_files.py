@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from aio_ckpt.checks import shown
-from aio_ckpt.errors import ConfigError
+from aio_ckpt.errors import ConfigError, CorruptCheckpointError, FormatVersionError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import OWNER_FILE
-from aio_ckpt.format.root_manifest import METADATA_FILE
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.small_files import read_root
 
 _NAME_BYTES = 255
 
@@ -38,3 +41,12 @@ def check_files(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
 def is_of_checkpoint(name: str) -> bool:
     """Return whether a checkpoint's own files have such names."""
     return name == OWNER_FILE or name.endswith(".distcp") or name.startswith((METADATA_FILE, "aio_ckpt."))
+
+
+async def files_of_caller(storage: Storage, path: Path) -> tuple[str, ...]:
+    """Return the names that ``save(files=)`` gave; none if there is no root manifest, or a damaged one."""
+    try:
+        root = await read_root(storage, path)
+    except (CorruptCheckpointError, FormatVersionError):
+        return ()
+    return () if root is None else root.files

@@ -8,6 +8,6 @@ the caller names (:mod:`aio_ckpt.commit.directory_mode`).
 from aio_ckpt.dcp.drop_in import Installation, default, install
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.stager import AsyncStager
-from aio_ckpt.dcp.writer import Writer, recover
+from aio_ckpt.dcp.writer import Writer
 
-__all__ = ["AsyncStager", "Installation", "Reader", "Writer", "default", "install", "recover"]
+__all__ = ["AsyncStager", "Installation", "Reader", "Writer", "default", "install"]

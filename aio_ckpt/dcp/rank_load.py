@@ -33,8 +33,8 @@ from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.dcp.runtime import Runtime, peers_on_host
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.rank_manifest import ObjectEntry, RankManifest
-from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.leaves.tensor_memory import span_of
 from aio_ckpt.restore.page_cache import share_page_cache
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable

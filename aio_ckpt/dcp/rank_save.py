@@ -16,23 +16,23 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from aio_ckpt.commit.directory_mode import (
-    begin_directory,
-    commit_directory,
-    hold_directory,
-    is_checkpoint_of,
-    pending_saves,
-    recover_directory,
-    retire_directory,
-)
+from aio_ckpt.commit import in_place
+from aio_ckpt.commit.in_place import hold_directory, other_save_error, pending_saves
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.trash import SETTLE_SECS
 from aio_ckpt.dcp.item_sources import Sources
 from aio_ckpt.dcp.runtime import Runtime
 from aio_ckpt.errors import AioCkptError, PlanChangedError, RootError, SaveCancelledError, StallError, WriteError
+from aio_ckpt.format.checkpoint_files import (
+    data_file_name,
+    new_metadata_name,
+    rank_manifest_name,
+    root_manifest_name,
+    trailer,
+)
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
-from aio_ckpt.format.rank_manifest import data_file_name, encode_rank, encode_static
-from aio_ckpt.format.root_manifest import FileEntry, rank_manifest_name
+from aio_ckpt.format.rank_manifest import encode_rank, encode_static
+from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.plan.local_plan import tensor_entry
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause
@@ -44,9 +44,6 @@ from aio_ckpt.write.part import Part, write_part
 from aio_ckpt.write.result import WriteResult as Written
 from aio_ckpt.write.result import check_complete
 
-_MARK_POLLS, _MARK_POLL_SECS = 100, 0.02
-"""Number of polls for the mark of this save, and the pause between two. A save that overtakes this one removes the
-files first, fsyncs the directory, and then removes the mark."""
 _MANIFEST_INDEX = MetadataIndex("aio_ckpt.manifest")
 
 
@@ -65,13 +62,13 @@ class RankSave:
 
     @property
     def data_file(self) -> str:
-        """Name of the data file. It differs from DCP's names, which begin with the rank, so it never replaces one."""
-        return f"__{self.save_id}{data_file_name(self.rank).removeprefix('_')}"
+        """Name of the data file."""
+        return data_file_name(self.save_id, self.rank)
 
     @property
     def manifest(self) -> str:
-        """Name of the rank manifest of this save."""
-        return rank_manifest_name(self.rank).replace("aio_ckpt.", f"aio_ckpt.{self.save_id}.", 1)
+        """Name of the rank's manifest."""
+        return rank_manifest_name(self.save_id, self.rank)
 
 
 @dataclass(frozen=True)
@@ -83,22 +80,13 @@ class ManifestResult(WriteResult):
 
 
 async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
-    """Recover the directory from a crash and mark the new save. The leader calls this before any rank writes.
+    """Remove what other saves left and mark the new save. The leader calls this before any rank writes.
 
     Raises:
         RootError: another save is being committed there, or begins at the same time.
     """
     with hold_directory(storage, directory):
-        await recover_directory(storage, directory)
-        await begin_directory(storage, directory, save_id=save_id)
-
-
-async def recover_unless_busy(storage: Storage, directory: Path) -> bool:
-    """Do ``recover_directory``, but not while a save begins or is being committed: then raise RootError."""
-    if not await storage.exists(directory):
-        return False
-    with hold_directory(storage, directory):
-        return await recover_directory(storage, directory)
+        await in_place.begin_save(storage, directory, save_id)
 
 
 async def find_save(storage: Storage, directory: Path, save: RankSave, *, is_begun: bool) -> RankSave:
@@ -114,7 +102,7 @@ async def find_save(storage: Storage, directory: Path, save: RankSave, *, is_beg
     if save.save_id in pending:
         return save
     if is_begun:
-        raise _other_save_error(directory)
+        raise other_save_error(directory)
     if len(pending) == 1:
         return replace(save, save_id=pending[0])
     raise RootError(
@@ -218,7 +206,7 @@ class _RankWrite:
             manifest = await self.write_manifest(written)
             await storage.sync_dir(self.directory)
             if not await self._is_pending():
-                raise _other_save_error(self.directory)  # noqa: TRY301
+                raise other_save_error(self.directory)  # noqa: TRY301
         except BaseException as error:
             cause = first_cause(error)
             with anyio.CancelScope(shield=True):
@@ -273,10 +261,8 @@ class _RankWrite:
                 await storage.remove_file(self.directory / name)
         if getattr(cause, "errno", 0) == errno.ENOENT:
             with contextlib.suppress(AioCkptError, OSError):
-                for _ in range(_MARK_POLLS):
-                    if not await self._is_pending():
-                        return _other_save_error(self.directory)
-                    await anyio.sleep(_MARK_POLL_SECS)
+                if not await self._is_pending():  # the save that has removed the file removed the marker before
+                    return other_save_error(self.directory)
         return cause
 
     async def _is_pending(self) -> bool:
@@ -296,7 +282,7 @@ async def commit_save(
     step: int,
     timeout_secs: float,
 ) -> None:
-    """Make the save visible in place of the checkpoint before it. If that fails, restore the checkpoint before it.
+    """Make the save visible in place of the checkpoint before it. If that fails, the checkpoint before it stays.
 
     Raises:
         RootError: a rank's manifest is missing, or another save has begun.
@@ -305,16 +291,15 @@ async def commit_save(
 
     An error with ``in_doubt`` came after the last rename: the new checkpoint is visible, but a power loss may undo it.
     """
-    data = dump_metadata(metadata)
+    data = dump_metadata(metadata) + trailer(save_id)
     root = render_root(
         metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={}, extra={}
     )
     with hold_directory(storage, directory):
-        if await pending_saves(storage, directory) != [save_id]:
-            raise _other_save_error(directory)
+        await in_place.check_pending(storage, directory, save_id)
         await _check_manifests(storage, directory, manifests)
-        with anyio.move_on_after(timeout_secs, shield=True) as scope:  # renames that were begun are finished or undone
-            await _replace(storage, directory, data, root, save_id)
+        with anyio.move_on_after(timeout_secs, shield=True) as scope:  # a rename that was begun is waited for
+            await _commit(storage, directory, data, root, save_id)
     if scope.cancelled_caught:
         stalled = StallError(f"the commit did not end within {timeout_secs} s: {directory} is stalled")
         stalled.in_doubt = True
@@ -332,21 +317,12 @@ async def _check_manifests(storage: Storage, directory: Path, manifests: Sequenc
             )
 
 
-def _other_save_error(directory: Path) -> RootError:
-    return RootError(
-        errno.EBUSY, "another save into this directory has begun: let one at a time save into it", str(directory)
-    )
-
-
-async def _replace(storage: Storage, directory: Path, metadata: bytes, root: bytes, save_id: str) -> None:
+async def _commit(storage: Storage, directory: Path, metadata: bytes, root: bytes, save_id: str) -> None:
     try:
-        retired = await retire_directory(storage, directory, save_id=save_id)
-        await commit_directory(
-            storage, directory, metadata=metadata, root_manifest=root, save_id=save_id, retired=retired
-        )
+        await storage.write_file(directory / root_manifest_name(save_id), root)
+        await storage.write_file(directory / new_metadata_name(save_id), metadata)
+        await in_place.commit_save(storage, directory, save_id)
     except (AioCkptError, OSError) as error:
-        with contextlib.suppress(AioCkptError, OSError):
-            await recover_directory(storage, directory)
-            if isinstance(error, AioCkptError):  # the last rename may be visible and not yet durable
-                error.in_doubt = await is_checkpoint_of(storage, directory, save_id=save_id)
+        if not (isinstance(error, AioCkptError) and error.in_doubt):
+            await in_place.undo_save(storage, directory)
         raise

@@ -17,7 +17,6 @@ from torch.futures import Future
 from aio_ckpt._torch import StorageInfo, reader_transforms
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.checks import shown
-from aio_ckpt.commit.directory_mode import recoverable_names
 from aio_ckpt.commit.discovery import IS_FILE
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load
@@ -29,7 +28,7 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     ReadError,
 )
-from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.paths import checked_path
@@ -147,15 +146,15 @@ class Reader(DirectoryReplacement, StorageReader):
 async def _open(runtime: Runtime, path: Path, rank: int | None) -> Checkpoint:
     storage, executor = runtime.storage, runtime.portal.executor
     if rank is None:
-        metadata_name, root_name = METADATA_FILE, ROOT_MANIFEST
-        if not await storage.exists(path / METADATA_FILE) and await storage.exists(path):
+        try:
+            return await open_checkpoint(storage, path, executor=executor)
+        except CheckpointNotFoundError:
             try:
-                metadata_name, root_name = await recoverable_names(storage, path)
+                await storage.list_dir(path)
             except ReadError as error:
-                if error.errno != errno.ENOTDIR:
-                    raise
-                raise CheckpointNotFoundError(errno.ENOTDIR, IS_FILE, str(path)) from None
-        return await open_checkpoint(storage, path, executor=executor, metadata_name=metadata_name, root_name=root_name)
+                if error.errno == errno.ENOTDIR:
+                    raise CheckpointNotFoundError(errno.ENOTDIR, IS_FILE, str(path)) from None
+            raise
     data = await read_small_file(storage, path / f"__{rank}{METADATA_FILE}")
     if data is None:
         raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: no .metadata, none of rank {rank}", str(path))

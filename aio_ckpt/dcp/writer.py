@@ -21,7 +21,6 @@ from torch.futures import Future
 
 from aio_ckpt._torch import DCP_VERSION, writer_transforms
 from aio_ckpt.checks import check_flag, shown
-from aio_ckpt.commit.directory_mode import ASIDE
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.item_sources import Sources, collect_sources
 from aio_ckpt.dcp.rank_save import (
@@ -30,15 +29,14 @@ from aio_ckpt.dcp.rank_save import (
     begin_save,
     commit_save,
     find_save,
-    recover_unless_busy,
     write_rank,
 )
-from aio_ckpt.dcp.runtime import DirectoryReplacement, Replacement, Runtime
+from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import StepNames
-from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import checked_path, make_dirs
@@ -150,14 +148,14 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
             )
         with translate_errors(WriteError, self.path):
             make_dirs(self.path.absolute())
-            if not self.overwrite and any(_stands_for_a_checkpoint(name) for name in os.listdir(self.path)):
+            if not self.overwrite and METADATA_FILE in os.listdir(self.path):
                 raise CheckpointExistsError(
                     errno.EEXIST, "holds a checkpoint, and overwrite=False keeps it", str(self.path)
                 )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the save on the leader: recover the directory from a crash, mark the save, give each rank its part."""
+        """Begin the save on the leader: remove what dead saves left, mark the save, give each rank its part."""
         # Saves of one writer may overlap, so no two may take the id of one reset().
         save_id, path = uuid.uuid4().hex, self.path.absolute()
         self.save_id = save_id
@@ -206,7 +204,7 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         """Make the checkpoint visible. DCP calls this on the leader once all ranks have written.
 
         Raises:
-            WriteError, RootError, StallError: the commit failed, and the checkpoint before is restored.
+            WriteError, RootError, StallError: the commit failed, and the checkpoint before stays.
         """
         written = list(itertools.chain.from_iterable(results))
         manifests = [found for found in written if isinstance(found, ManifestResult)]
@@ -284,30 +282,11 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         return StepNames(self._config.step_dir).step(path.name) or 0
 
 
-def recover(path: str | os.PathLike[str]) -> bool:
-    """Recover a directory in which a save died, so that stock DCP can read it. No save may run meanwhile.
-
-    The next save and ``Reader`` need no such call. Returns whether an older checkpoint was restored.
-
-    Raises:
-        WriteError, ReadError: the operating system could not write or read; has errno and path.
-        RootError: ``path`` is no path.
-    """
-    directory = checked_path(path).absolute()
-    with Replacement(None, None)._running() as runtime:
-        limit_secs = runtime.config.stall_timeout_secs
-        return runtime.portal.call(recover_unless_busy, runtime.storage, directory, timeout=limit_secs)
-
-
 def _with_workers(config: EngineConfig, thread_count: int) -> EngineConfig:
     try:
         return replace(config, workers=thread_count)
     except ConfigError as error:
         raise ConfigError(f"thread_count={shown(thread_count)}: {error}") from error
-
-
-def _stands_for_a_checkpoint(name: str) -> bool:
-    return name == METADATA_FILE or name.startswith(METADATA_FILE + ASIDE)
 
 
 def _transforms(extensions: Sequence[Any] | None) -> Any:

@@ -232,11 +232,10 @@ class BaseEngine:
                 and dicts, lists and tuples of these.
             step: whole number, numpy's too; must exceed every committed and pending step; default one more than the
                 newest.
-            path: directory to save at, in the place of a step. A checkpoint there is replaced, in one exchange. It must
+            path: directory to save at, in the place of a step. A checkpoint there is replaced, in place. It must
                 be on the file system of the root, and its parents are made. A relative path counts from the working
                 directory at the call. Retention, ``steps()`` and ``rollback`` do not know such a checkpoint.
-            overwrite: replace the committed checkpoint of the same step, in one exchange. With ``path``, replace also a
-                checkpoint that files of others lie in, which are deleted.
+            overwrite: replace the committed checkpoint of the same step, in place. With ``path``, it changes nothing.
             deadline_secs: fail this save if it is not committed this many seconds after the call; nothing becomes
                 visible then. A last rename and fsync that have begun are completed.
             metrics: numbers to keep with the step, by name, as for ``EngineConfig.keep_best``. One that is not finite

@@ -29,7 +29,8 @@ from aio_ckpt.engine.job import SaveJob, sent_target
 from aio_ckpt.engine.outcomes import explain_failure
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.format.root_manifest import METADATA_FILE, FileEntry, rank_manifest_name
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, rank_manifest_name
+from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.plan.global_plan import places
 from aio_ckpt.ranks.liveness import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
@@ -133,7 +134,7 @@ class SavePipeline:
         manifest = render_rank(
             plan, entries, result, step=job.stored_step, save_id=job.save_id, rank=ctx.rank, world_size=ctx.world_size
         )
-        await storage.write_file(job.pending / rank_manifest_name(ctx.rank), manifest)
+        await storage.write_file(job.pending / rank_manifest_name(job.save_id, ctx.rank), manifest)
         job.begin("waiting for the other ranks", stage="agree")
         return WrittenRank(
             result=result,
@@ -186,7 +187,10 @@ class SavePipeline:
         job.timer.reached("agreed")
         root_manifest = render_root(
             metadata,
-            [FileEntry(rank_manifest_name(rank), vote.nbytes, vote.crc32) for rank, vote in enumerate(votes)],
+            [
+                FileEntry(rank_manifest_name(job.save_id, rank), vote.nbytes, vote.crc32)
+                for rank, vote in enumerate(votes)
+            ],
             step=job.stored_step,
             save_id=job.save_id,
             created_unix=time.time(),
@@ -196,17 +200,20 @@ class SavePipeline:
         )
         job.begin("making its directory durable", stage="commit")
         if job.call.path is not None:
-            await path_checkpoints.prepare_place(ctx.storage, job.call.path, spares_foreign=not job.call.overwrite)
+            await path_checkpoints.prepare_place(ctx.storage, job.call.path)
         for name, content in job.call.files.items():
             await ctx.storage.write_file(job.pending / name, content)
-        await publish.sync_pending(ctx.storage, job.pending, root_manifest)
+        await publish.sync_pending(ctx.storage, job.pending, job.save_id, root_manifest)
         job.timer.reached("dir_synced")
         job.begin("waiting while other checkpoints are renamed")
         async with self.runner.committing(job, self.quarantine.renames):
             await self.claim.check()
-            replaces = job.call.overwrite or job.call.path is not None
-            left = await publish.publish(ctx.storage, pending=job.pending, final=job.final, overwrite=replaces)
-            for directory in left:
+            if not (job.call.overwrite or job.call.path is not None):
+                await publish.publish(ctx.storage, pending=job.pending, final=job.final)
+                return
+            for directory in await publish.publish_over(
+                ctx.storage, pending=job.pending, final=job.final, save_id=job.save_id
+            ):
                 self.runner.trash.add(directory)
 
     async def _metadata_of_all(self, job: SaveJob, votes: Sequence[Vote]) -> MetadataFile:

@@ -23,8 +23,8 @@ from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash, check_engine_dirs
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import CheckpointNotFoundError, EngineClosedError, RootError, StallError, WriteError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import LOCK_FILE
-from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage

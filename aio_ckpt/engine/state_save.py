@@ -27,7 +27,7 @@ from aio_ckpt.engine.outcomes import Statistics
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, StallError
-from aio_ckpt.format.rank_manifest import data_file_name
+from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.local_plan import Plan, PlannedSave, narrow
 from aio_ckpt.ranks.messages import Topic
@@ -187,7 +187,7 @@ class StateSaves(LockedCalls):
                 )
             )
             part = Part(
-                name=data_file_name(ctx.rank),
+                name=data_file_name(job.save_id, ctx.rank),
                 layout=plan.layout,
                 tail=objects.region,
                 renders_constants=not image.has_constants or plan.copies.gathers,

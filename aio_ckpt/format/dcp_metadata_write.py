@@ -5,7 +5,8 @@ a few numbers only. So pickle itself pickles one instance of each of DCP's class
 and numpy fills the holes of a million copies at a time. A field that a later torch adds is written as pickle writes it;
 a pickle of another form is refused.
 
-A rendered ``.metadata`` is a template: each save fills in the place of each object and the two ids.
+A rendered ``.metadata`` is a template: each save fills in the names of its files, the place of each object and the two
+ids.
 
 Sources: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` (2.6 to 2.15), ``pickletools``.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import hashlib
 import io
 import itertools
 import pickle
@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt._torch import StorageInfo
+from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.dcp_metadata_read import DTYPES, OLDEST_FIELDS
 from aio_ckpt.format.tensor_table import IntArray
 
@@ -68,26 +69,27 @@ class MetadataTable:
     shapes: IntArray
     """(shards, dims): shape; 0 after the tensor's own dimensions."""
     file: IntArray
-    """Per shard, index of its file in ``files``."""
+    """Per shard, number of its file."""
     places: IntArray
     """(shards, 2): offset and length in the file."""
-    files: Sequence[str]
+    files: int
+    """Number of data files."""
     objects: Sequence[tuple[str, int]]
-    """(name, index in ``files``) of each object."""
+    """(name, number of its file) of each object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetadataTemplate:
-    """``.metadata`` of one plan, without the place of each object and without the two ids.
+    """``.metadata`` of one plan, without the names of the files, the place of each object and the two ids.
 
-    The tensors come first. Two saves differ only from the first hole on, near the end of the file.
+    The names of the files are pushed once, at the beginning. Then come the tensors, which most of the bytes describe.
     """
 
+    files: tuple[bytes, ...]
+    """Per file, the opcodes that store its name, which stands before them, in the memo."""
     fixed: bytes
-    """Bytes up to the first hole. If there are no objects, bytes up to the checkpoint id."""
+    """Bytes from there to the first hole. If there are no objects, bytes up to the checkpoint id."""
     fixed_crc32: int
-    fixed_blake2b: hashlib.blake2b
-    """BLAKE2b state after ``fixed``. Callers update a copy of it."""
     head: bytes
     """Bytes from the end of ``fixed`` to the checkpoint id."""
     holes: tuple[tuple[int, int], ...]
@@ -99,21 +101,28 @@ class MetadataTemplate:
 
     @classmethod
     def of(
-        cls, *, fixed: bytes, head: bytes, holes: tuple[tuple[int, int], ...], middle: bytes, tail: bytes
+        cls,
+        *,
+        files: tuple[bytes, ...],
+        fixed: bytes,
+        head: bytes,
+        holes: tuple[tuple[int, int], ...],
+        middle: bytes,
+        tail: bytes,
     ) -> MetadataTemplate:
-        """Return the template of these parts, with the checksums of ``fixed``."""
+        """Return the template of these parts, with the CRC32 of ``fixed``."""
         return cls(
+            files=files,
             fixed=fixed,
             fixed_crc32=isal_zlib.crc32(fixed),
-            fixed_blake2b=hashlib.blake2b(fixed, digest_size=32),
             head=head,
             holes=holes,
             middle=middle,
             tail=tail,
         )
 
-    def fill(self, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str) -> tuple[bytes, bytes]:
-        """Return ``.metadata`` in two parts; the first is ``fixed``.
+    def fill(self, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str) -> tuple[bytes, bytes, bytes]:
+        """Return the pickle of ``.metadata`` in three parts; the second is ``fixed``.
 
         ``spans[i]`` is (offset, length) of the i-th object of the :class:`MetadataTable`, each below 2**63.
 
@@ -122,13 +131,14 @@ class MetadataTemplate:
         """
         if len(spans) != len(self.holes):
             raise ValueError(f"{len(spans)} spans for {len(self.holes)} objects")
+        start = b"".join(_text(data_file_name(save_id, rank)) + store for rank, store in enumerate(self.files))
         head = bytearray(self.head)
         put = _I64.pack_into
         for (offset_at, length_at), (offset, length) in zip(self.holes, spans, strict=True):
             put(head, offset_at, offset)
             put(head, length_at, length)
         ids = _text(checkpoint_id), _text(save_id)
-        return self.fixed, b"".join((head, ids[0], self.middle, ids[1], self.tail))
+        return _PROTO + start, self.fixed, b"".join((head, ids[0], self.middle, ids[1], self.tail))
 
 
 def dump_metadata(metadata: Metadata) -> bytes:
@@ -147,14 +157,14 @@ def render_metadata(table: MetadataTable, paths: Mapping[str, tuple[str | int, .
     memo = _Memo()
     opening, before_paths, before_places, before_checkpoint_id, before_save_id, ending = _whole(memo)
     stencils = _Stencils(memo, table)
-    files = memo.reserve(len(table.files))
+    files = memo.reserve(table.files)
     first_name = memo.reserve(len(table.names))
     first_object = memo.reserve(len(table.objects))
     described, placed = _tensors(table, stencils, files=files, names=first_name)
     objects = [name for name, _ in table.objects]
     described += [_key(name, number) + stencils.an_object for number, name in enumerate(objects, first_object)]
     described = _ordered(described, [*table.names, *objects], paths)
-    start = (*memo.head(table.files, files), opening, b"}", *_batched(described), before_paths, _plain(dict(paths)))
+    start = (*memo.head(), opening, b"}", *_batched(described), before_paths, _plain(dict(paths)))
     rows = stencils.object_place.rows(
         {
             _NAME: first_object + np.arange(len(table.objects)),
@@ -167,6 +177,7 @@ def render_metadata(table: MetadataTable, paths: Mapping[str, tuple[str | int, .
     offset_at, length_at = stencils.object_place.at[_AT], stencils.object_place.at[_LENGTH]
     begins = range(1, 1 + rows.size, max(rows.shape[1], 1))
     return MetadataTemplate.of(
+        files=tuple(_put(index) + _POP for index in range(files, files + table.files)),
         fixed=fixed,
         head=head,
         holes=tuple((begin + offset_at, begin + length_at) for begin in begins),
@@ -228,7 +239,7 @@ def _text(text: str) -> bytes:
 
 
 class _Memo:
-    """Memo of the pickle: classes, names of fields and names of files, pushed once at the beginning."""
+    """Memo of the pickle: names of files, classes and names of fields, pushed once at the beginning."""
 
     def __init__(self) -> None:
         self._entries: dict[bytes, int] = {}
@@ -246,14 +257,13 @@ class _Memo:
         self._size += count
         return self._size - count
 
-    def head(self, files: Sequence[str], first_file: int) -> Iterator[bytes]:
-        """Return the beginning of the pickle, which fills the memo."""
-        yield b"\x80\x03"
-        texts = ((_plain(file), first_file + number) for number, file in enumerate(files))
-        for entry, index in itertools.chain(self._entries.items(), texts):
-            yield entry + _put(index) + b"0"
+    def head(self) -> Iterator[bytes]:
+        """Return the opcodes that fill the memo, but for the names of the files."""
+        for entry, index in self._entries.items():
+            yield entry + _put(index) + _POP
 
 
+_PROTO, _POP = b"\x80\x03", b"0"
 _U32, _I32, _I64, _TEXT = struct.Struct("<I"), struct.Struct("<i"), struct.Struct("<q"), struct.Struct("<cI")
 
 

@@ -41,11 +41,6 @@ from aio_ckpt.format.tensor_table import (
 )
 
 
-def data_file_name(rank: int, n: int = 0) -> str:
-    """Return the file name of a rank's ``n``-th data file, as DCP names it."""
-    return f"__{rank}_{n}.distcp"
-
-
 class ObjectEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A serialized object in the rank's data file."""
 
@@ -120,7 +115,7 @@ def encode_rank(
     objects: Sequence[ObjectEntry],
     skeleton: bytes,
 ) -> bytes:
-    """Return the bytes of ``aio_ckpt.{rank}.bin``; ``tensors`` comes from :func:`encode_static`."""
+    """Return the bytes of a rank's manifest; ``tensors`` comes from :func:`encode_static`."""
     manifest = _RankOut(
         format=(FORMAT_MAJOR, FORMAT_MINOR),
         save_id=save_id,

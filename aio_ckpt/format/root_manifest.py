@@ -1,7 +1,7 @@
 """The root manifest to and from bytes, and what all manifests have in common. Pure, and without torch and numpy.
 
-The root manifest is one JSON file a checkpoint: digest of ``.metadata``, length and CRC32 of each rank's manifest,
-self-checksum. Every number that comes from disk is checked before it is returned.
+The root manifest is one JSON file a checkpoint: length and CRC32 of ``.metadata`` and of each rank's manifest, and
+a self-checksum. Every number that comes from disk is checked before it is returned.
 """
 
 from __future__ import annotations
@@ -20,17 +20,10 @@ from aio_ckpt.format.constants import MAX_BYTES, Size
 
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
-ROOT_MANIFEST = "aio_ckpt.json"
-METADATA_FILE = ".metadata"
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
 Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 _FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z", max_length=255)]
-
-
-def rank_manifest_name(rank: int) -> str:
-    """Return the file name of a rank's manifest."""
-    return f"aio_ckpt.{rank}.bin"
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -122,8 +115,6 @@ class RootManifest(FormatHead, frozen=True, kw_only=True, omit_defaults=True):
     world_size: Count
     """Number of ranks that wrote it; the length of ``ranks``."""
     metadata: FileEntry
-    metadata_blake2b: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
-    """BLAKE2b digest of ``.metadata``, 16 to 64 bytes in lower-case hex."""
     ranks: tuple[FileEntry, ...]
     """Each rank's manifest, by rank."""
     written_by: dict[str, str]
@@ -143,7 +134,7 @@ _ROOT_HEADS = msgspec.json.Decoder(FormatHead).decode
 
 
 def encode_root(manifest: RootManifest) -> bytes:
-    """Return the bytes of ``aio_ckpt.json``: indented JSON that ends in its self-checksum and a newline."""
+    """Return the bytes of the root manifest: indented JSON that ends in its self-checksum and a newline."""
     return add_checksum(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
 
 

@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, render_metadata
-from aio_ckpt.format.rank_manifest import data_file_name
-from aio_ckpt.format.root_manifest import rank_manifest_name
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.leaves.objects import as_tensor
 from aio_ckpt.leaves.values import LeafKind
@@ -277,7 +275,7 @@ def _table(ranks: Sequence[Stored]) -> MetadataTable:
         shapes=held.shapes[held.signature[rows]],
         file=held.rank[rows].astype(np.int64),
         places=places[place],
-        files=[data_file_name(number) for number in range(len(ranks))],
+        files=len(ranks),
         objects=[
             (name, number)
             for number, (rank, names) in enumerate(zip(ranks, held.objects, strict=True))
@@ -294,6 +292,6 @@ def _paths(ranks: Sequence[Stored]) -> dict[str, tuple[str | int, ...]]:
     paths: dict[str, tuple[str | int, ...]] = {}
     # If ranks differ in the path of a name, the highest rank counts, so it comes last.
     for skeleton, numbers in sorted(owners.items(), key=lambda owned: owned[1][-1]):
-        decoded = decode_skeleton(skeleton, name=rank_manifest_name(numbers[0]))
+        decoded = decode_skeleton(skeleton, name=f"the plan of rank {numbers[0]}")
         paths |= dcp_paths(decoded, rank=numbers[0], others=numbers[1:])
     return paths

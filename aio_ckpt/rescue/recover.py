@@ -17,9 +17,10 @@ from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs, pending_path, write_owner
 from aio_ckpt.commit.trash import SETTLE_SECS, check_engine_dirs
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, rank_manifest_name
 from aio_ckpt.format.names import LOCK_FILE, SEGMENTS_FILE, StepNames
-from aio_ckpt.format.rank_manifest import data_file_name, encode_rank, encode_static
-from aio_ckpt.format.root_manifest import METADATA_FILE, FileEntry, rank_manifest_name
+from aio_ckpt.format.rank_manifest import encode_rank, encode_static
+from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.memory.arena import Arena
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.layout import file_chunks
@@ -158,8 +159,11 @@ async def _commit(
             metrics=record.metrics,
             extra=record.extra,
         )
-        await publish.sync_pending(storage, pending, root_manifest)
-        await publish.publish(storage, pending=pending, final=final, overwrite=record.overwrite)
+        await publish.sync_pending(storage, pending, record.save_id, root_manifest)
+        if record.overwrite:
+            await publish.publish_over(storage, pending=pending, final=final, save_id=record.save_id)
+        else:
+            await publish.publish(storage, pending=pending, final=final)
     except BaseException as error:
         if not (isinstance(error, AioCkptError) and error.in_doubt):
             with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
@@ -189,7 +193,7 @@ async def _write_data(
     chunks = file_chunks(layout, record.image_bytes)
     lease = Lease(Arena(memory, "shm"), lambda _: None, waited_secs=0.0)
     image = Image(lease=lease, chunks=chunks, chunk_bytes=layout.chunk_bytes, slots=len(chunks), written=())
-    name = data_file_name(0)
+    name = data_file_name(record.save_id, 0)
     try:
         result = await write_image(
             image,
@@ -223,5 +227,6 @@ async def _write_data(
         objects=recorded.objects,
         skeleton=recorded.skeleton,
     )
-    await storage.write_file(pending / rank_manifest_name(0), manifest)
-    return FileEntry(rank_manifest_name(0), len(manifest), isal_zlib.crc32(manifest)), result.image_bytes
+    manifest_name = rank_manifest_name(record.save_id, 0)
+    await storage.write_file(pending / manifest_name, manifest)
+    return FileEntry(manifest_name, len(manifest), isal_zlib.crc32(manifest)), result.image_bytes

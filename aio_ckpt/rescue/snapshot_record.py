@@ -16,9 +16,10 @@ from isal import isal_zlib
 
 from aio_ckpt.commit.manifests import object_entries
 from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.constants import BLOCK_BYTES, MAX_BYTES, PAGE_BYTES, TensorSpec
 from aio_ckpt.format.dcp_metadata_read import DTYPES
-from aio_ckpt.format.rank_manifest import RankManifest, data_file_name, decode_rank, encode_rank
+from aio_ckpt.format.rank_manifest import RankManifest, decode_rank, encode_rank
 from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.leaves.objects import ObjectBytes
@@ -85,7 +86,7 @@ def store_record(
         step=record.step,
         rank=0,
         world_size=1,
-        file=FileEntry(data_file_name(0), image_bytes, 0),
+        file=FileEntry(data_file_name(record.save_id, 0), image_bytes, 0),
         tensors=plan.tensors_static,
         sums=raw_sums(layout, memoryview(image.lease.arena.memory)),
         objects=object_entries(plan, objects),

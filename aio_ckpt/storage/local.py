@@ -117,6 +117,10 @@ class Storage:
         """
         return self._run(ReadError, path, _read_file, path, max_bytes)
 
+    def read_end(self, path: Path, nbytes: int) -> Coro[bytes]:
+        """Return the last ``nbytes`` of a file, or the whole file if it is shorter."""
+        return self._run(ReadError, path, _read_end, path, nbytes)
+
     def make_dir(self, path: Path, *, parents: bool = False) -> Coro[None]:
         """Create a directory, which must not exist. With ``parents``, it may exist, and new directories are durable."""
         return self._run(WriteError, path, make_dirs if parents else os.mkdir, path)
@@ -214,6 +218,12 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > max_bytes:
             raise MismatchError(f"{path}: {nbytes} bytes long, at most {max_bytes} are expected")
+        return file.read(nbytes)
+
+
+def _read_end(path: Path, nbytes: int) -> bytes:
+    with open(found_afresh(open_regular_file, path), "rb", buffering=0) as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - nbytes, 0))
         return file.read(nbytes)
 
 

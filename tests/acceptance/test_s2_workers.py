@@ -19,12 +19,12 @@ import torch
 from builders import listing, steps_dir
 from image_files import MIB, assert_uniform, uniform
 from killed_trainer import named_segments, train_until_killed
+from saved_files import DATA_FILE, without_save_id
 from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit import trash as undo
 from aio_ckpt.errors import SaveCancelledError, WriteError
-from aio_ckpt.format.rank_manifest import data_file_name
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 
@@ -103,7 +103,7 @@ def assert_is_full_disk(error: BaseException | None) -> None:
     assert isinstance(error, WriteError)
     assert error.errno == errno.ENOSPC
     assert error.strerror.startswith(f"{os.strerror(errno.ENOSPC)}: this save needs ")
-    assert Path(error.filename).name == data_file_name(0)
+    assert without_save_id(Path(error.filename).name) == DATA_FILE
     assert type(error.__cause__) is OSError
 
 
@@ -200,7 +200,7 @@ def test_a_disk_with_room_for_the_data_but_not_for_the_manifests_fails_the_save_
         error = engine.save(state, step=2).exception(TIMEOUT)
         assert isinstance(error, WriteError)
         assert error.errno == errno.ENOSPC
-        assert Path(error.filename).name != data_file_name(0)
+        assert without_save_id(Path(error.filename).name) != DATA_FILE
         assert engine.steps() == []
         ballast.unlink()
         assert engine.save(state, step=2).result(TIMEOUT) is not None

@@ -43,7 +43,7 @@ async def test_a_save_that_overtakes_another_leaves_each_its_own_bytes_and_the_o
         storage.release(gate)
         for step in (2, 3):
             tickets.append(engine.save(make(step)))
-            storage.wait_for("write_file", "aio_ckpt.0.bin")
+            storage.wait_for("write_file", "aio_ckpt.*.0.bin")
         assert not any(ticket.done() for ticket in tickets)  # commits keep the order of the calls
         assert (await engine.steps()) == []
         gate.open()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from command_line import called, document, state
+from saved_files import ROOT_MANIFEST, root_manifest
 
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.storage.lock import RootLock
@@ -92,17 +93,18 @@ def test_prune_shows_what_it_deletes_and_asks(many, capsys, answer, left):
 
 
 def test_prune_counts_no_damaged_step_and_keeps_it(many, capsys):
-    (many / "step_000000005/aio_ckpt.json").write_text("{")
+    root_manifest(many / "step_000000005").write_text("{")
     assert called(capsys, "prune", many, "--keep-last", 2, "--yes")[1] == "deleted: 1, 2\n"
     assert steps(capsys, many) == [3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("file", ["aio_ckpt.json", ".metadata"])
-def test_prune_beside_a_damaged_newest_step_deletes_nothing_and_names_it(many, capsys, file):
-    (many / "step_000000006" / file).unlink()
+@pytest.mark.parametrize("pattern", [ROOT_MANIFEST, ".metadata"])
+def test_prune_beside_a_damaged_newest_step_deletes_nothing_and_names_it(many, capsys, pattern):
+    (path,) = (many / "step_000000006").glob(pattern)
+    path.unlink()
     code, out, err = called(capsys, "prune", many, "--keep-last", 1, "--yes")
     assert (code, out) == (1, "")
-    assert f"step 6, the newest, is damaged ({file}: " in err
+    assert f"step 6, the newest, is damaged ({path.name}: " in err
     assert f"run 'aio-ckpt verify {many}', then delete {many}/step_000000006" in err
     assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from child_python import child_environment
 from command_line import called, document, flip, save_by_dcp, state
+from saved_files import DATA_FILE, RANK_MANIFEST, root_manifest
 from warm_python import WarmPython
 
 from aio_ckpt.checkpoint import verify
@@ -81,10 +82,10 @@ def test_inspect_shows_the_whole_extra(root, capsys):
 
 
 def test_ls_lists_a_checkpoint_with_a_broken_manifest_and_says_so(root, capsys):
-    (root / "step_000000010" / "aio_ckpt.json").write_text("{")
+    root_manifest(root / "step_000000010").write_text("{")
     code, out, _ = called(capsys, "ls", root)
     assert code == 0
-    assert "step 10: aio_ckpt.json" in out
+    assert f"step 10: {root_manifest(root / 'step_000000010').name}" in out
     assert "step_000000020" in out
 
 
@@ -235,12 +236,13 @@ async def test_one_bad_checkpoint_of_a_root_does_not_hide_the_others(root, capsy
     assert "2 checkpoints, 1 with faults" in out
 
 
-@pytest.mark.parametrize("name", [".metadata", "aio_ckpt.0.bin", "__0_0.distcp"])
+@pytest.mark.parametrize("name", [".metadata", RANK_MANIFEST, DATA_FILE])
 def test_a_missing_file_is_a_fault_of_its_checkpoint(root, capsys, name):
-    (root / "step_000000010" / name).unlink()
+    (path,) = (root / "step_000000010").glob(name)
+    path.unlink()
     code, out, _ = called(capsys, "verify", root)
     assert code == 1
-    assert name in out
+    assert path.name in out
     assert "step_000000020: good" in out
 
 
@@ -266,13 +268,13 @@ def test_two_directories_that_were_swapped_are_a_fault_of_both_and_a_copy_of_ano
     for path, holds in ((one, 20), (two, 10)):
         code, out, _ = called(capsys, "verify", path)
         assert code == 1
-        assert f"aio_ckpt.json: holds step {holds}" in out
+        assert f"{root_manifest(path).name}: holds step {holds}" in out
     assert called(capsys, "verify", root)[0] == 1
     assert called(capsys, "verify", root / "best")[0] == 0
 
 
 def test_a_checkpoint_of_a_newer_format_is_a_fault_that_names_it(root, capsys):
-    manifest = root / "step_000000020" / "aio_ckpt.json"
+    manifest = root_manifest(root / "step_000000020")
     changed = json.loads(manifest.read_text())
     changed["format"] = [99, 0]
     manifest.write_text(json.dumps(changed))

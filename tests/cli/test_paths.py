@@ -22,7 +22,6 @@ OF_PATHS = {
     "verify": ["verify", "ROOT"],
     "diff": ["diff", "GOOD", "ROOT"],
     "cp": ["cp", "ROOT", "NEW"],
-    "recover": ["recover", "ROOT"],
 }
 ALL = OF_ROOTS | OF_PATHS
 
@@ -73,10 +72,6 @@ def test_a_url(root, capsys, name, monkeypatch):
 @pytest.mark.parametrize("name", OF_ROOTS)
 def test_a_step_where_a_root_is_needed(root, capsys, name):
     assert "is a checkpoint, no root" in refused(capsys, ALL[name], root / "step_000000010", root)
-
-
-def test_the_root_of_an_engine_needs_no_recover(root, capsys):
-    assert "root of an engine" in refused(capsys, ALL["recover"], root, root)
 
 
 def test_a_directory_of_other_things(root, capsys):

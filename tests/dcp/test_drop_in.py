@@ -21,6 +21,7 @@ from child_python import child_environment
 from dcp_states import assert_same_state, blank, needs_stagers, state_of
 from gated_storage import TIMEOUT
 from rank_processes import Ranks, ranks
+from saved_files import ROOT_MANIFEST, without_save_id
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -45,7 +46,9 @@ needs_local_saves = pytest.mark.skipif(
 
 def is_ours(path: Path) -> bool:
     """Whether our writer saved into ``path``, and ended its save."""
-    return {"aio_ckpt.json", ".metadata"} <= set(os.listdir(path)) and not list(path.glob("*.pending-*"))
+    return {ROOT_MANIFEST, ".metadata"} <= set(map(without_save_id, os.listdir(path))) and not list(
+        path.glob("*.pending-*")
+    )
 
 
 def saved_async(state: dict[str, Any], path: Path, **given: Any) -> None:

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from foreign.exchange import load_all, save_all
 from foreign.foreign_state import KINDS, assert_equal, blank, quiet, sharded_state, whole_state
 from rank_processes import Ranks, engine_on
+from saved_files import data_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aio_ckpt import SyncCheckpointEngine
@@ -139,7 +140,7 @@ def test_if_a_newer_torch_wrote_all_checkpoints_the_error_names_the_remedy(root:
 
 def test_an_error_about_a_damaged_and_a_newer_checkpoint_is_one_of_damage(root: Path) -> None:
     make_unknown(put(VERSIONS[-1], "one_rank", root, 9))
-    (put(VERSIONS[-1], "one_rank", root, 8) / "__0_0.distcp").unlink()
+    data_file(put(VERSIONS[-1], "one_rank", root, 8)).unlink()
     with SyncCheckpointEngine(root) as engine, pytest.raises(CorruptCheckpointError, match=r"step 9.*Crumb.*step 8"):
         engine.load(blank(whole_state()))
 

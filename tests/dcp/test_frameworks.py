@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_states import assert_same_state
 from rank_processes import Ranks, ranks
+from saved_files import ROOT_MANIFEST, without_save_id
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -38,7 +39,7 @@ def needs(*packages: str) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    return {"aio_ckpt.json", ".metadata"} <= set(os.listdir(path))
+    return {ROOT_MANIFEST, ".metadata"} <= set(map(without_save_id, os.listdir(path)))
 
 
 def trained(count: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -47,9 +47,10 @@ def check(holds: bool, what: str) -> None:
 
 def read_checkpoint(path: Path) -> tuple[dict[str, StoredTensor | bytes], list[Any]]:
     """Everything that is stored by name, objects as bytes, and of each rank the state with a Leaf in each place."""
-    root = _root_manifest((path / "aio_ckpt.json").read_bytes())
-    metadata = _file(path, root["metadata"])
-    check(hashlib.blake2b(metadata, digest_size=32).hexdigest() == root["metadata_blake2b"], "BLAKE2b of .metadata")
+    save_id = _save_of((path / ".metadata").read_bytes())
+    root = _root_manifest((path / f"aio_ckpt.{save_id}.json").read_bytes())
+    check(root["save_id"] == save_id, "of another save")
+    _file(path, root["metadata"])
     check(len(root["ranks"]) == root["world_size"], "world_size")
     values: dict[str, StoredTensor | bytes] = {}
     states = []
@@ -61,6 +62,13 @@ def read_checkpoint(path: Path) -> tuple[dict[str, StoredTensor | bytes], list[A
         values |= _stored(manifest, b"" if manifest["file"] is None else _file(path, manifest["file"]))
         states.append(_state(unpacked(manifest["skeleton"]), "", rank, _Traversal()))
     return values, states
+
+
+def _save_of(metadata: bytes) -> str:
+    mark, save_id, crc32 = struct.unpack("<14s40sI", metadata[-58:])
+    check(mark == b"\naio_ckpt\0save", "no trailer")
+    check(zlib.crc32(metadata[-58:-4]) == crc32, "CRC32 of the trailer")
+    return str(save_id.rstrip(b"\0").decode())
 
 
 def _root_manifest(data: bytes) -> dict[str, Any]:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import flip
 from format_reader import DamagedError, Leaf, StoredTensor, read_checkpoint
 from golden_state import STEP, golden_state
+from saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST
 
 from aio_ckpt import PerRank, SyncCheckpointEngine
 
@@ -92,12 +94,11 @@ def test_a_reader_from_the_page_reads_containers_keys_and_names_of_every_kind(tm
     assert back["names"]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json"])
+@pytest.mark.parametrize("name", [".metadata", DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST])
 def test_a_reader_from_the_page_finds_a_flipped_bit_in_every_file(tmp_path: Path, name: str) -> None:
     copy = Path(shutil.copytree(GOLDEN, tmp_path / "copy"))
-    data = bytearray((copy / name).read_bytes())
-    data[len(data) // 2] ^= 1
-    (copy / name).write_bytes(data)
+    (path,) = copy.glob(name)
+    flip(path, path.stat().st_size // 2, 1)
     with pytest.raises(DamagedError):
         read_checkpoint(copy)
 

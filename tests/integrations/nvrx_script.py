@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from saved_files import root_manifest
+
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2])]
 
@@ -95,7 +97,7 @@ def trains(options: argparse.Namespace) -> dict[str, Any]:
         dcp.load(target, storage_reader=dcp.FileSystemReader(folder))
         assert target["step"] == step
         assert all(bool((tensor == step).all()) for tensor in target["model"].values())
-        assert (folder / "aio_ckpt.json").exists() is not options.stock
+        assert root_manifest(folder).exists() is not options.stock
     if is_cuda:
         saves_a_file(state, options.root / "state.pt")
     dist.destroy_process_group()

@@ -28,6 +28,7 @@ from file_limits import files_up_to
 from log_lines import kept_lines
 from megatron_stubs import has_training, stub_triton
 from rank_processes import Ranks
+from saved_files import ROOT_MANIFEST, without_save_id
 
 from aio_ckpt import EngineConfig, dcp
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, PeerFailedError
@@ -90,7 +91,7 @@ def made(folder: Path, rank: int) -> str:
 
 
 def is_ours(folder: Path) -> bool:
-    return {"aio_ckpt.json", ".metadata", "metadata.json"} <= set(os.listdir(folder))
+    return {ROOT_MANIFEST, ".metadata", "metadata.json"} <= set(map(without_save_id, os.listdir(folder)))
 
 
 def stock_load(state: dict[str, Any], folder: Path, **options: Any) -> Any:
@@ -255,7 +256,7 @@ def stock_saves(rank: int, count: int, folder: Path) -> None:
         multiprocessing.current_process()._config["daemon"] = False  # stock starts a process
         stock = TorchDistSaveShardedStrategy("torch_dist", 1)
         dist_checkpointing.save(sharded(rank, count, 5), made(folder, rank), stock)
-        assert "aio_ckpt.json" not in os.listdir(folder)
+        assert not [*(folder).glob(ROOT_MANIFEST)]
         assert_loaded(stock_load(sharded(rank, count, 0), folder, sharded_strategy=LoadStrategy()), rank, count, 5)
 
     told(body)
@@ -586,7 +587,7 @@ def saves_torch_dcp(rank: int, count: int, folder: Path) -> None:
                 state["model"]["weight"].zero_()  # training goes on
                 assert until_finalized() > 0
                 assert tracked() == "1"
-                assert {"aio_ckpt.json", ".metadata"} <= set(os.listdir(first))
+                assert {ROOT_MANIFEST, ".metadata"} <= set(map(without_save_id, os.listdir(first)))
                 with files_up_to(1 << 20) if rank == 0 else files_up_to(resource.RLIM_INFINITY):
                     failed = save(2, {"model": {"weight": torch.ones(1 << 19)}})
                     with pytest.raises(PeerFailedError, match="failed on rank 0: WriteError"):
@@ -599,7 +600,7 @@ def saves_torch_dcp(rank: int, count: int, folder: Path) -> None:
                 args.async_save = False
                 with dcp.default(package=True):
                     fourth = save(4, whole(4))
-                assert "aio_ckpt.json" in os.listdir(fourth)
+                assert [*(fourth).glob(ROOT_MANIFEST)]
             for seed, path in ((1, first), (3, third), (4, fourth)):
                 target = whole(0)
                 torch.distributed.checkpoint.load(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from child_python import child_environment
 from megatron_stubs import has_training
+from saved_files import root_manifest
 from torchrun import run_logged, torchrun
 
 import aio_ckpt
@@ -69,7 +70,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def is_ours(folder: Path, iteration: int) -> bool:
     """Whether this package has written the checkpoint."""
-    return (folder / f"iter_{iteration:07d}" / "aio_ckpt.json").is_file()
+    return root_manifest(folder / f"iter_{iteration:07d}").is_file()
 
 
 def files_in(folder: Path, iteration: int) -> int:

@@ -108,7 +108,7 @@ def go_on_after_failures(rank: int, count: int, root: Path, in_flight: int) -> l
         for step in range(1, 13):
             train(step)
             if rank == 1 and step in (3, 7):
-                storage.at, storage.act = ("write_file", "aio_ckpt.1.bin"), no_space
+                storage.at, storage.act = ("write_file", "aio_ckpt.*.1.bin"), no_space
             ticket = engine.save(counted_state(rank, step))
             found.append((ticket.step, ticket.skipped))
             if rank == 0:
@@ -131,7 +131,7 @@ def raise_what_nobody_awaited(rank: int, count: int, root: Path, in_flight: int)
         for step in range(1, 9):
             train(step)
             if rank == 1 and step == 3:
-                storage.at, storage.act = ("write_file", "aio_ckpt.1.bin"), no_space
+                storage.at, storage.act = ("write_file", "aio_ckpt.*.1.bin"), no_space
             try:
                 engine.save(counted_state(rank, step), step=step)
             except (AioCkptError, OSError) as error:
@@ -162,7 +162,7 @@ def refuse_where_a_failure_is_raised(rank: int, count: int, root: Path) -> list[
     found = []
     with acting_engine(root, SECS) as (engine, storage):
         if rank == 1:
-            storage.at, storage.act = ("write_file", "aio_ckpt.1.bin"), no_space
+            storage.at, storage.act = ("write_file", "aio_ckpt.*.1.bin"), no_space
         for step in range(1, 5):
             state = counted_state(rank, step)
             if rank == 1 and step == 2:
@@ -196,7 +196,7 @@ def save_fail_and_load(rank: int, count: int, root: Path) -> tuple[list[str], li
     with kept_lines(logging.DEBUG) as lines, acting_engine(root, SECS, **settings) as (engine, storage):
         engine.save(counted_state(rank, 1), step=1).result(SECS)
         if rank == 1:
-            storage.fail("write_file", "aio_ckpt.1.bin", WriteError(errno.ENOSPC, "No space", "disk of one rank"))
+            storage.fail("write_file", "aio_ckpt.*.1.bin", WriteError(errno.ENOSPC, "No space", "disk of one rank"))
         engine.save(counted_state(rank, 2), step=2).exception(SECS)
         engine.load(counted_state(rank, 0)).result(SECS)
         engine.close_blocking()

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import rank_states
+import saved_files
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -188,7 +189,7 @@ def load_past_damage(rank: int, count: int, root: Path, broken: int) -> tuple[in
         engine.save(spread(count, ROWS, step=2), step=2).result(SECS)
         engine.save(spread(count, ROWS, step=3), step=3).result(SECS)
         if rank == 0:
-            damage(root / "step_000000003" / f"__{broken}_0.distcp")
+            damage(saved_files.data_file(root / "step_000000003", broken))
         dist.barrier()
         with pytest.raises(CorruptCheckpointError, match="distcp"):
             engine.load(spread(count, ROWS, fill=False), fallback=False)
@@ -582,7 +583,7 @@ def fail_elsewhere(rank: int, count: int, root: Path, how: str, odd: int = 1) ->
         dist.barrier()
         template = {"w": PerRank(torch.zeros(ELEMENTS)), "step": PerRank(0)}
         if rank == odd and how == "damaged":
-            flip_a_byte(root / "step_000000001" / "__1_0.distcp")
+            flip_a_byte(saved_files.data_file(root / "step_000000001", 1))
         elif rank == odd:
             template["absent"] = PerRank(1)
         dist.barrier()
@@ -628,7 +629,7 @@ def fall_back(rank: int, count: int, root: Path) -> tuple[int, int, list[int]]:
         engine.save({**made(2), "late": PerRank(2)}, step=2).result(TURN_SECS)
         dist.barrier()
         if rank == 1:
-            flip_a_byte(root / "step_000000002" / "__1_0.distcp")
+            flip_a_byte(saved_files.data_file(root / "step_000000002", 1))
         dist.barrier()
         template = {**made(0), "late": PerRank(0)}
         report = engine.load(template, allow_missing=True)
@@ -704,7 +705,7 @@ def fall_back_to_another_shape(rank: int, count: int, root: Path) -> tuple[str, 
         engine.save({"w": torch.ones(ELEMENTS)}, step=2).result(TURN_SECS)
         dist.barrier()
         if rank == 1:
-            flip_a_byte(root / "step_000000002" / "__0_0.distcp")
+            flip_a_byte(saved_files.data_file(root / "step_000000002"))
         dist.barrier()
         error = failure_of(lambda: engine.load({"w": torch.zeros(ELEMENTS)}))
     return type(error).__name__, error.target_modified, error.__notes__

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import saved_files
 import torch
 from isal import isal_zlib
 from tensor_bits import bytes_of
@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.format import checkpoint_files, root_manifest, tensor_zip
 from aio_ckpt.format import rank_manifest as manifest
-from aio_ckpt.format import root_manifest, tensor_zip
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
 from aio_ckpt.format.tensor_table import TensorEntry
@@ -139,28 +139,28 @@ def _render_metadata(contents: Sequence[RankContent], files: Sequence[str], save
 def write_checkpoint(path: Path, contents: Sequence[RankContent], *, step: int = 7, save_id: str = "save-1") -> Path:
     """Lay out and write one checkpoint of ``len(contents)`` ranks."""
     path.mkdir(parents=True)
-    files = [manifest.data_file_name(rank) for rank in range(len(contents))]
+    files = [checkpoint_files.data_file_name(save_id, rank) for rank in range(len(contents))]
     ranks = []
     for rank, (content, file) in enumerate(zip(contents, files, strict=True)):
         encoded = _encoded_rank(content, rank, len(contents), step, save_id)
         (path / file).write_bytes(content.data)
-        ranks.append(write_small(path / root_manifest.rank_manifest_name(rank), encoded))
-    dcp = _render_metadata(contents, files, save_id)
-    root = _root(dcp, write_small(path / ".metadata", dcp), ranks, step, save_id)
-    (path / root_manifest.ROOT_MANIFEST).write_bytes(root_manifest.encode_root(root))
+        ranks.append(write_small(path / checkpoint_files.rank_manifest_name(save_id, rank), encoded))
+    dcp = _render_metadata(contents, files, save_id) + checkpoint_files.trailer(save_id)
+    root = _root(write_small(path / ".metadata", dcp), ranks, step, save_id)
+    (path / checkpoint_files.root_manifest_name(save_id)).write_bytes(root_manifest.encode_root(root))
     return path
 
 
 def opened_checkpoint(contents: Sequence[RankContent]) -> Checkpoint:
     """What opening a checkpoint of ``len(contents)`` ranks gives. No file is written."""
     encoded = [_encoded_rank(content, rank, len(contents), 7, "save-1") for rank, content in enumerate(contents)]
-    dcp = _render_metadata(contents, [manifest.data_file_name(rank) for rank in range(len(contents))], "save-1")
+    files = [checkpoint_files.data_file_name("save-1", rank) for rank in range(len(contents))]
     none = root_manifest.FileEntry("none", 0, 0)
     return Checkpoint(
         path=Path("made"),
         step=7,
-        metadata_bytes=dcp,
-        root=_root(dcp, none, [none] * len(contents), 7, "save-1"),
+        metadata_bytes=_render_metadata(contents, files, "save-1") + checkpoint_files.trailer("save-1"),
+        root=_root(none, [none] * len(contents), 7, "save-1"),
         ranks=tuple(manifest.decode_rank(data, name="made") for data in encoded),
     )
 
@@ -169,13 +169,13 @@ def opened_plain_dcp(state: object) -> Checkpoint:
     """What opening a checkpoint of stock DCP gives. No file is written."""
     content = content_of(state)
     _lay_out(content)
-    data = _render_metadata([content], [manifest.data_file_name(0)], "save-1")
+    data = _render_metadata([content], ["__0_0.distcp"], "save-1")
     return Checkpoint(path=Path("plain"), step=None, metadata_bytes=data, root=None, ranks=())
 
 
 def _encoded_rank(content: RankContent, rank: int, world_size: int, step: int, save_id: str) -> bytes:
     _lay_out(content)
-    file = manifest.data_file_name(rank)
+    file = checkpoint_files.data_file_name(save_id, rank)
     return manifest.encode_rank(
         save_id=save_id,
         step=step,
@@ -190,7 +190,6 @@ def _encoded_rank(content: RankContent, rank: int, world_size: int, step: int, s
 
 
 def _root(
-    dcp: bytes,
     metadata: root_manifest.FileEntry,
     ranks: Sequence[root_manifest.FileEntry],
     step: int,
@@ -202,7 +201,6 @@ def _root(
         step=step,
         world_size=len(ranks),
         metadata=metadata,
-        metadata_blake2b=hashlib.blake2b(dcp, digest_size=32).hexdigest(),
         ranks=tuple(ranks),
         written_by={"aio_ckpt": "test"},
         created_unix=time.time(),
@@ -216,17 +214,18 @@ def write_small(path: Path, data: bytes) -> root_manifest.FileEntry:
 
 def reseal(path: Path, rank: int, encoded: bytes) -> None:
     """Put a changed rank manifest in place and vouch for it, as a forger would."""
-    root = root_manifest.decode_root((path / root_manifest.ROOT_MANIFEST).read_bytes(), name="root")
-    entry = write_small(path / root_manifest.rank_manifest_name(rank), encoded)
+    root_path = saved_files.root_manifest(path)
+    root = root_manifest.decode_root(root_path.read_bytes(), name="root")
+    entry = write_small(path / root.ranks[rank].name, encoded)
     ranks = tuple(entry if number == rank else old for number, old in enumerate(root.ranks))
     fields = {name: getattr(root, name) for name in root.__struct_fields__}
     changed = root_manifest.RootManifest(**{**fields, "ranks": ranks})
-    (path / root_manifest.ROOT_MANIFEST).write_bytes(root_manifest.encode_root(changed))
+    root_path.write_bytes(root_manifest.encode_root(changed))
 
 
 def forge(path: Path, *, crc32: int | None = None, **changed: object) -> None:
     """Change fields of the only tensor of rank 0 (and the sum of its file), and vouch for it."""
-    old = manifest.decode_rank((path / root_manifest.rank_manifest_name(0)).read_bytes(), name="old")
+    old = manifest.decode_rank(saved_files.rank_manifest(path).read_bytes(), name="old")
     assert old.file is not None
     fields = {name: getattr(old.tensors[0], name) for name in old.tensors[0].__struct_fields__}
     entry = TensorEntry(**fields | changed)

@@ -74,6 +74,9 @@ class ForwardingStorage(Storage):
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         return await self.run_read(Call("read_file", path), lambda: self._inner.read_file(path, max_bytes=max_bytes))
 
+    async def read_end(self, path: Path, nbytes: int) -> bytes:
+        return await self.run_read(Call("read_file", path), lambda: self._inner.read_end(path, nbytes))
+
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
         await self.run(Call("make_dir", path), lambda: self._inner.make_dir(path, parents=parents))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from saved_files import data_file, rank_manifest
 
-from aio_ckpt.format.rank_manifest import RankManifest, data_file_name, decode_rank
-from aio_ckpt.format.root_manifest import rank_manifest_name
+from aio_ckpt.format.rank_manifest import RankManifest, decode_rank
 from aio_ckpt.plan import layout
 
 MIB = 1 << 20
@@ -32,13 +32,13 @@ def uniform(count: int, nbytes: int, value: float) -> dict[str, torch.Tensor]:
 
 
 def manifest_of(path: Path) -> RankManifest:
-    return decode_rank((path / rank_manifest_name(0)).read_bytes(), name="manifest")
+    return decode_rank(rank_manifest(path).read_bytes(), name="manifest")
 
 
 def raw_of(path: Path) -> dict[str, bytes]:
     """Name -> raw bytes of every tensor, each checked against its block sums and as a zip file of its own."""
     manifest = manifest_of(path)
-    data = (path / data_file_name(0)).read_bytes()
+    data = data_file(path).read_bytes()
     assert manifest.file is not None
     assert (len(data), zlib.crc32(data)) == (manifest.file.nbytes, manifest.file.crc32)
     sums = [crc32 for (crc32,) in struct.iter_unpack("<I", manifest.sums)]

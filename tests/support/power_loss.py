@@ -12,7 +12,15 @@ from pathlib import Path
 
 from gated_storage import Call
 
-CHECKPOINT = frozenset({".metadata", "aio_ckpt.json", "aio_ckpt.0.bin", "__0_0.distcp"})
+from aio_ckpt.format.checkpoint_files import (
+    data_file_name,
+    rank_manifest_name,
+    root_manifest_name,
+    save_of_metadata,
+)
+
+CHECKPOINT = frozenset({".metadata", "aio_ckpt.*.json", "aio_ckpt.*.0.bin", "__*_0_0.distcp"})
+"""Names of the files, with ``*`` for the id of the save."""
 
 
 class NotDurableError(AssertionError):
@@ -148,10 +156,16 @@ def check_root_mode(calls: Sequence[Call], *, top: Path, final: Path, was_commit
 
 
 def _check_whole(node: Node, message: str) -> None:
+    """Whatever ``.metadata`` a loss leaves in a visible directory, it is durable, and so are the files of its save."""
     assert isinstance(node, Directory)
-    lost = sorted(name for name in CHECKPOINT if not node.is_certain(name))
-    if lost:
-        raise NotDurableError(f"{message}: {lost}")
+    for metadata in node.after_loss(".metadata"):
+        save_id = save_of_metadata(metadata.data) if isinstance(metadata, File) and metadata.is_synced else None
+        if save_id is None:
+            raise NotDurableError(f"{message}: .metadata")
+        names = data_file_name(save_id, 0), rank_manifest_name(save_id, 0), root_manifest_name(save_id)
+        lost = [name for name in names if not node.is_certain(name)]
+        if lost:
+            raise NotDurableError(f"{message}: {lost}")
 
 
 @dataclass(frozen=True)
@@ -159,13 +173,11 @@ class Generation:
     """One checkpoint written to a caller's directory."""
 
     metadata: bytes
-    root_manifest: bytes
     files: frozenset[str]
+    """Names of the others."""
 
 
-def check_directory_mode(
-    calls: Sequence[Call], *, top: Path, directory: Path, generations: Sequence[Generation]
-) -> None:
+def check_in_place(calls: Sequence[Call], *, top: Path, directory: Path, generations: Sequence[Generation]) -> None:
     """Whatever ``.metadata`` a loss leaves, all that it speaks of is there and is of its own save."""
     disk = Disk(top)
     by_metadata = {generation.metadata: generation for generation in generations}
@@ -176,10 +188,8 @@ def check_directory_mode(
             if not isinstance(node, File):
                 continue
             generation = by_metadata[node.data]
-            lost = sorted(name for name in {*generation.files, "aio_ckpt.json"} if not held.is_certain(name))
-            manifest = held.now("aio_ckpt.json")
-            is_own = isinstance(manifest, File) and manifest.data == generation.root_manifest
-            if not node.is_synced or lost or not is_own:
+            lost = sorted(name for name in generation.files if not held.is_certain(name))
+            if not node.is_synced or lost:
                 raise NotDurableError(f"after {call}: a power loss leaves a torn checkpoint: {lost}")
     disk.check_survives(directory / ".metadata")
     newest = disk.node(directory / ".metadata")

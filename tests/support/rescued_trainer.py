@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from gated_storage import TIMEOUT, GatedStorage
+from saved_files import RANK_MANIFEST
 from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank
@@ -21,7 +22,7 @@ from aio_ckpt.runtime.portal import Executor
 POINTS = {
     "writing its data": ("write", "*.distcp"),
     "making its data durable": ("sync", "*.distcp"),
-    "writing its manifest": ("write_file", "aio_ckpt.0.bin"),
+    "writing its manifest": ("write_file", RANK_MANIFEST),
     "before the rename": ("rename", "pending/*"),
     "behind the rename": ("sync_dir", "root"),
 }

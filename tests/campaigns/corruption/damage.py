@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.rank_manifest import decode_rank
-from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, rank_manifest_name
 
 __all__ = ["FILES", "IN_FILE", "WHOLE_FILE", "Region", "hurt_file", "hurt_region", "regions_of"]
 
 FILES: Mapping[str, str] = {
-    "data file": "__0_0.distcp",
+    "data file": "__*_0_0.distcp",
     ".metadata": METADATA_FILE,
-    "rank manifest": rank_manifest_name(0),
-    "root manifest": ROOT_MANIFEST,
+    "rank manifest": "aio_ckpt.*.0.bin",
+    "root manifest": "aio_ckpt.*.json",
 }
-"""Files of a checkpoint of one rank, by what they are."""
+"""Patterns of the files of a checkpoint of one rank, by what they are."""
 
 _MAX_SPAN = 4096
 
@@ -40,10 +40,16 @@ class Region:
     """Tensor or object that they belong to."""
 
 
+def named(checkpoint: Path, pattern: str) -> Path:
+    """The one file that a pattern fits."""
+    (file,) = checkpoint.glob(pattern)
+    return file
+
+
 def regions_of(checkpoint: Path) -> list[Region]:
     """Every byte of a sound checkpoint of one rank, by class."""
-    manifest = decode_rank((checkpoint / FILES["rank manifest"]).read_bytes(), name="m")
-    file, found = FILES["data file"], []
+    manifest = decode_rank(named(checkpoint, FILES["rank manifest"]).read_bytes(), name="m")
+    file, found = named(checkpoint, FILES["data file"]).name, []
     for entry in manifest.tensors:
         raw_stop = entry.raw_offset + entry.raw_bytes
         for kind, start, stop in (
@@ -60,7 +66,8 @@ def regions_of(checkpoint: Path) -> list[Region]:
         if region.start > at:
             found.append(Region(kind="padding", file=file, start=at, stop=region.start, name=None))
         at = max(at, region.stop)
-    for kind, name in FILES.items():
+    for kind, pattern in FILES.items():
+        name = named(checkpoint, pattern).name
         size = (checkpoint / name).stat().st_size
         start, label = (at, "padding") if kind == "data file" else (0, kind)
         found.append(Region(kind=label, file=name, start=start, stop=size, name=None))
@@ -134,12 +141,16 @@ def hurt_region(checkpoint: Path, region: Region, how: str, rng: random.Random) 
 # -- whole files ----------------------------------------------------------------------------------
 
 
+def _pattern(file: Path) -> str:
+    return next(pattern for pattern in FILES.values() if file.match(pattern))
+
+
 def _drop(file: Path, _other: Path, _rng: random.Random) -> None:
     file.unlink()
 
 
 def _replace(file: Path, other: Path, _rng: random.Random) -> None:
-    shutil.copyfile(other / file.name, file)
+    shutil.copyfile(named(other, _pattern(file)), file)
 
 
 def _append(file: Path, _other: Path, rng: random.Random) -> None:
@@ -156,7 +167,7 @@ def _empty(file: Path, _other: Path, _rng: random.Random) -> None:
 
 
 def _exchange(file: Path, _other: Path, rng: random.Random) -> tuple[str, ...]:
-    beside = file.with_name(rng.choice([name for name in FILES.values() if name != file.name]))
+    beside = named(file.parent, rng.choice([name for name in FILES.values() if name != _pattern(file)]))
     aside = file.with_name("aside")
     file.rename(aside)
     beside.rename(file)
@@ -176,5 +187,6 @@ WHOLE_FILE: Mapping[str, Callable[[Path, Path, random.Random], tuple[str, ...] |
 
 
 def hurt_file(checkpoint: Path, name: str, how: str, other: Path, rng: random.Random) -> tuple[str, ...]:
-    """Damage the file ``name``; the files that are no longer what they were."""
-    return WHOLE_FILE[how](checkpoint / name, other, rng) or (name,)
+    """Damage the file that the pattern ``name`` fits; the files that are no longer what they were."""
+    file = named(checkpoint, name)
+    return WHOLE_FILE[how](file, other, rng) or (file.name,)

@@ -1,17 +1,23 @@
-"""Directory mode as a contender: it has no face yet, so its three functions are driven as a face would."""
+"""Replacement in place as a contender: its functions are driven as ``dcp.Writer`` does."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aio_ckpt.commit.directory_mode import begin_directory, commit_directory, recover_directory, retire_directory
+from aio_ckpt.commit.in_place import begin_save, commit_save, remove_leftovers
+from aio_ckpt.format.checkpoint_files import (
+    METADATA_FILE,
+    TRAILER_BYTES,
+    new_metadata_name,
+    root_manifest_name,
+    trailer,
+)
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
-from aio_ckpt.format.root_manifest import METADATA_FILE, ROOT_MANIFEST, FileEntry, RootManifest, encode_root
+from aio_ckpt.format.root_manifest import FileEntry, RootManifest, encode_root
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 from tests.campaigns.crash.contenders import TIMEOUT_SECS, BrokenError, Contender, OnCall
@@ -38,14 +44,13 @@ def _files_of(number: int, save_id: str) -> dict[str, bytes]:
         objects=[],
         skeleton=b"",
     )
-    metadata = f"{number} {save_id}".encode()
+    metadata = f"{number} {save_id}".encode() + trailer(save_id)
     root = RootManifest(
         format=(1, 0),
         save_id=save_id,
         step=number,
         world_size=1,
         metadata=FileEntry(METADATA_FILE, len(metadata), number),
-        metadata_blake2b=hashlib.blake2b(metadata, digest_size=32).hexdigest(),
         ranks=(FileEntry(f"aio_ckpt.{save_id}.0.bin", len(rank), number),),
         written_by={},
         created_unix=1.0,
@@ -53,7 +58,7 @@ def _files_of(number: int, save_id: str) -> dict[str, bytes]:
     return {
         f"__{save_id}_0_0.distcp": data,
         f"aio_ckpt.{save_id}.0.bin": rank,
-        ROOT_MANIFEST: encode_root(root),
+        root_manifest_name(save_id): encode_root(root),
         METADATA_FILE: metadata,
     }
 
@@ -61,9 +66,9 @@ def _files_of(number: int, save_id: str) -> dict[str, bytes]:
 async def _save(storage: Storage, directory: Path, number: int) -> None:
     save_id = f"s{number}x{os.getpid()}"  # never that of an earlier try
     files = _files_of(number, save_id)
-    metadata, root_manifest = files.pop(METADATA_FILE), files.pop(ROOT_MANIFEST)
-    await begin_directory(storage, directory, save_id=save_id)
-    (data_name, data), (rank_name, rank) = files.items()
+    metadata = files.pop(METADATA_FILE)
+    await begin_save(storage, directory, save_id)
+    (data_name, data), (rank_name, rank), (root_name, root) = files.items()
     file = await storage.create_data_file(directory / data_name, len(data), writers=2)
     try:
         half = len(data) // 2 // 4096 * 4096
@@ -73,10 +78,9 @@ async def _save(storage: Storage, directory: Path, number: int) -> None:
     finally:
         await file.close()
     await storage.write_file(directory / rank_name, rank)
-    retired = await retire_directory(storage, directory, save_id=save_id)
-    await commit_directory(
-        storage, directory, metadata=metadata, root_manifest=root_manifest, save_id=save_id, retired=retired
-    )
+    await storage.write_file(directory / root_name, root)
+    await storage.write_file(directory / new_metadata_name(save_id), metadata)
+    await commit_save(storage, directory, save_id)
 
 
 @contextmanager
@@ -95,7 +99,7 @@ def _saving(root: Path, point: KillPoint | None, on_call: OnCall | None) -> Iter
     if not (root / _FOREIGN).exists():
         (root / _FOREIGN).write_bytes(b"mine")
     with _storage(None, None) as storage:
-        asyncio.run(recover_directory(storage, root))
+        asyncio.run(remove_leftovers(storage, root))
     with _storage(point, on_call) as storage:
         yield lambda number: asyncio.run(_save(storage, root, number))
 
@@ -103,10 +107,10 @@ def _saving(root: Path, point: KillPoint | None, on_call: OnCall | None) -> Iter
 def _newest(root: Path) -> int | None:
     """After recovery the directory holds one checkpoint, all of it, and nothing else of ours."""
     with _storage(None, None) as storage:
-        asyncio.run(recover_directory(storage, root))
+        asyncio.run(remove_leftovers(storage, root))
     if not (root / METADATA_FILE).exists():
         return None
-    text, _, save_id = (root / METADATA_FILE).read_text().partition(" ")
+    text, _, save_id = (root / METADATA_FILE).read_bytes()[:-TRAILER_BYTES].decode().partition(" ")
     number = int(text)
     expected = _files_of(number, save_id)
     for name, data in expected.items():

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
-from aio_ckpt.commit.directory_mode import PENDING
+from aio_ckpt.commit.in_place import PENDING
 from aio_ckpt.format.names import CLAIM_FILE, ENGINE_DIR
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.local import Storage
 from tests.support.forwarding_storage import Call, ForwardingDataFile, ForwardingStorage
+from tests.support.saved_files import without_save_id
 
 __all__ = ["KillPoint", "PointedStorage", "When"]
 
@@ -27,7 +28,6 @@ _ROLES = (
     (re.compile(r"\.aio_ckpt-file-.*"), "temporary"),
 )
 _CLAIM = Path(CLAIM_FILE).name
-_SAVE_ID = re.compile(r"s\d+x\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def _role(path: Path) -> str:
     for pattern, role in _ROLES:
         if pattern.fullmatch(path.name):
             return role
-    return _SAVE_ID.sub("ID", path.name)
+    return without_save_id(path.name).replace("*", "ID")
 
 
 def _die() -> NoReturn:

@@ -18,8 +18,9 @@ from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE, PENDING_DIR, TRASH_DIR
 from tests.campaigns.faults.clock import Clock
-from tests.campaigns.faults.ground import Ground, Outcome, explain, is_state, small_chunks, state_of
+from tests.campaigns.faults.ground import OTHER_SAVE, Ground, Outcome, explain, is_state, small_chunks, state_of
 from tests.campaigns.faults.store import CALLS, ERRORS, SYNCS, Call, Fault
+from tests.support.saved_files import data_file
 
 __all__ = ["FAULTS", "LOADS", "SAVES", "Loading", "Point", "Saving", "cancel_now", "load_points", "save_points"]
 
@@ -29,7 +30,7 @@ STALL_SECS = 2.0
 PASSING_SECS = 1000.0
 """Longer than every deadline."""
 
-_RENAMES = frozenset({"rename", "exchange"})
+_RENAMES = frozenset({"rename", "replace"})
 _CLEARED = (f"{PENDING_DIR}/dead", f"{TRASH_DIR}/dead", f"{TRASH_DIR}/step_000000007", LOCK_FILE)
 
 FAULTS: tuple[Fault, ...] = (
@@ -115,7 +116,7 @@ def _leave(root: Path) -> None:
     dead = msgspec.structs.replace(Owner.of_this_process("dead"), started_ticks=1)
     for name in (f"{PENDING_DIR}/dead-1", f"{TRASH_DIR}/step_000000007"):
         (root / name).mkdir(parents=True)
-        (root / name / "__0_0.distcp").write_bytes(bytes(100))
+        data_file(root / name).write_bytes(bytes(100))
     (root / PENDING_DIR / "dead-1" / OWNER_FILE).write_bytes(msgspec.json.encode(dead))
 
 
@@ -137,7 +138,9 @@ def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Cl
     decision = Decision(ground, fault, outcome, hit, was_cancelled=any(accepted))
     problems = decision.problems()
     if fault.is_slow and saving.overwrites:
-        decision.strays = frozenset({OWNER_FILE})  # documented: nothing is called on a store that stands still
+        decision.strays = frozenset(
+            {OWNER_FILE, OTHER_SAVE}
+        )  # documented: nothing is called on a store that stands still
     kept = decision.leftovers
     if saving.has_leftovers and outcome.error is not None:
         kept += ("pending/dead", "trash/")  # cleared when the engine becomes the writer
@@ -191,7 +194,7 @@ class Decision:
         if self._was_durable or self._fault.is_lasting:
             # What a commit replaces, an expired step, what a broken disk holds: logged, cleared by a later engine.
             self.leftovers = ("pending/", "trash/", *_expired(self._ground))
-            self.strays = frozenset({OWNER_FILE})
+            self.strays = frozenset({OWNER_FILE, OTHER_SAVE})
         if self._was_clearing:  # documented: logged, the next holder of the lock tries again
             self.leftovers += ("pending/dead", "trash/")
         if error is None:
@@ -206,7 +209,7 @@ class Decision:
         found = [*self._wrong_error(error), *self._retried()]
         if isinstance(error, AioCkptError) and error.in_doubt:  # documented: it may become visible, whole
             self.leftovers += ("pending/",)
-            self.strays = frozenset({OWNER_FILE})
+            self.strays = frozenset({OWNER_FILE, OTHER_SAVE})
             if self._shows():
                 self._ground.keep(self._outcome)
         return found
@@ -242,7 +245,7 @@ class Decision:
         """By what had been called: a write begins with the save's own directory, a commit with the root manifest."""
         begun = self._ground.storage.begun
         before = begun[: begun.index(failed) + 1]
-        if any(call.name == "write_file" and call.path.name == "aio_ckpt.json" for call in before):
+        if any(call.name == "write_file" and call.path.match("aio_ckpt.*.json") for call in before):
             return "commit"
         own = Path(PENDING_DIR).name
         return "write" if any(call.name == "make_dir" and call.path.parent.name == own for call in before) else "open"
@@ -257,6 +260,9 @@ class Decision:
 
 
 def _is_durable(done: Sequence[Call], final: Path) -> bool:
+    replaced = [index for index, call in enumerate(done) if call.name == "replace" and call.path == final / ".metadata"]
+    if replaced and Call("sync_dir", final) in done[replaced[-1] :]:
+        return True
     places = [index for index, call in enumerate(done) if call.name in _RENAMES and call.path == final]
     return bool(places) and Call("sync_dir", final.parent / PENDING_DIR) in done[places[-1] :]  # after the root's
 

@@ -21,6 +21,7 @@ import torch
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError
+from aio_ckpt.format.checkpoint_files import save_of_file, save_of_metadata
 from aio_ckpt.format.names import ENGINE_DIR, LOCK_FILE, StepNames
 from aio_ckpt.plan import layout
 from aio_ckpt.reports import SaveReport
@@ -28,6 +29,7 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.ticket import SaveTicket
 from tests.campaigns.faults.store import FaultStorage
+from tests.support.saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST, without_save_id
 
 __all__ = ["WAIT_SECS", "Ground", "Outcome", "is_state", "small_chunks", "state_of"]
 
@@ -35,7 +37,9 @@ WAIT_SECS = 60.0
 """Deadline of every wait; none is reached unless something hangs, which the campaign must report."""
 CHUNK_BYTES = 64 << 10
 _STOP_SECS = 20.0
-_WHOLE = {".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json"}
+OTHER_SAVE = "files of another save"
+"""In the place of their names: a replacement in doubt leaves the files of both saves."""
+_WHOLE = {".metadata", DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST}
 
 
 def state_of(value: int) -> dict[str, Any]:
@@ -221,7 +225,11 @@ class Ground:
             if not path.is_dir():
                 yield f"lost: step {step}"
                 continue
-            odd = set(os.listdir(path)) ^ _WHOLE
+            names = os.listdir(path)
+            committed = save_of_metadata((path / ".metadata").read_bytes()) if ".metadata" in names else None
+            others = {name for name in names if save_of_file(name) not in (None, committed)}
+            odd = set(map(without_save_id, {*names} - others)) ^ _WHOLE
+            odd |= set() if OTHER_SAVE in strays else others
             if odd - strays:
                 yield f"step {step} holds or lacks {sorted(odd)}"
             if _digest(path) != self._digests[step]:
@@ -273,9 +281,9 @@ async def _count_tasks() -> int:
 
 def _digest(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(_WHOLE):
+    for file in sorted(path.iterdir()):
         with contextlib.suppress(FileNotFoundError):
-            digest.update(name.encode() + (path / name).read_bytes())
+            digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from aio_ckpt import CheckpointEngine, EngineConfig
+from aio_ckpt.format.checkpoint_files import data_file_name, new_metadata_name, rank_manifest_name, root_manifest_name
 from aio_ckpt.format.names import ENGINE_DIRS, PENDING_DIR, TRASH_DIR
 from tests.campaigns.faults.campaign import Point
 from tests.campaigns.faults.ground import is_state, small_chunks
@@ -125,7 +126,9 @@ def _strace(child: Child, root: Path, step: int, injection: Injection, number: i
     pending = root / PENDING_DIR / f"{child.pending}-{child.saves + 1}"
     final = root / f"step_{step:09d}"
     trash = root / TRASH_DIR / pending.name
-    names = ("", "__0_0.distcp", ".metadata", "aio_ckpt.0.bin", "aio_ckpt.json", "writer.json")
+    save_id = f"{child.pending.partition('-')[0]}-{child.saves + 1}"
+    own = data_file_name(save_id, 0), rank_manifest_name(save_id, 0), root_manifest_name(save_id)
+    names = ("", ".metadata", *own, new_metadata_name(save_id), "writer.json")
     paths = [
         root,
         *(root / name for name in ENGINE_DIRS),

@@ -19,6 +19,7 @@ from tests.campaigns.faults.campaign import PASSING_SECS, STALL_SECS, Point
 from tests.campaigns.faults.clock import Clock
 from tests.campaigns.faults.ground import WAIT_SECS, Ground, explain, is_state, small_chunks, state_of
 from tests.campaigns.faults.store import Call, Fault
+from tests.support.saved_files import data_file
 
 __all__ = ["UPKEEPS", "Upkeep", "short_reads", "upkeep_points"]
 
@@ -104,11 +105,12 @@ def _lost(ground: Ground, *, besides: int | None) -> Iterator[str]:
     here = [*ground.root.iterdir(), *(ground.root / ENGINE_DIR).glob("*/*")]
     for step in {*range(1, _STEPS + 1)} - {besides}:
         places = [path for path in here if names.name(step) in path.name]
-        if len(places) != 1 or len(os.listdir(places[0])) != len(_FILES):
+        if len(places) != 1 or len(os.listdir(places[0])) != _FILES:
             yield f"step {step} is at {places}"
 
 
-_FILES = (".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json")
+_FILES = 4
+"""Number of files of a checkpoint of one rank."""
 
 # -- verify -----------------------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ def _repair_delete(ground: Ground) -> Iterator[str]:
 
 def _hurt(ground: Ground) -> None:
     """One bit of the newest step's values."""
-    file = ground.root / StepNames(ground.config.step_dir).name(_STEPS) / "__0_0.distcp"
+    file = data_file(ground.root / StepNames(ground.config.step_dir).name(_STEPS))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 0x10
     file.write_bytes(data)

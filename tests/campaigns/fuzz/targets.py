@@ -22,6 +22,7 @@ from aio_ckpt.checkpoint.catalog import catalog_of_manifests
 from aio_ckpt.checkpoint.foreign_items import catalog_of_metadata, check_zip
 from aio_ckpt.cli.sources import mapped_state
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
+from aio_ckpt.format.checkpoint_files import TRAILER_BYTES
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.rank_manifest import block_sums, decode_rank
 from aio_ckpt.format.root_manifest import add_checksum, decode_root
@@ -32,6 +33,7 @@ from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.dcp_paths import dcp_paths, unflatten_dcp
 from aio_ckpt.state.names import skeleton_names
 from aio_ckpt.state.skeleton import decode_skeleton
+from tests.support.saved_files import data_file
 
 __all__ = ["TARGETS", "Target", "feed"]
 
@@ -124,11 +126,15 @@ def _files(pattern: str) -> Callable[[Path], list[bytes]]:
     return lambda folder: [file.read_bytes() for file in sorted(folder.glob(pattern))]
 
 
+def _metadata_files(folder: Path) -> list[bytes]:
+    return [data[:-TRAILER_BYTES] for data in _files("*/*/.metadata")(folder)]
+
+
 def _items(folder: Path) -> list[bytes]:
     found = []
-    for step in sorted(folder.glob("*/*/aio_ckpt.0.bin")):
+    for step in sorted(folder.glob("*/*/aio_ckpt.*.0.bin")):
         manifest = decode_rank(step.read_bytes(), name="m")
-        data = (step.parent / "__0_0.distcp").read_bytes()
+        data = data_file(step.parent).read_bytes()
         found += [data[entry.item_offset : entry.item_offset + entry.item_bytes] for entry in manifest.tensors]
     made = io.BytesIO()
     torch.save(torch.arange(6).reshape(2, 3).t(), made)
@@ -148,7 +154,7 @@ def _pickles(folder: Path) -> list[bytes]:
 
 
 def _skeletons(folder: Path) -> list[bytes]:
-    return [decode_rank(data, name="m").skeleton for data in _files("*/*/aio_ckpt.0.bin")(folder)]
+    return [decode_rank(data, name="m").skeleton for data in _files("*/*/aio_ckpt.*.0.bin")(folder)]
 
 
 def _torch_files(_: Path) -> list[bytes]:
@@ -163,9 +169,9 @@ def _safetensors(_: Path) -> list[bytes]:
 
 
 TARGETS: Mapping[str, Target] = {
-    "metadata": Target(read=_metadata, seeds=_files("*/*/.metadata")),
-    "rank-manifest": Target(read=_rank, seeds=_files("*/*/aio_ckpt.0.bin")),
-    "root-manifest": Target(read=_root, seeds=_files("*/*/aio_ckpt.json")),
+    "metadata": Target(read=_metadata, seeds=_metadata_files),
+    "rank-manifest": Target(read=_rank, seeds=_files("*/*/aio_ckpt.*.0.bin")),
+    "root-manifest": Target(read=_root, seeds=_files("*/*/aio_ckpt.*.json")),
     "skeleton": Target(read=_skeleton, seeds=_skeletons),
     "item": Target(read=_item, seeds=_items),
     "tensor-pickle": Target(read=read_pickle, seeds=_pickles),

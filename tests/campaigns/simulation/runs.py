@@ -41,8 +41,8 @@ from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
+from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.names import ENGINE_DIRS, PENDING_DIR, StepNames
-from aio_ckpt.format.rank_manifest import data_file_name
 from aio_ckpt.leaves.objects import ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
@@ -306,7 +306,7 @@ class World:
             )
         )
         part = Part(
-            name=data_file_name(0),
+            name=data_file_name(save.save_id, 0),
             layout=planned.plan.layout,
             tail=objects.region,
             renders_constants=not image.has_constants or planned.plan.copies.gathers,

@@ -9,6 +9,7 @@ import pytest
 
 from aio_ckpt.commit import publish
 from aio_ckpt.engine.job_queue import JobQueue
+from aio_ckpt.format.checkpoint_files import root_manifest_name
 from aio_ckpt.memory.lifetime import Lease
 from tests.campaigns.simulation import runs as simulation
 from tests.campaigns.simulation.runs import BrokenPromiseError, simulate
@@ -77,8 +78,8 @@ def test_the_simulation_finds_an_fsync_that_is_missing(monkeypatch: pytest.Monke
 
 
 def test_the_simulation_finds_a_directory_that_is_visible_before_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def write_only(storage: Any, pending: Any, root_manifest: bytes) -> None:
-        await storage.write_file(pending / "aio_ckpt.json", root_manifest)
+    async def write_only(storage: Any, pending: Any, save_id: str, root_manifest: bytes) -> None:
+        await storage.write_file(pending / root_manifest_name(save_id), root_manifest)
 
     monkeypatch.setattr(publish, "sync_pending", write_only)
     assert failure_of(range(SEEDS)) is not None

@@ -296,6 +296,10 @@ class SimStorage(Storage):
             raise CorruptCheckpointError(f"{path}: too long")
         return data
 
+    async def read_end(self, path: Path, nbytes: int) -> bytes:
+        """Read the end."""
+        return await self.run("read_end", path, ReadError, lambda: bytes(self._file(path).data)[-nbytes:])
+
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
         """mkdir."""
 
@@ -352,18 +356,6 @@ class SimStorage(Storage):
         """Never over another."""
         await self.run("rename", dst, WriteError, lambda: self._move(src, dst, replaces=False))
 
-    async def exchange(self, a: Path, b: Path) -> None:
-        """Both in one step."""
-
-        def act() -> None:
-            first, second = self.at(a), self.at(b)
-            if first is None or second is None:
-                raise _system_error(errno.ENOENT, b)
-            self.directory(a.parent).put(a.name, second)
-            self.directory(b.parent).put(b.name, first)
-
-        await self.run("exchange", b, WriteError, act)
-
     async def replace(self, src: Path, dst: Path) -> None:
         """Over another."""
         await self.run("replace", dst, WriteError, lambda: self._move(src, dst, replaces=True))
@@ -378,7 +370,7 @@ class SimStorage(Storage):
 
     def lock(self, path: Path) -> RootLock:
         """There is nobody else."""
-        raise NotImplementedError
+        return SimLock()
 
     def _move(self, src: Path, dst: Path, *, replaces: bool) -> None:
         node = self.at(src)
@@ -392,6 +384,16 @@ class SimStorage(Storage):
     def _remove(self, path: Path) -> None:
         if self.at(path) is not None:
             self.directory(path.parent).put(path.name, None)
+
+
+class SimLock(RootLock):
+    """A lock that nobody else wants."""
+
+    def __init__(self) -> None:
+        pass
+
+    def discard(self) -> None:
+        """Nothing is held."""
 
 
 class SimDataFile(DataFile):

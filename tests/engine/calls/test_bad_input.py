@@ -22,7 +22,7 @@ from gated_storage import TIMEOUT
 import aio_ckpt
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.checks import shown
-from aio_ckpt.dcp import Reader, Writer, recover
+from aio_ckpt.dcp import Reader, Writer
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -280,7 +280,7 @@ def test_a_url_is_refused_as_a_root_and_as_a_checkpoint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     remedy = r"a URL \(\w+:\), and only local file systems.*mount it"
-    for opens in (CheckpointEngine, SyncCheckpointEngine, Writer, Reader, recover):
+    for opens in (CheckpointEngine, SyncCheckpointEngine, Writer, Reader):
         with pytest.raises(RootError, match=remedy):
             opens(url)
     with pytest.raises(ConfigError, match=remedy):

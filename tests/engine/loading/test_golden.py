@@ -19,9 +19,10 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_maker import reseal
 from gated_storage import TIMEOUT
 from golden_state import STEP, golden_state
+from saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST, rank_manifest, root_manifest, without_save_id
 from tensor_bits import assert_is_sound_zip, assert_same_tensor, cut_items
 
-from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, PerRank, SyncCheckpointEngine
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.root_manifest import FORMAT_MAJOR, FORMAT_MINOR, add_checksum
@@ -102,7 +103,7 @@ def test_there_is_a_golden_checkpoint_of_every_format_version() -> None:
 def test_git_keeps_every_file_of_a_golden_checkpoint(version: str) -> None:
     files = [path for path in (GOLDEN / version).rglob("*") if path.is_file()]
     names = {path.name for path in files}
-    assert names == {".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json"}
+    assert {without_save_id(name) for name in names} == {".metadata", DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST}
     assert sum(path.stat().st_size for path in files) < 32 << 10
     if not (GOLDEN.parents[1] / ".git").exists() or shutil.which("git") is None:
         pytest.skip("this is no git checkout: nothing to ask about ignored files")
@@ -172,12 +173,13 @@ async def test_every_byte_of_a_golden_checkpoint_verifies(checkpoint: Path) -> N
     assert await faults_of(checkpoint) == []
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json"])
+@pytest.mark.parametrize("name", [".metadata", DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST])
 async def test_a_flipped_byte_of_a_golden_checkpoint_is_found(checkpoint: Path, root: Path, name: str) -> None:
-    data = bytearray((checkpoint / name).read_bytes())
+    (path,) = checkpoint.glob(name)
+    data = bytearray(path.read_bytes())
     place = data.index(b"\x00\x00\x40\x40") if name.endswith("distcp") else len(data) // 2  # the raw bytes of 3.0
     data[place] ^= 0x10
-    (checkpoint / name).write_bytes(data)
+    path.write_bytes(data)
     assert await faults_of(checkpoint) != []
     with SyncCheckpointEngine(root) as engine, pytest.raises(CorruptCheckpointError):
         engine.read(STEP)
@@ -187,7 +189,7 @@ async def test_a_flipped_byte_of_a_golden_checkpoint_is_found(checkpoint: Path, 
 
 
 def change_root(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = checkpoint / "aio_ckpt.json"
+    path = root_manifest(checkpoint)
     fields = json.loads(path.read_bytes())
     fields.pop("blake2b", None)
     change(fields)
@@ -195,7 +197,7 @@ def change_root(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> N
 
 
 def change_rank(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    fields = msgspec.msgpack.decode((checkpoint / "aio_ckpt.0.bin").read_bytes(), strict=False)
+    fields = msgspec.msgpack.decode(rank_manifest(checkpoint).read_bytes(), strict=False)
     change(fields)
     reseal(checkpoint, 0, msgspec.msgpack.encode(fields))
 
@@ -219,13 +221,13 @@ def test_an_unknown_minor_version_is_read_and_what_it_added_is_ignored(checkpoin
         assert_same(target, golden_state())
 
 
-@pytest.mark.parametrize("change", [change_root, change_rank], ids=["aio_ckpt.json", "aio_ckpt.0.bin"])
+@pytest.mark.parametrize("change", [change_root, change_rank], ids=["root", "rank"])
 @pytest.mark.parametrize("step", [None, STEP], ids=["newest", "by step"])
 def test_an_unknown_major_version_is_refused_by_name(
     checkpoint: Path, root: Path, change: Callable[..., None], step: int | None
 ) -> None:
     change(checkpoint, lambda fields: fields.update(format=[FORMAT_MAJOR + 1, 3], new=1))
-    name = "aio_ckpt.json" if change is change_root else "aio_ckpt.0.bin"
+    name = (root_manifest if change is change_root else rank_manifest)(checkpoint).name
     known = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
     message = rf"{name}: format {FORMAT_MAJOR + 1}\.3, known here is {known}: read it with a newer aio_ckpt"
     target = blank(golden_state())
@@ -238,23 +240,13 @@ def test_an_unknown_major_version_is_refused_by_name(
     assert_same(target, blank(golden_state()))
 
 
-def test_a_checkpoint_without_manifests_is_one_of_plain_dcp(checkpoint: Path, root: Path) -> None:
-    for path in checkpoint.glob("aio_ckpt.*"):
-        path.unlink()
-    target = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(golden_state()).items()}
-    with SyncCheckpointEngine(root, EngineConfig()) as engine:
-        assert engine.load(target).verified
-    for name, tensor in tensors_of(golden_state()).items():
-        assert_same_tensor(target[name], tensor)
-
-
 def test_a_checkpoint_without_metadata_is_damaged(checkpoint: Path, root: Path) -> None:
     (checkpoint / ".metadata").unlink()
     with SyncCheckpointEngine(root) as engine:
         assert engine.steps() == []
         with pytest.raises(CorruptCheckpointError, match=r"step 7: \.metadata: missing"):
             engine.read()
-        (checkpoint / "aio_ckpt.json").unlink()
+        root_manifest(checkpoint).unlink()
         with pytest.raises(CheckpointNotFoundError):
             engine.read()
 

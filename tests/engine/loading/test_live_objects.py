@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import flip, steps_dir
+from saved_files import data_file
 from torch import nn
 from wrapper_tensors import Blockwise, blockwise
 
@@ -225,7 +226,7 @@ def test_no_load_state_dict_is_called_where_a_block_is_damaged_and_the_error_say
 ) -> None:
     box = Box(a=torch.ones(8 << 20), n=3, z=torch.ones(4))
     engine.save({"s": box}, 1).result(SECS)
-    path = steps_dir(tmp_path, 1) / "__0_0.distcp"
+    path = data_file(steps_dir(tmp_path, 1))
     flip(path, path.stat().st_size // 2)
     template = Box(a=torch.zeros(8 << 20), n=0, z=torch.zeros(4))
     with pytest.raises(CorruptCheckpointError, match=r"'s\.a'") as caught:

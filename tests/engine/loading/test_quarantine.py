@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from builders import listing, save, value, weights
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
+from saved_files import data_file, rank_manifest, root_manifest
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
@@ -55,7 +57,7 @@ def flip(file: Path) -> None:
 
 def damage(root: Path, *steps: int) -> None:
     for step in steps:
-        flip(root / f"step_{step:09d}" / "__0_0.distcp")
+        flip(data_file(root / f"step_{step:09d}"))
 
 
 def bytes_below(path: Path) -> dict[str, bytes]:
@@ -82,9 +84,9 @@ def test_a_load_walks_back_and_says_which_and_why(root: Path, caplog: pytest.Log
     ]
     for entry in report.skipped:
         assert isinstance(entry.error, MismatchError)
-        assert "__0_0.distcp: tensor 'w'" in str(entry.error)
+        assert "_0_0.distcp: tensor 'w'" in str(entry.error)
         assert entry.error.__traceback__ is None
-        assert f"skipped step {entry.step}, which does not verify: __0_0.distcp: tensor 'w'" in caplog.text
+        assert f"skipped step {entry.step}, which does not verify: __" in caplog.text
 
 
 def test_without_fallback_the_newest_must_verify_and_nothing_is_moved(root: Path) -> None:
@@ -111,13 +113,19 @@ def test_a_load_of_a_given_step_raises_and_moves_nothing(root: Path) -> None:
 def test_if_none_verifies_each_is_listed_and_nothing_is_moved(root: Path) -> None:
     saved(root, 1, 2)
     damage(root, 1)
-    (root / TWO / "__0_0.distcp").unlink()
+    data_file(root / TWO).unlink()
     with SyncCheckpointEngine(root) as engine:
         for _ in range(2):  # a restart must not find an empty root
             with pytest.raises(CorruptCheckpointError) as caught:
                 engine.load(weights(0))
             assert not isinstance(caught.value, MismatchError)
-            for text in ("step 1: __0_0.distcp: tensor 'w'", "step 2: __0_0.distcp: missing", "nothing was moved"):
+            for text in (
+                "step 1: __",
+                "_0_0.distcp: tensor 'w'",
+                "step 2: __",
+                "_0_0.distcp: missing",
+                "nothing was moved",
+            ):
                 assert text in str(caught.value)
             assert caught.value.target_modified
         save(engine, 3)
@@ -127,10 +135,11 @@ def test_if_none_verifies_each_is_listed_and_nothing_is_moved(root: Path) -> Non
 def test_a_checkpoint_that_lost_its_metadata_is_passed_by_and_not_passed_over(root: Path) -> None:
     saved(root, 1, 2)
     (root / TWO / ".metadata").unlink()
+    name = root_manifest(root / TWO).name
     with SyncCheckpointEngine(root) as engine:
         report = engine.load(weights(0))
         assert [(entry.step, str(entry.error)) for entry in report.skipped] == [
-            (2, ".metadata: missing, although aio_ckpt.json is there")
+            (2, f".metadata: missing, although {name} is there")
         ]
         save(engine, 2)  # its directory would be in the way
         assert (engine.steps(), value(engine)) == ([1, 2], 2)
@@ -206,16 +215,13 @@ def test_a_read_sets_damaged_checkpoints_aside(root: Path) -> None:
 @pytest.mark.parametrize(
     ("hurt", "proof"),
     [
-        pytest.param(lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: missing", id="no data file"),
-        pytest.param(
-            lambda path: (path / "__0_0.distcp").write_bytes(b"short"), "__0_0.distcp: 5 bytes", id="another length"
-        ),
-        pytest.param(lambda path: (path / "aio_ckpt.0.bin").unlink(), "aio_ckpt.0.bin: missing", id="no manifest"),
-        pytest.param(
-            lambda path: (path / "aio_ckpt.0.bin").write_bytes(bytes(99)), "aio_ckpt.0.bin: ", id="another manifest"
-        ),
-        pytest.param(lambda path: (path / ".metadata").write_bytes(b"x"), ".metadata: ", id="another metadata"),
-        pytest.param(lambda path: (path / "aio_ckpt.json").unlink(), "aio_ckpt.json: missing", id="no root manifest"),
+        pytest.param(lambda path: data_file(path).unlink(), "_0_0.distcp: missing", id="no data file"),
+        pytest.param(lambda path: data_file(path).write_bytes(b"short"), "_0_0.distcp: 5 bytes", id="another length"),
+        pytest.param(lambda path: rank_manifest(path).unlink(), ".0.bin: missing", id="no manifest"),
+        pytest.param(lambda path: rank_manifest(path).write_bytes(bytes(99)), ".0.bin: ", id="another manifest"),
+        pytest.param(lambda path: (path / ".metadata").write_bytes(bytes(99)), ".metadata: ", id="another metadata"),
+        pytest.param(lambda path: os.truncate(path / ".metadata", 900), ".metadata: ", id="another end of metadata"),
+        pytest.param(lambda path: root_manifest(path).unlink(), ".json: missing", id="no root manifest"),
     ],
 )
 def test_each_damage_proves_that_a_checkpoint_is_damaged(root: Path, hurt: Callable[[Path], None], proof: str) -> None:
@@ -428,7 +434,7 @@ def test_a_damaged_step_that_a_save_replaces_meanwhile_is_not_set_aside(root: Pa
         end_of_reading = storage.hold("close_read", f"{ONE}/*")
         loading = engine.load(weights(0), None, strict=False, allow_missing=False, fallback=True)
         end_of_reading.wait_reached()  # step 2 is proven damaged
-        exchange = storage.hold("exchange")
+        exchange = storage.hold("replace", ".metadata.tmp-*")
         ticket = engine.save(weights(20), 2, overwrite=True)
         exchange.wait_reached()
         end_of_reading.open()
@@ -467,7 +473,7 @@ class Replaces(Storage):
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         data = await super().read_file(path, max_bytes=max_bytes)
-        if path.name == "aio_ckpt.0.bin":
+        if path.name.endswith(".0.bin"):
             self.are_read.set()
         return data
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from gated_storage import TIMEOUT
 from property_examples import gate_stride
+from saved_files import data_file
 from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
@@ -238,7 +239,7 @@ def test_a_writer_that_never_rests_ends_a_load_with_a_clear_error(
 def test_what_is_corrupt_is_still_said_to_be(tmp_path: Path) -> None:
     root = tmp_path / "root"
     saved(root, 1, 2)
-    (root / "step_000000002" / "__0_0.distcp").unlink()
+    data_file(root / "step_000000002").unlink()
     with SyncCheckpointEngine(root) as reader:
         with pytest.raises(CorruptCheckpointError, match="missing"):
             reader.load(state(0), 2)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved_files
 import torch
 from builders import TIMEOUT, broken, flip, steps_dir, weights
 from gated_storage import GatedStorage, gated_engine
@@ -231,7 +232,7 @@ def test_an_error_of_the_function_is_logged_once_and_breaks_no_load(
 
 @pytest.mark.usefixtures("many_reads", "all_told", "quiet")
 def test_if_a_damaged_step_is_passed_by_the_bytes_begin_anew_and_the_last_call_has_all(saved: Path) -> None:
-    flip(steps_dir(saved, 2) / "__0_0.distcp", 5 * MIB // 2)
+    flip(saved_files.data_file(steps_dir(saved, 2)), 5 * MIB // 2)
     told: list[Progress] = []
     assert sync_call(saved, "load", state(0), progress=told.append).step == 1
     starts = [at for at, now in enumerate(told) if at == 0 or now.bytes_done < told[at - 1].bytes_done]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 import pytest
 from builders import listing, save, steps_dir, weights
 from command_line import save_by_dcp
-from gated_storage import TIMEOUT, gated_engine
+from gated_storage import TIMEOUT
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.dcp import Writer
-from aio_ckpt.errors import RootError
+from aio_ckpt.errors import RootError, WriteError
 from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, PENDING_DIR, TRASH_DIR
 
 
@@ -55,11 +54,6 @@ def delete(run: Path) -> None:
         engine.delete(1)
 
 
-def overwrite(run: Path) -> None:
-    with SyncCheckpointEngine(run) as engine:
-        engine.save(weights(2), step=1, overwrite=True).result(TIMEOUT)
-
-
 def command(*arguments: str) -> Callable[[Path], None]:
     def change(run: Path) -> None:
         with SyncCheckpointEngine(run) as engine:
@@ -72,7 +66,6 @@ def command(*arguments: str) -> Callable[[Path], None]:
 CHANGES = {
     "retention": expire,
     "delete": delete,
-    "overwrite": overwrite,
     "rm": command("rm", "1"),
     "prune": command("prune", "--keep-last", "1", "--yes"),
 }
@@ -88,15 +81,14 @@ def test_a_linked_step_is_read_and_its_deletion_removes_the_link_alone(run: Path
     assert not steps_dir(run, 1).is_symlink()
     assert not listing(run / TRASH_DIR) + listing(run / PENDING_DIR)
     with SyncCheckpointEngine(run) as engine:
-        assert engine.steps() == [1 if change == "overwrite" else 2]
+        assert engine.steps() == [2]
 
 
-def test_an_overwrite_of_a_linked_step_that_fails_leaves_the_link_and_the_archive(run: Path, archive: Path) -> None:
+def test_an_overwrite_of_a_linked_step_is_refused_and_leaves_the_link_and_the_archive(run: Path, archive: Path) -> None:
     before = content(archive)
-    with gated_engine(run) as (engine, storage):
-        storage.fail("exchange", "*", RootError(errno.EINVAL, "no exchange here", str(run)))
-        with pytest.raises(RootError, match="no exchange here"):
-            engine.save(weights(2), step=1, overwrite=True).result(TIMEOUT)
+    refused = pytest.raises(WriteError, match="is a symbolic link: remove the link, or save another step")
+    with SyncCheckpointEngine(run) as engine, refused:
+        engine.save(weights(2), step=1, overwrite=True).result(TIMEOUT)
     assert steps_dir(run, 1).is_symlink()
     assert content(archive) == before
 

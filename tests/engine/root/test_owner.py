@@ -21,11 +21,13 @@ from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
+from saved_files import DATA_FILE
 from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.owner import Owner, clear_leftovers, is_abandoned, keep_alive, pending_path
 from aio_ckpt.errors import ReadError, RootError, WriteError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import (
     ABANDONED_DIR,
     CORRUPT_DIR,
@@ -37,14 +39,13 @@ from aio_ckpt.format.names import (
     StepNames,
     protected_name,
 )
-from aio_ckpt.format.root_manifest import METADATA_FILE
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import FileStatus
 
 STALE = 600.0
 YEAR = 365 * 86_400.0
 HERE = Owner.of_this_process("here")
-DATA = "__0_0.distcp"
+DATA = DATA_FILE
 
 
 @pytest.fixture
@@ -562,22 +563,6 @@ def test_a_writer_that_lost_its_lock_keeps_the_root_by_its_claim(tmp_path: Path,
             second.save(weights(3), 3)
         child.stdin.write("\n"), child.stdin.flush()
         assert child.stdout.readline() == "9\n"
-
-
-def test_a_checkpoint_that_is_replaced_has_an_owner_when_it_takes_the_pending_name(tmp_path: Path) -> None:
-    with gated_engine(tmp_path) as (engine, storage):
-        engine.save(weights(1), 5).result(TIMEOUT)
-        seen: list[bool] = []
-        exchange = storage.exchange
-
-        async def look(pending: Path, final: Path) -> None:
-            seen.extend((path / OWNER_FILE).exists() for path in (pending, final))
-            await exchange(pending, final)
-
-        storage.exchange = look  # type: ignore[method-assign]
-        engine.save(weights(2), 5, overwrite=True).result(TIMEOUT)
-        assert seen == [True, True]
-        assert not (tmp_path / "step_000000005" / OWNER_FILE).exists()
 
 
 def test_a_root_that_was_removed_and_made_anew_is_saved_into(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from gated_storage import TIMEOUT, Call, Gate, GatedStorage, gated_engine
 from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
+from saved_files import RANK_MANIFEST, ROOT_MANIFEST, data_file, root_manifest
 from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, EngineConfig, KeepBest, SyncCheckpointEngine
@@ -28,8 +29,9 @@ from aio_ckpt.cli import commands as cli
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.retention import Policy, best, check_metrics, expired
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
+from aio_ckpt.format.checkpoint_files import TRAILER_BYTES
 from aio_ckpt.format.names import ABANDONED_DIR, PROTECTED_DIR, TRASH_DIR, protected_name
-from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
+from aio_ckpt.format.root_manifest import decode_root
 
 LOSS = KeepBest(metric="loss")
 
@@ -316,7 +318,7 @@ def test_a_step_that_is_overwritten_while_a_pass_deletes_others_stays(root: Path
 
 
 def damage(root: Path, step: int) -> None:
-    file = root / f"step_{step:09d}" / "__0_0.distcp"
+    file = data_file(root / f"step_{step:09d}")
     data = bytearray(file.read_bytes())
     data[data.index(weights(step)["w"].numpy().tobytes())] ^= 1
     file.write_bytes(data)
@@ -407,7 +409,7 @@ def test_a_rollback_to_a_step_that_is_being_deleted_leaves_the_later_ones(root: 
 def test_a_damaged_step_that_could_not_be_set_aside_is_none_of_the_kept(root: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2, 3)
-    file = root / "step_000000003" / "__0_0.distcp"
+    file = data_file(root / "step_000000003")
     data = bytearray(file.read_bytes())
     data[data.index(weights(3)["w"].numpy().tobytes())] ^= 1
     file.write_bytes(data)
@@ -498,7 +500,7 @@ def test_an_overwritten_step_is_judged_by_its_new_metric(root: Path) -> None:
 def test_a_step_whose_metrics_cannot_be_read_is_not_deleted(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     with SyncCheckpointEngine(root) as engine:
         save_with(engine, {1: 1.0, 2: 2.0})
-    (root / "step_000000001" / ROOT_MANIFEST).write_bytes(b"{")
+    root_manifest(root / "step_000000001").write_bytes(b"{")
     with SyncCheckpointEngine(root, EngineConfig(keep_last=1, keep_best=LOSS)) as engine:
         save_with(engine, {3: 0.0})
     assert committed(root) == [1, 3]
@@ -508,8 +510,10 @@ def test_a_step_whose_metrics_cannot_be_read_is_not_deleted(root: Path, caplog: 
 def test_plain_dcp_has_no_metric(root: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
         save_with(engine, {1: 1.0, 2: 2.0})
-    for name in (ROOT_MANIFEST, "aio_ckpt.0.bin"):
-        (root / "step_000000001" / name).unlink()
+    metadata = root / "step_000000001" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-TRAILER_BYTES])
+    for name in (ROOT_MANIFEST, RANK_MANIFEST):
+        next((root / "step_000000001").glob(name)).unlink()
     with SyncCheckpointEngine(root, EngineConfig(keep_last=1, keep_best=LOSS)) as engine:
         save_with(engine, {3: 3.0})
     assert committed(root) == [2, 3]
@@ -519,9 +523,9 @@ def test_metrics_are_stored_and_a_manifest_without_any_is_what_it_was(root: Path
     with SyncCheckpointEngine(root) as engine:
         engine.save(weights(1), 1, metrics={"loss": 1.5, "nan": math.nan, "n": np.float32(2)}).result(TIMEOUT)
         save(engine, 2)
-    data = (root / "step_000000001" / ROOT_MANIFEST).read_bytes()
+    data = root_manifest(root / "step_000000001").read_bytes()
     assert decode_root(data, name="x").metrics == {"loss": 1.5, "nan": None, "n": 2.0}
-    assert "metrics" not in json.loads((root / "step_000000002" / ROOT_MANIFEST).read_bytes())
+    assert "metrics" not in json.loads(root_manifest(root / "step_000000002").read_bytes())
     assert b"NaN" not in data, "JSON knows no NaN"
 
 

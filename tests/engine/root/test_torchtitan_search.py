@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from builders import weights
 from gated_storage import TIMEOUT, gated_engine
+from saved_files import data_file
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import WriteError
@@ -48,7 +49,7 @@ def root(tmp_path: Path) -> Path:
             engine.save(weights(step), step=step).result(TIMEOUT)
         engine.rollback(50)
         engine.protect(20)
-        data = root / "step-50" / "__0_0.distcp"
+        data = data_file(root / "step-50")
         data.write_bytes(
             data.read_bytes().replace(weights(50)["w"].numpy().tobytes(), weights(9)["w"].numpy().tobytes())
         )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from builders import flip
 from gated_storage import TIMEOUT
+from saved_files import data_file
 from wrapper_tensors import Blockwise, Nested, Tagged, Token, blockwise, nested
 
 from aio_ckpt import (
@@ -126,9 +127,9 @@ def test_indices_that_leave_the_tensor_are_damage(root: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
         tensor = torch.eye(3).to_sparse()
         path = engine.save({"w": tensor}).result(TIMEOUT).path
-        data = (path / "__0_0.distcp").read_bytes()
+        data = data_file(path).read_bytes()
         place = data.index(torch.tensor([0, 1, 2] * 2).numpy().tobytes())
-        flip(path / "__0_0.distcp", place, 0x40)
+        flip(data_file(path), place, 0x40)
         with pytest.raises(CorruptCheckpointError):
             engine.load({"w": torch.eye(3).to_sparse()}, fallback=False)
         tensor._indices()[0, 0] = 64

@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders import listing, value, weights
 from gated_storage import TIMEOUT, gated_engine
+from saved_files import RANK_MANIFEST, data_file
 
 from aio_ckpt.errors import StallError
 
@@ -18,7 +19,7 @@ STAGES = {
     "writing its data": ("write", "*.distcp"),
     "making its data durable": ("sync", "*.distcp"),
     "writing its .metadata": ("write_file", ".metadata"),
-    "writing the rank's manifest": ("write_file", "aio_ckpt.0.bin"),
+    "writing the rank's manifest": ("write_file", RANK_MANIFEST),
     "making its directory durable": ("sync_dir", "pending/*"),
 }
 
@@ -89,7 +90,7 @@ def test_a_deadline_ends_the_wait_for_what_the_first_save_tidies(root: Path, cal
     with gated_engine(root) as (engine, _):
         for number in (1, 2):
             engine.save(weights(number)).result(TIMEOUT)
-    file = root / "step_000000002" / "__0_0.distcp"
+    file = data_file(root / "step_000000002")
     file.write_bytes(file.read_bytes().replace(weights(2)["w"].numpy().tobytes(), weights(9)["w"].numpy().tobytes()))
     (root / ".aio_ckpt/trash/old").mkdir()
     with gated_engine(root, stall_timeout_secs=TIMEOUT) as (engine, storage):

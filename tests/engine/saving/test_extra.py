@@ -13,11 +13,12 @@ import torch.distributed.checkpoint as dcp
 from builders import save, steps_dir, weights
 from format_reader import read_checkpoint
 from gated_storage import TIMEOUT, gated_engine
+from saved_files import root_manifest
 
 import aio_ckpt
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError
-from aio_ckpt.format.root_manifest import ROOT_MANIFEST, add_checksum, decode_root
+from aio_ckpt.format.root_manifest import add_checksum, decode_root
 
 EXTRA: dict[str, Any] = {"loss": 1.25, "epoch": 4, "run": "é\n\x00", "best": None, "done": True, "lr": [1e-3, {"w": 0}]}
 
@@ -68,23 +69,23 @@ def test_extra_is_a_key_of_the_root_manifest_which_is_absent_without_any(root: P
     with SyncCheckpointEngine(root) as engine:
         engine.save(weights(1), 1, extra=EXTRA).result(TIMEOUT)
         engine.save(weights(2), 2, extra={}).result(TIMEOUT)
-    data = (steps_dir(root, 1) / ROOT_MANIFEST).read_bytes()
-    assert json.loads(data)["extra"] == EXTRA == decode_root(data, name=ROOT_MANIFEST).extra
-    assert "extra" not in json.loads((steps_dir(root, 2) / ROOT_MANIFEST).read_bytes())
+    data = root_manifest(steps_dir(root, 1)).read_bytes()
+    assert json.loads(data)["extra"] == EXTRA == decode_root(data, name="root").extra
+    assert "extra" not in json.loads(root_manifest(steps_dir(root, 2)).read_bytes())
     read_checkpoint(steps_dir(root, 1))  # the reader that was written from docs/format.md
 
 
 def test_a_changed_byte_of_extra_is_damage(root: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
-        path = engine.save(weights(1), extra={"loss": 1.25}).result(TIMEOUT).path / ROOT_MANIFEST
+        path = root_manifest(engine.save(weights(1), extra={"loss": 1.25}).result(TIMEOUT).path)
         path.write_bytes(path.read_bytes().replace(b"1.25", b"1.26"))
-        with pytest.raises(CorruptCheckpointError, match=ROOT_MANIFEST):
+        with pytest.raises(CorruptCheckpointError, match=path.name):
             engine.load(weights(0))
 
 
 def test_a_manifest_whose_extra_is_no_object_is_damaged(root: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
-        path = engine.save(weights(1), extra={"a": 1}).result(TIMEOUT).path / ROOT_MANIFEST
+        path = root_manifest(engine.save(weights(1), extra={"a": 1}).result(TIMEOUT).path)
         document = json.loads(path.read_bytes()) | {"extra": [1]}
         del document["blake2b"]
         path.write_bytes(add_checksum(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"))

@@ -13,6 +13,7 @@ import pytest
 from builders import listing, value, weights
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
+from saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST, without_save_id
 
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.owner import Owner
@@ -21,7 +22,7 @@ from aio_ckpt.format.names import ABANDONED_DIR, ENGINE_DIR, ENGINE_DIRS, OWNER_
 from aio_ckpt.runtime.portal import Executor
 
 STEP = "step_000000005"
-DATA, RANK, META, ROOT = "__0_0.distcp", "aio_ckpt.0.bin", ".metadata", "aio_ckpt.json"
+DATA, RANK, META, ROOT = DATA_FILE, RANK_MANIFEST, ".metadata", ROOT_MANIFEST
 DURABILITY = ("sync", "write_file", "sync_dir", "rename", "exchange", "replace")
 
 
@@ -37,7 +38,7 @@ def shown(calls: Sequence[Call]) -> list[str]:
     lines = []
     for call in calls:
         names = [
-            f"{part.parent.name}/*" if part.parent.parent.name == ENGINE_DIR else part.name
+            f"{part.parent.name}/*" if part.parent.parent.name == ENGINE_DIR else without_save_id(part.name)
             for part in (call.path, call.other)
             if part
         ]
@@ -192,7 +193,7 @@ async def test_until_it_is_visible_a_pending_save_says_whose_it_is(tmp_path: Pat
         assert owner.pid == os.getpid()
         gate.open()
         ticket.result(TIMEOUT)
-        assert {path.name for path in (tmp_path / "root" / STEP).iterdir()} == CHECKPOINT
+        assert {without_save_id(path.name) for path in (tmp_path / "root" / STEP).iterdir()} == CHECKPOINT
 
 
 @pytest.mark.parametrize("call", [("remove_file", "writer.json"), ("remove_tree", "trash/*")])
@@ -209,12 +210,32 @@ def test_what_cannot_be_removed_after_the_commit_fails_no_save(
 
 # -- overwrite ------------------------------------------------------------------------------------
 
-OVERWRITE = [*ROOT_MODE[:-4], "write_file writer.json", f"exchange pending/* -> {STEP}", *ROOT_MODE[-3:]]
+OVERWRITE = [
+    *ROOT_MODE[:-4],
+    "write_file aio_ckpt.pending-*",
+    f"replace {DATA} -> {DATA}",
+    f"replace {RANK} -> {RANK}",
+    f"replace {ROOT} -> {ROOT}",
+    f"replace {META} -> {META}.tmp-*",
+    f"sync_dir {STEP}",
+    f"replace {META}.tmp-* -> {META}",
+    f"sync_dir {STEP}",
+]
 OVERWRITE_STEPS = [line for line in OVERWRITE if line.startswith(DURABILITY) and "writer.json" not in line]
-OVERWRITE += ["rename pending/* -> trash/*", "remove_file .metadata", "sync_dir trash/*", "remove_tree trash/*"]
+OVERWRITE += [
+    "remove_file aio_ckpt.pending-*",
+    f"remove_file {DATA}",
+    f"remove_file {RANK}",
+    f"remove_file {ROOT}",
+    "remove_file writer.json",
+    "rename pending/* -> trash/*",
+    "remove_tree trash/*",
+]
 
 
-def test_an_overwrite_exchanges_the_directories_and_removes_the_old_one_last(tmp_path: Path) -> None:
+def test_an_overwrite_adds_its_files_renames_its_metadata_over_the_old_and_removes_the_old_files_last(
+    tmp_path: Path,
+) -> None:
     calls = log_of_a_save(tmp_path, overwrite=True)
     assert in_turn(calls) == OVERWRITE
     assert listing(tmp_path / "root") == [STEP]
@@ -231,7 +252,7 @@ def log_of_two_saves(path: Path) -> list[Call]:
         return list(storage.calls)
 
 
-@pytest.mark.parametrize("left_out", [line for line in OVERWRITE_STEPS if not line.startswith("exchange")])
+@pytest.mark.parametrize("left_out", [line for line in OVERWRITE_STEPS if "pending" not in line])
 def test_without_any_one_fsync_a_power_loss_breaks_an_overwrite(tmp_path: Path, left_out: str) -> None:
     calls = log_of_two_saves(tmp_path)
     where = labelled(calls)  # the later of two calls of the same name: the overwrite's
@@ -239,15 +260,20 @@ def test_without_any_one_fsync_a_power_loss_breaks_an_overwrite(tmp_path: Path, 
         check_root_mode(dropped(calls, where[left_out]), top=tmp_path, final=tmp_path / "root" / STEP)
 
 
-def test_a_failed_fsync_of_the_parent_undoes_an_exchange(tmp_path: Path) -> None:
+def test_an_overwrite_whose_rename_is_visible_and_not_durable_is_in_doubt_and_both_saves_stay(tmp_path: Path) -> None:
     with gated_engine(tmp_path / "root") as (engine, storage):
         engine.save(weights(1), step=5).result(TIMEOUT)
-        storage.fail("sync_dir", "root", WriteError(errno.EIO, "the disk is gone", "root"))
-        with pytest.raises(WriteError, match="the disk is gone"):
-            engine.save(weights(2), step=5, overwrite=True).result(TIMEOUT)
+        gate = storage.hold("replace", f"{META}.tmp-*")
+        ticket = engine.save(weights(2), step=5, overwrite=True)
+        gate.wait_reached()
+        storage.fail("sync_dir", STEP, WriteError(errno.EIO, "the disk is gone", "root"))
+        gate.open()
+        with pytest.raises(WriteError, match="the disk is gone") as failed:
+            ticket.result(TIMEOUT)
+        assert failed.value.in_doubt
         assert engine.steps().result() == [5]
-        assert value(engine) == 1
-        assert listing(tmp_path / "root") == [STEP]
+        assert value(engine) == 2
+        assert len(list((tmp_path / "root" / STEP).glob(DATA))) == 2
 
 
 # -- rollback -------------------------------------------------------------------------------------
@@ -274,11 +300,11 @@ async def test_a_directory_that_lost_its_metadata_counts_only_where_its_step_has
     tmp_path: Path, storage: GatedStorage
 ) -> None:
     for name, files in (
-        ("step_000000005", (META, ROOT)),
-        ("step-5", (ROOT,)),
-        ("step-6", (ROOT,)),
+        ("step_000000005", (META, "aio_ckpt.s-1.json")),
+        ("step-5", ("aio_ckpt.s-1.json",)),
+        ("step-6", ("aio_ckpt.s-1.json",)),
         ("step-7", ("notes.txt",)),
-        ("step-8", (ROOT, f"{META}.tmp")),
+        ("step-8", ("aio_ckpt.s-1.json", f"{META}.tmp-s-2")),
     ):
         (tmp_path / name).mkdir()
         for file in files:

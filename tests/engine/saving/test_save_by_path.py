@@ -15,6 +15,7 @@ import torch
 from builders import listing, weights
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import check_deletion, check_root_mode
+from saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST, without_save_id
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
@@ -66,11 +67,11 @@ def test_a_state_is_saved_at_any_path_and_read_there(engine: SyncCheckpointEngin
     assert (loaded.step, loaded.path, loaded.extra, loaded.verified) == (0, path, {"epoch": 0}, True)
     assert torch.equal(engine.read(path=str(path))["w"], weights(1)["w"])
     assert number_at(path) == 1
-    assert sorted(file.name for file in path.iterdir()) == [
+    assert sorted(without_save_id(file.name) for file in path.iterdir()) == [
         ".metadata",
-        "__0_0.distcp",
-        "aio_ckpt.0.bin",
-        "aio_ckpt.json",
+        DATA_FILE,
+        RANK_MANIFEST,
+        ROOT_MANIFEST,
     ]
     assert listing(engine.root) == []
 
@@ -189,7 +190,7 @@ def test_a_skipped_and_a_refused_save_by_path_name_the_path(root: Path, tmp_path
 
 def test_a_cancelled_save_by_path_becomes_not_visible(root: Path, tmp_path: Path) -> None:
     with gated_engine(root) as (engine, storage):
-        gate = storage.hold("write_file", "aio_ckpt.0.bin")
+        gate = storage.hold("write_file", "aio_ckpt.*.0.bin")
         ticket = engine.save(weights(1), path=tmp_path / "a")
         gate.wait_reached()
         assert ticket.cancel()
@@ -317,17 +318,13 @@ def test_what_is_no_checkpoint_is_neither_replaced_nor_removed(
     assert listing(engine.root) == []
 
 
-def test_a_checkpoint_with_files_of_others_is_replaced_only_if_that_is_said(
-    engine: SyncCheckpointEngine, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_replaced_and_files_of_others_in_it_stay(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
     path = tmp_path / "a"
     engine.save(weights(1), path=path).result(TIMEOUT)
     (path / "notes.txt").write_text("mine")
-    with pytest.raises(WriteError, match=r"files of others \(notes.txt\).*overwrite=True"):
-        engine.save(weights(2), path=path).result(TIMEOUT)
-    assert ((path / "notes.txt").read_text(), number_at(path)) == ("mine", 1)
-    engine.save(weights(2), path=path, overwrite=True).result(TIMEOUT)
-    assert (number_at(path), (path / "notes.txt").exists()) == (2, False)
+    for number, overwrite in ((2, False), (3, True)):
+        engine.save(weights(number), path=path, overwrite=overwrite).result(TIMEOUT)
+        assert ((path / "notes.txt").read_text(), number_at(path)) == ("mine", number)
 
 
 def test_an_empty_directory_is_taken(engine: SyncCheckpointEngine, tmp_path: Path) -> None:
@@ -455,7 +452,7 @@ def test_close_finishes_removals(root: Path, tmp_path: Path) -> None:
 def test_terminate_drops_removals_and_settles_them(root: Path, tmp_path: Path) -> None:
     with gated_engine(root) as (engine, storage):
         engine.save(weights(1), path=tmp_path / "a").result(TIMEOUT)
-        gate = storage.hold("write_file", "aio_ckpt.0.bin")
+        gate = storage.hold("write_file", "aio_ckpt.*.0.bin")
         engine.save(weights(2), path=tmp_path / "b")
         removal = engine.remove(tmp_path / "a")
         gate.wait_reached()
@@ -478,7 +475,7 @@ def test_removal_needs_the_lock_of_the_root(root: Path, tmp_path: Path) -> None:
 def test_a_load_waits_for_the_pending_save_of_its_path(root: Path, tmp_path: Path) -> None:
     with gated_engine(root, max_in_flight=2) as (engine, storage):
         engine.save(weights(1), path=tmp_path / "a").result(TIMEOUT)
-        gate = storage.hold("exchange")
+        gate = storage.hold("replace", ".metadata.tmp-*")
         engine.save(weights(2), path=tmp_path / "a")
         gate.wait_reached()
         loading = engine.load(template := weights(0), None, path=tmp_path / "a", **PLAIN)
@@ -582,7 +579,7 @@ def test_a_power_loss_leaves_the_old_checkpoint_or_the_new_one_and_a_removed_one
         engine.remove(path).result(TIMEOUT)
         check_deletion(storage.calls, top=tmp_path, final=path)
         deletions = [call.name for call in storage.calls if root / TRASH_DIR in call.path.parents]
-        assert deletions == ["remove_file", "sync_dir", "remove_tree"] * 2
+        assert deletions == ["remove_tree", "remove_file", "sync_dir", "remove_tree"]
 
 
 def test_on_commit_gets_the_report_of_a_save_by_path(root: Path, tmp_path: Path) -> None:

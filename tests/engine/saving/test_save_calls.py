@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fnmatch
 import os
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 import uvloop
 from builders import broken, listing, value, weights
 from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
+from saved_files import RANK_MANIFEST
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.commit import trash as undo
@@ -141,7 +143,7 @@ def test_a_save_cancelled_before_its_commit_leaves_nothing(root: Path, stage: tu
         assert engine.save(weights(2)).result(TIMEOUT).step == 1, "a cancelled save raises nothing and uses up no step"
 
 
-@pytest.mark.parametrize("name", ["writer.json", ".metadata", "aio_ckpt.0.bin"])
+@pytest.mark.parametrize("name", ["writer.json", ".metadata", RANK_MANIFEST])
 def test_a_cancelled_save_is_cleared_away_after_its_last_thread_is_done(
     root: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +151,7 @@ def test_a_cancelled_save_is_cleared_away_after_its_last_thread_is_done(
     reached, goes_on, write = threading.Event(), threading.Event(), local_storage._write_file
 
     def held_write(path: Path, data: bytes) -> None:
-        if path.name == name:
+        if fnmatch.fnmatch(path.name, name):
             reached.set()
             assert goes_on.wait(TIMEOUT)
         write(path, data)
@@ -228,7 +230,7 @@ def test_several_threads_and_loops_may_wait_for_one_save_at_once(root: Path) -> 
 
 def test_every_waiter_of_a_failed_save_gets_the_failure(root: Path) -> None:
     with gated_engine(root) as (engine, storage), ThreadPoolExecutor(3) as pool:
-        storage.fail("write_file", "aio_ckpt.json", broken())
+        storage.fail("write_file", "aio_ckpt.*.json", broken())
         ticket, gate = held_save(engine, storage)
         waiting = [pool.submit(waiter, ticket) for waiter in (wait_in_thread, wait_in_asyncio, wait_in_uvloop)]
         gate.open()
@@ -368,21 +370,6 @@ def test_a_store_that_stands_still_during_the_commit_ends_the_wait(root: Path, s
             ticket.result(TIMEOUT)
         gate.open()
         assert 1 + len(engine.steps().result()) == engine.save(weights(2)).step, "the disk was not looked at again"
-
-
-def test_an_exchange_that_cannot_be_taken_back_keeps_both_checkpoints_and_says_so(root: Path) -> None:
-    with gated_engine(root) as (engine, storage):
-        engine.save(weights(1), step=5).result(TIMEOUT)
-        storage.fail("sync_dir", "root", broken())
-        storage.fail("exchange", "step_*", WriteError(errno.EROFS, "read-only", "/y"))
-        ticket = engine.save(weights(2), step=5, overwrite=True)
-        with pytest.raises(WriteError, match="the disk is gone") as caught:
-            ticket.result(TIMEOUT)
-        assert caught.value.in_doubt
-        assert "may still become visible, whole" in caught.value.__notes__[0]
-        assert value(engine, 5) == 2
-        (pending,) = root.glob(".aio_ckpt/pending/*")
-        assert (pending / ".metadata").exists(), "after a power loss this may be step 5 again"
 
 
 def test_a_rename_that_was_not_durable_is_taken_back_durably_before_its_files_go(root: Path) -> None:

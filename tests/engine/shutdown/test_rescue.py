@@ -27,6 +27,7 @@ from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from image_files import pin_chunk_bytes
 from rank_processes import Ranks, engine_on
 from rescued_trainer import NOT_RECORDED, POINTS, kill, start_trainer, state, train_until_killed
+from saved_files import root_manifest
 from tensor_bits import assert_same_tensor
 from warm_python import WarmPython, run_warm
 
@@ -37,7 +38,7 @@ from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from aio_ckpt.format.names import LOCK_FILE, PENDING_DIR, SEGMENTS_FILE, StepNames
-from aio_ckpt.format.root_manifest import ROOT_MANIFEST, decode_root
+from aio_ckpt.format.root_manifest import decode_root
 from aio_ckpt.memory.cuda import Copies
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.rescue import hooks
@@ -133,7 +134,7 @@ def test_a_snapshot_that_was_whole_when_the_trainer_was_killed_is_committed(
     assert [saved["step"] for saved in told["rescued"]] == [2]
     assert listing(root) == [step_dir(1), step_dir(2)]
     assert segments_in(shm) == []
-    manifest = decode_root((root / step_dir(2) / ROOT_MANIFEST).read_bytes(), name=ROOT_MANIFEST)
+    manifest = decode_root(root_manifest(root / step_dir(2)).read_bytes(), name="root")
     assert (manifest.step, manifest.metrics, manifest.world_size) == (2, {"loss": 0.5}, 1)
     assert manifest.extra == {"epoch": 4}
     assert_holds(root, 2)
@@ -211,8 +212,8 @@ def overwrite_until_killed(root: Path, shm: Path, call: str, where: str, value: 
 @pytest.mark.parametrize(
     ("call", "where", "rescued", "reasons"),
     [
-        ("exchange", "*", [1], ["a later snapshot of step 1 is there"]),
-        ("sync_dir", "root", [], ["another step 1 was committed since", "it is committed"]),
+        ("replace", ".metadata.tmp-*", [1], ["a later snapshot of step 1 is there"]),
+        ("remove_file", "writer.json", [], ["another step 1 was committed since", "it is committed"]),
     ],
     ids=["both were killed before", "the later one was killed behind it"],
 )
@@ -227,7 +228,7 @@ def test_a_snapshot_replaces_the_checkpoint_that_was_there_and_no_later_one(
 ) -> None:
     with SyncCheckpointEngine(root) as engine:
         engine.save(state(1), step=1).result(TIMEOUT)
-    overwrite_until_killed(root, shm, "exchange", "*", 20)
+    overwrite_until_killed(root, shm, "replace", ".metadata.tmp-*", 20)
     overwrite_until_killed(root, shm, call, where, 21)
     assert len(segments_in(shm)) == 2
     code, told = called(capsys, root)
@@ -266,9 +267,9 @@ def test_what_a_torn_snapshot_superseded_is_not_removed(
 ) -> None:
     with SyncCheckpointEngine(root) as engine:
         engine.save(state(1), step=1).result(TIMEOUT)
-    overwrite_until_killed(root, shm, "exchange", "*", 20)
+    overwrite_until_killed(root, shm, "replace", ".metadata.tmp-*", 20)
     (older,) = segments_in(shm)
-    overwrite_until_killed(root, shm, "exchange", "*", 21)
+    overwrite_until_killed(root, shm, "replace", ".metadata.tmp-*", 21)
     (torn,) = {*segments_in(shm)} - {older}
     data = bytearray(torn.read_bytes())
     damage_image(data)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from builders import flip
 from checkpoint_maker import save_state
+from saved_files import data_file
 
 from aio_ckpt.checkpoint import read_plan as readplan
 from aio_ckpt.checkpoint.open import open_checkpoint
@@ -119,7 +120,7 @@ async def test_a_flipped_bit_leaves_the_bytes_of_its_block_untouched(storage, tm
     path = save_state(tmp_path / "c", mixed_state())
     checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
     (entry,) = (entry for entry in checkpoint.ranks[0].tensors if entry.fqns == (name,))
-    flip(path / "__0_0.distcp", entry.raw_offset + block * BLOCK_BYTES + 17)
+    flip(data_file(path), entry.raw_offset + block * BLOCK_BYTES + 17)
     state = sevens()
     with pytest.raises(MismatchError, match=repr(name)) as caught:
         await asyncio.wait_for(load(storage, path, state), SECS)
@@ -131,7 +132,7 @@ async def test_a_flipped_bit_leaves_a_tensor_that_is_laid_out_anew_untouched(sto
     path = save_state(tmp_path / "c", mixed_state())
     checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
     (entry,) = (entry for entry in checkpoint.ranks[0].tensors if entry.fqns == ("by columns",))
-    flip(path / "__0_0.distcp", entry.raw_offset + BLOCK_BYTES + 17)
+    flip(data_file(path), entry.raw_offset + BLOCK_BYTES + 17)
     state = sevens()
     with pytest.raises(MismatchError, match="'by columns'"):
         await asyncio.wait_for(load(storage, path, state), SECS)
@@ -144,7 +145,7 @@ async def test_every_block_is_intact_or_untouched_after_damage_to_all_tensors(st
     path = save_state(tmp_path / "c", stored)
     checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
     for entry in checkpoint.ranks[0].tensors:
-        flip(path / "__0_0.distcp", entry.raw_offset + entry.raw_bytes // 2)
+        flip(data_file(path), entry.raw_offset + entry.raw_bytes // 2)
     state = sevens()
     with pytest.raises(MismatchError):
         await asyncio.wait_for(load(storage, path, state), SECS)
@@ -158,7 +159,7 @@ async def test_damage_is_found_wherever_it_is(storage, tmp_path, block):
     path = save_state(tmp_path / "c", {"t": random_bytes(NBYTES)})
     checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
     at = checkpoint.ranks[0].tensors[0].raw_offset + block * BLOCK_BYTES + 17
-    flip(path / "__0_0.distcp", at)
+    flip(data_file(path), at)
     with pytest.raises(CorruptCheckpointError, match="'t'") as caught:
         await asyncio.wait_for(load(storage, path, {"t": placed(NBYTES, 64)[1]}), SECS)
     assert caught.value.target_modified

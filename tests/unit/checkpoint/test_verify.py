@@ -9,6 +9,7 @@ import zipfile
 
 import numpy as np
 import pytest
+import saved_files
 import torch
 import torch.distributed.checkpoint as dcp
 from builders import flip
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from isal import isal_zlib
 from property_examples import examples
+from saved_files import data_file, rank_manifest
 
 from aio_ckpt.checkpoint import verify as scrub
 from aio_ckpt.checkpoint.data_files import Files
@@ -68,7 +70,7 @@ async def test_a_sound_checkpoint_has_no_fault_and_every_byte_was_read(executor,
     path = save(tmp_path / "c", some_state() | {"n": 1})
     seen = []
     assert await verify(executor, path, seen.append) == ()
-    assert sum(seen) == (path / "__0_0.distcp").stat().st_size
+    assert sum(seen) == data_file(path).stat().st_size
 
 
 async def test_a_sound_checkpoint_of_several_ranks_has_no_fault(executor, tmp_path):
@@ -80,88 +82,75 @@ async def test_a_sound_checkpoint_of_several_ranks_has_no_fault(executor, tmp_pa
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 async def test_a_flipped_bit_anywhere_in_a_data_file_is_found(executor, tmp_path_factory, place, bit):
     path = save_state(tmp_path_factory.mktemp("c") / "c", some_state())
-    file = path / "__0_0.distcp"
+    file = data_file(path)
     offset = int(place * file.stat().st_size)
     flip(file, offset, 1 << bit)
     faults = await verify(executor, path)
-    rank = manifest.decode_rank((path / "aio_ckpt.0.bin").read_bytes(), name="m")
+    rank = manifest.decode_rank(rank_manifest(path).read_bytes(), name="m")
     inside = [e.fqns[0] for e in rank.tensors if e.item_offset <= offset < e.item_offset + e.item_bytes]
     inside += [e.fqns[0] for e in rank.objects if e.offset <= offset < e.offset + e.nbytes]
-    assert {fault.file for fault in faults} == {"__0_0.distcp"}
+    assert {fault.file for fault in faults} == {"__save-1_0_0.distcp"}
     assert faults[0].tensor == (inside[0] if inside else None)
 
 
 @pytest.mark.parametrize("place", [0.01, 0.5, 0.99])
-@pytest.mark.parametrize("name", [".metadata", "aio_ckpt.0.bin"])
+@pytest.mark.parametrize("name", [".metadata", "aio_ckpt.save-1.0.bin"])
 async def test_a_flipped_bit_in_a_small_file_is_found_and_the_data_is_still_checked(executor, tmp_path, name, place):
     path = save_state(tmp_path / "c", some_state())
     flip(path / name, int(place * (path / name).stat().st_size))
     faults = await verify(executor, path)
     assert [fault.file for fault in faults] == [name]
-    flip(path / "__0_0.distcp", 2 * BLOCK_BYTES)
+    flip(data_file(path), 2 * BLOCK_BYTES)
     files = {fault.file for fault in await verify(executor, path)}
-    assert files == ({name, "__0_0.distcp"} if name == ".metadata" else {name})
+    assert files == ({name, "__save-1_0_0.distcp"} if name == ".metadata" else {name})
 
 
 async def test_all_faults_of_all_ranks_are_listed(executor, tmp_path):
     contents = [content_of({f"t{rank}": torch.ones(100 + rank), f"o{rank}": "x"}, rank) for rank in range(4)]
     path = write_checkpoint(tmp_path / "c", contents)
     for rank, at in ((0, "tensors"), (1, "objects")):
-        found = manifest.decode_rank((path / f"aio_ckpt.{rank}.bin").read_bytes(), name="m")
+        found = manifest.decode_rank((path / f"aio_ckpt.save-1.{rank}.bin").read_bytes(), name="m")
         entry = getattr(found, at)[0]
-        flip(path / f"__{rank}_0.distcp", entry.raw_offset if at == "tensors" else entry.offset)
-    (path / "__2_0.distcp").unlink()
-    with (path / "__3_0.distcp").open("r+b") as file:
+        flip(path / f"__save-1_{rank}_0.distcp", entry.raw_offset if at == "tensors" else entry.offset)
+    data_file(path, 2).unlink()
+    with data_file(path, 3).open("r+b") as file:
         file.truncate(100)
     faults = await verify(executor, path)
     assert [(fault.file, fault.tensor) for fault in faults] == [
-        ("__0_0.distcp", "t0"),
-        ("__1_0.distcp", "o1"),
-        ("__2_0.distcp", None),
-        ("__3_0.distcp", None),
+        ("__save-1_0_0.distcp", "t0"),
+        ("__save-1_1_0.distcp", "o1"),
+        ("__save-1_2_0.distcp", None),
+        ("__save-1_3_0.distcp", None),
     ]
 
 
 async def test_metadata_that_tells_another_place_than_the_manifest_is_found(executor, tmp_path):
-    import hashlib
-
     path = save_state(tmp_path / "c", {"a": torch.ones(10), "b": torch.zeros(10)})
     data = (path / ".metadata").read_bytes()
-    changed = data.replace(b"__0_0.distcp", b"__7_0.distcp")
+    changed = data.replace(b"__save-1_0_0.distcp", b"__save-1_7_0.distcp")
     assert changed != data
-    root = root_manifest.decode_root((path / "aio_ckpt.json").read_bytes(), name="r")
+    root = root_manifest.decode_root(saved_files.root_manifest(path).read_bytes(), name="r")
     fields = {name: getattr(root, name) for name in root.__struct_fields__}
     fields["metadata"] = write_small(path / ".metadata", changed)
-    fields["metadata_blake2b"] = hashlib.blake2b(changed, digest_size=32).hexdigest()
-    (path / "aio_ckpt.json").write_bytes(root_manifest.encode_root(root_manifest.RootManifest(**fields)))
+    saved_files.root_manifest(path).write_bytes(root_manifest.encode_root(root_manifest.RootManifest(**fields)))
     assert [(fault.file, fault.tensor) for fault in await verify(executor, path)] == [
         (".metadata", "a"),
         (".metadata", "b"),
     ]
 
 
-async def test_metadata_of_another_blake2b_is_found_though_its_crc32_and_all_else_match(executor, tmp_path):
-    path = save_state(tmp_path / "c", {"a": torch.ones(10)})
-    root = root_manifest.decode_root((path / "aio_ckpt.json").read_bytes(), name="r")
-    fields = {name: getattr(root, name) for name in root.__struct_fields__}
-    fields["metadata_blake2b"] = "0a" * 32
-    (path / "aio_ckpt.json").write_bytes(root_manifest.encode_root(root_manifest.RootManifest(**fields)))
-    faults = await verify(executor, path)
-    assert [(fault.file, "BLAKE2b" in fault.message) for fault in faults] == [(".metadata", True)]
-
-
 async def test_a_manifest_that_describes_another_item_than_the_zip_is_found(executor, tmp_path):
     path = save_state(tmp_path / "c", {"t": torch.arange(50.0).reshape(5, 10)})
     forge(path, stride=(1, 5))
     faults = await verify(executor, path)
-    assert [(fault.file, fault.tensor) for fault in faults] == [("__0_0.distcp", "t")]
+    assert [(fault.file, fault.tensor) for fault in faults] == [("__save-1_0_0.distcp", "t")]
     assert "disagree" in faults[0].message
 
 
 async def test_a_zip_whose_own_sum_is_not_that_of_its_blocks_is_found(executor, tmp_path):
     path = save_state(tmp_path / "c", {"t": torch.arange(400_000.0)})
-    file = path / "__0_0.distcp"
-    item = manifest.decode_rank((path / "aio_ckpt.0.bin").read_bytes(), name="m").tensors[0]
+    file = data_file(path)
+    item = manifest.decode_rank(rank_manifest(path).read_bytes(), name="m").tensors[0]
     data = file.read_bytes()
     with zipfile.ZipFile(io.BytesIO(data[item.item_offset : item.item_offset + item.item_bytes])) as archive:
         (info,) = (info for info in archive.infolist() if info.filename.endswith("data/0"))
@@ -169,7 +158,7 @@ async def test_a_zip_whose_own_sum_is_not_that_of_its_blocks_is_found(executor, 
     flip(file, at)
     forge(path, crc32=isal_zlib.crc32(file.read_bytes()))
     faults = await verify(executor, path)
-    assert [(fault.file, fault.tensor) for fault in faults] == [("__0_0.distcp", "t")]
+    assert [(fault.file, fault.tensor) for fault in faults] == [("__save-1_0_0.distcp", "t")]
     assert "blocks" in faults[0].message
 
 
@@ -181,7 +170,7 @@ async def test_a_name_that_only_the_metadata_knows_is_found(executor, tmp_path):
 
 async def test_damage_in_a_plain_dcp_checkpoint_is_found_and_named(executor, tmp_path):
     path = stock_save(tmp_path / "c", some_state() | {"n": 1})
-    file = path / "__0_0.distcp"
+    file = data_file(path)
     data = file.read_bytes()
     flip(file, data.index(np.arange(100.0, 200.0, dtype=np.float32).tobytes()))
     flip(file, data.index(bytes([35, 75, 36, 75, 37])))
@@ -207,7 +196,7 @@ def odd_tensors():
 async def test_tensors_that_are_not_plain_are_no_fault_and_damage_in_them_is(executor, tmp_path):
     path = stock_save(tmp_path / "c", odd_tensors())
     assert await verify(executor, path) == ()
-    file = path / "__0_0.distcp"
+    file = data_file(path)
     starts = {index.fqn: info.offset for index, info in dcp.FileSystemReader(path).read_metadata().storage_data.items()}
     data = file.read_bytes()
     for name, start in starts.items():

@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, dump_metadata, render_metadata
-from aio_ckpt.format.root_manifest import METADATA_FILE
 
 # -- rendering .metadata --------------------------------------------------------------------------
 
@@ -48,18 +48,26 @@ def tensor_metadata(size: tuple[int, ...] = (2, 3)) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size(size), [whole])
 
 
-def make_metadata(names: list[str], objects: list[str], numbers: tuple[int, ...] = ()) -> Metadata:
+def make_metadata(
+    names: list[str], objects: list[str], numbers: tuple[int, ...] = (), *, file: str = "__0_0.distcp"
+) -> Metadata:
     described: dict = {name: tensor_metadata() for name in names} | {name: BytesStorageMetadata() for name in objects}
-    places = {
-        MetadataIndex(name, (0, 0), 0): _StorageInfo("__0_0.distcp", 1000 * at, 900) for at, name in enumerate(names)
-    }
+    places = {MetadataIndex(name, (0, 0), 0): _StorageInfo(file, 1000 * at, 900) for at, name in enumerate(names)}
     paths = {name: (name, *numbers) for name in described}
     return Metadata(described, planner_data=paths, storage_data=places)
 
 
-def expected(metadata: Metadata, objects: list[str], spans: list, checkpoint_id: str, save_id: str) -> Metadata:
+def expected(
+    metadata: Metadata,
+    objects: list[str],
+    spans: list,
+    checkpoint_id: str,
+    save_id: str,
+    *,
+    file: str = "__0_0.distcp",
+) -> Metadata:
     places = metadata.storage_data | {
-        MetadataIndex(name): _StorageInfo("__0_0.distcp", *span) for name, span in zip(objects, spans, strict=True)
+        MetadataIndex(name): _StorageInfo(file, *span) for name, span in zip(objects, spans, strict=True)
     }
     return replace(metadata, storage_data=places, storage_meta=StorageMeta(checkpoint_id, save_id))
 
@@ -69,7 +77,7 @@ def render(
     objects: list[str],
     numbers: tuple[int, ...] = (),
     *,
-    files: tuple[str, ...] = ("__0_0.distcp",),
+    files: int = 1,
     order: list[str] | None = None,
 ) -> MetadataTemplate:
     """The template of :func:`make_metadata`; ``order``: of the paths."""
@@ -84,7 +92,7 @@ def render(
         file=np.zeros(count, np.int64),
         places=np.array([(1000 * at, 900) for at in range(count)], np.int64).reshape(-1, 2),
         files=files,
-        objects=[(name, min(at, len(files) - 1)) for at, name in enumerate(objects)],
+        objects=[(name, min(at, files - 1)) for at, name in enumerate(objects)],
     )
     return render_metadata(table, {name: (name, *numbers) for name in order or [*names, *objects]})
 
@@ -103,15 +111,18 @@ sizes = st.integers(0, 300) | st.integers(0, 1 << 62) | holes
     st.lists(sizes, max_size=3),
     st.data(),
     odd_names,
-    odd_names,
+    st.text("0123456789abcdef-", min_size=1, max_size=40),
 )
 def test_a_filled_template_says_what_pickling_the_real_values_says(names, count, numbers, data, checkpoint_id, save_id):
     """Names, numbers and ids that equal what stands for a hole are as any other."""
     objects, tensors = names[:count], names[count:]
     spans = [data.draw(st.tuples(sizes, sizes)) for _ in objects]
     template = render(tensors, objects, tuple(numbers))
+    file = data_file_name(save_id, 0)
     filled = b"".join(template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id))
-    wanted = expected(make_metadata(tensors, objects, tuple(numbers)), objects, spans, checkpoint_id, save_id)
+    wanted = expected(
+        make_metadata(tensors, objects, tuple(numbers), file=file), objects, spans, checkpoint_id, save_id, file=file
+    )
     assert pickle.loads(filled) == wanted
     assert list(pickle.loads(filled).storage_data) == list(wanted.storage_data)
     assert parse_metadata(filled, name="m") == wanted
@@ -134,11 +145,11 @@ def test_a_template_serves_many_saves():
 
 
 def test_each_object_may_lie_in_the_file_of_its_rank():
-    template = render([], ["rng.rank0", "rng.rank1"], files=("__0_0.distcp", "__1_0.distcp"))
+    template = render([], ["rng.rank0", "rng.rank1"], files=2)
     found = parse_metadata(b"".join(template.fill([(1, 2), (3, 4)], checkpoint_id="c", save_id="s")), name="m")
     assert [found.storage_data[MetadataIndex(f"rng.rank{rank}")] for rank in (0, 1)] == [
-        _StorageInfo("__0_0.distcp", 1, 2),
-        _StorageInfo("__1_0.distcp", 3, 4),
+        _StorageInfo("__s_0_0.distcp", 1, 2),
+        _StorageInfo("__s_1_0.distcp", 3, 4),
     ]
 
 
@@ -153,7 +164,9 @@ def test_dcp_reads_the_filled_bytes(tmp_path):
     filled = render(["w"], ["o"]).fill([(7, 8)], checkpoint_id="here", save_id="id")
     (tmp_path / METADATA_FILE).write_bytes(b"".join(filled))
     found = dcp.FileSystemReader(tmp_path).read_metadata()
-    assert found.storage_data == expected(make_metadata(["w"], ["o"]), ["o"], [(7, 8)], "here", "id").storage_data
+    file = "__id_0_0.distcp"
+    wanted = expected(make_metadata(["w"], ["o"], file=file), ["o"], [(7, 8)], "here", "id", file=file)
+    assert found.storage_data == wanted.storage_data
     assert (found.storage_meta.checkpoint_id, found.storage_meta.save_id) == ("here", "id")
 
 

@@ -24,6 +24,7 @@ from dcp_states import StreamTransformExtension
 from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
+from saved_files import data_file, root_manifest
 from tensor_bits import bytes_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
@@ -406,7 +407,7 @@ async def test_a_page_aligned_target_is_read_into_and_proven_in_place(storage, t
     target = torch.frombuffer(mmap.mmap(-1, stored.numel() * 4), dtype=torch.float32)
     await load(storage, path, {"t": target})
     assert torch.equal(target, stored)
-    flip(path / "__0_0.distcp", (await opened(storage, path)).ranks[0].tensors[0].raw_offset + BLOCK_BYTES)
+    flip(data_file(path), (await opened(storage, path)).ranks[0].tensors[0].raw_offset + BLOCK_BYTES)
     with pytest.raises(CorruptCheckpointError, match="'t'"):
         await load(storage, path, {"t": target})
 
@@ -431,7 +432,7 @@ async def test_a_template_that_does_not_fit_is_refused_before_a_byte_is_read(
     direct, tmp_path, save, template, error, message
 ):
     save(tmp_path / "c", {"t": torch.ones(4), "n": 3})
-    (tmp_path / "c" / "__0_0.distcp").unlink()
+    data_file(tmp_path / "c").unlink()
     with pytest.raises(error, match=message) as caught:
         await load(direct, tmp_path / "c", template)
     assert not caught.value.target_modified
@@ -463,7 +464,7 @@ async def test_no_metadata_is_a_damaged_checkpoint_and_no_manifest_either_is_non
     (path / ".metadata").unlink()
     with pytest.raises(MismatchError, match=r"\.metadata: missing"):
         await opened(storage, path)
-    (path / "aio_ckpt.json").unlink()
+    root_manifest(path).unlink()
     with pytest.raises(CheckpointNotFoundError, match="metadata"):
         await opened(storage, path)
 
@@ -823,26 +824,26 @@ async def test_a_flipped_bit_in_any_tensor_or_object_is_found_and_named(direct, 
     spans = {entry.fqns[0]: (entry.raw_offset, entry.raw_bytes) for entry in rank.tensors}
     spans |= {entry.fqns[0]: (entry.offset, entry.nbytes) for entry in rank.objects}
     offset, nbytes = spans[name]
-    flip(path / "__0_0.distcp", offset + math.floor(place * nbytes), 1 << bit)
+    flip(data_file(path), offset + math.floor(place * nbytes), 1 << bit)
     state = {"small": torch.zeros(50), "big": torch.zeros(2 * BLOCK_BYTES // 4 + 99), "obj": "untouched"}
-    with pytest.raises(CorruptCheckpointError, match=rf"__0_0.distcp.*'{name}'") as caught:
+    with pytest.raises(CorruptCheckpointError, match=rf"__save-1_0_0.distcp.*'{name}'") as caught:
         await load(direct, path, state)
     assert caught.value.target_modified == (name != "obj"), "objects are read before a tensor is touched"
     assert state["big"].any() <= caught.value.target_modified
     assert state["obj"] == "untouched"
-    with pytest.raises(CorruptCheckpointError, match=rf"__0_0.distcp.*'{name}'"):
+    with pytest.raises(CorruptCheckpointError, match=rf"__save-1_0_0.distcp.*'{name}'"):
         await read(direct, path)
 
 
 @FEW
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-@pytest.mark.parametrize("file", [".metadata", "aio_ckpt.json", "aio_ckpt.0.bin"])
+@pytest.mark.parametrize("file", [".metadata", "aio_ckpt.save-1.json", "aio_ckpt.save-1.0.bin"])
 async def test_a_flipped_bit_in_any_small_file_is_found(direct, tmp_path_factory, file, place, bit):
     path = save_state(tmp_path_factory.mktemp("c") / "c", two_sizes())
     size = (path / file).stat().st_size
     before = await opened(direct, path)
     flip(path / file, math.floor(place * size), 1 << bit)
-    if file == "aio_ckpt.json":  # fields that prove nothing (who wrote it, when, the format's minor version) may change
+    if file.endswith(".json"):  # fields that prove nothing (who wrote it, when, the minor version) may change
         with contextlib.suppress(CorruptCheckpointError, ValueError):
             assert (await opened(direct, path)).ranks == before.ranks
     else:
@@ -853,17 +854,17 @@ async def test_a_flipped_bit_in_any_small_file_is_found(direct, tmp_path_factory
 @pytest.mark.parametrize("save", [save_state, stock_save])
 async def test_a_flipped_bit_in_a_plain_record_or_object_is_found(storage, tmp_path, save):
     save(tmp_path / "c", {"t": torch.arange(50000.0), "obj": list(range(200))})
-    data = (tmp_path / "c" / "__0_0.distcp").read_bytes()
+    data = data_file(tmp_path / "c").read_bytes()
     for offset in (data.index(torch.arange(100.0, 200.0).numpy().tobytes()) + 5, data.index(bytes([75, 100, 75, 101]))):
-        flip(tmp_path / "c" / "__0_0.distcp", offset)
+        flip(data_file(tmp_path / "c"), offset)
         with pytest.raises(CorruptCheckpointError, match=r"'t'|'obj'"):
             await read(storage, tmp_path / "c")
-        (tmp_path / "c" / "__0_0.distcp").write_bytes(data)
+        data_file(tmp_path / "c").write_bytes(data)
 
 
 async def test_without_verification_damage_passes_and_is_said_to_be_unverified(storage, tmp_path):
     path = save_state(tmp_path / "c", {"t": torch.zeros(50)})
-    flip(path / "__0_0.distcp", (await opened(storage, path)).ranks[0].tensors[0].raw_offset + 3)
+    flip(data_file(path), (await opened(storage, path)).ranks[0].tensors[0].raw_offset + 3)
     state = {"t": torch.zeros(50)}
     outcome = await load(storage, path, state, verify=False)
     assert outcome.fetched.has_unchecked
@@ -873,22 +874,22 @@ async def test_without_verification_damage_passes_and_is_said_to_be_unverified(s
 @pytest.mark.parametrize("save", [save_state, stock_save])
 async def test_a_missing_or_truncated_data_file_is_named(storage, tmp_path, save):
     save(tmp_path / "c", {"t": torch.arange(50000.0)})
-    file = tmp_path / "c" / "__0_0.distcp"
+    file = data_file(tmp_path / "c")
     data = file.read_bytes()
     file.write_bytes(data[:100_000])
-    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
+    with pytest.raises(CorruptCheckpointError, match=r"_0\.distcp"):
         await read(storage, tmp_path / "c")
     file.unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: missing"):
+    with pytest.raises(CorruptCheckpointError, match=r"_0\.distcp: missing"):
         await load(storage, tmp_path / "c", {"t": torch.zeros(50000)})
 
 
 @pytest.mark.parametrize("change", [-1, 1])
 async def test_a_data_file_of_another_length_is_refused_even_where_nothing_is_read(direct, tmp_path, change):
     path = save_state(tmp_path / "c", {"a": torch.ones(10), "z": torch.ones(5000)})
-    with (path / "__0_0.distcp").open("r+b") as file:
-        file.truncate((path / "__0_0.distcp").stat().st_size + change)
-    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp: .*bytes long"):
+    with data_file(path).open("r+b") as file:
+        file.truncate(data_file(path).stat().st_size + change)
+    with pytest.raises(CorruptCheckpointError, match=r"__save-1_0_0\.distcp: .*bytes long"):
         await read(direct, path, only=["a"])
 
 
@@ -901,7 +902,7 @@ async def test_a_plain_item_that_is_not_what_the_metadata_says_is_refused(direct
         await read(direct, tmp_path / "c")
 
 
-@pytest.mark.parametrize("file", ["aio_ckpt.0.bin", "aio_ckpt.1.bin"])
+@pytest.mark.parametrize("file", ["aio_ckpt.save-1.0.bin", "aio_ckpt.save-1.1.bin"])
 async def test_a_missing_or_swapped_manifest_is_named(direct, tmp_path, file):
     path = write_checkpoint(tmp_path / "c", sharded(torch.arange(60).reshape(12, 5), [6], range(2)))
     data = (path / file).read_bytes()
@@ -909,18 +910,18 @@ async def test_a_missing_or_swapped_manifest_is_named(direct, tmp_path, file):
     with pytest.raises(CorruptCheckpointError, match=file):
         await opened(direct, path)
     other = write_checkpoint(tmp_path / "d", sharded(torch.arange(60).reshape(12, 5), [6], range(2)), save_id="other")
-    reseal(path, int(file[9]), (other / file).read_bytes())
+    reseal(path, int(file[-5]), (other / file.replace("save-1", "other")).read_bytes())
     with pytest.raises(CorruptCheckpointError, match=f"{file}: of another save"):
         await opened(direct, path)
-    reseal(path, int(file[9]), data)
+    reseal(path, int(file[-5]), data)
     await opened(direct, path)
 
 
 async def test_swapped_data_files_are_found(direct, tmp_path):
     path = write_checkpoint(tmp_path / "c", sharded(torch.arange(60).reshape(12, 5), [6], range(2)))
-    first, second = (path / "__0_0.distcp").read_bytes(), (path / "__1_0.distcp").read_bytes()
-    (path / "__0_0.distcp").write_bytes(second)
-    (path / "__1_0.distcp").write_bytes(first)
+    first, second = data_file(path).read_bytes(), data_file(path, 1).read_bytes()
+    data_file(path).write_bytes(second)
+    data_file(path, 1).write_bytes(first)
     with pytest.raises(CorruptCheckpointError, match="'t'"):
         await read(direct, path)
 
@@ -955,14 +956,8 @@ async def test_a_forged_plain_metadata_allocates_nothing(direct, tmp_path):
 
 async def test_a_stock_save_into_a_directory_of_ours_is_read_as_what_it_is(direct, tmp_path):
     path = save_state(tmp_path / "c", {"t": torch.zeros(5)})
-    (path / "__0_0.distcp").unlink()
     stock_save(path, {"t": torch.ones(5)})
-    with pytest.raises(CorruptCheckpointError, match="metadata"):  # the same file names: it cannot be told from damage
-        await opened(direct, path)
-    stock_save(tmp_path / "d", {"t": torch.ones(5)})
-    data = (tmp_path / "d" / ".metadata").read_bytes().replace(b"__0_0.distcp", b"__9_0.distcp")
-    (path / ".metadata").write_bytes(data)
-    (path / "__0_0.distcp").rename(path / "__9_0.distcp")
+    assert (await opened(direct, path)).is_plain_dcp
     assert (await read(direct, path))["t"].tolist() == [1] * 5
 
 
@@ -1036,7 +1031,7 @@ async def test_load_state_dict_runs_only_after_everything_was_proven(direct, tmp
     model, _ = trained(1)
     path = save_state(tmp_path / "c", {"model": model, "z": torch.ones(9)})
     rank = (await opened(direct, path)).ranks[0]
-    flip(path / "__0_0.distcp", rank.tensors[-1].raw_offset)
+    flip(data_file(path), rank.tensors[-1].raw_offset)
     other, _ = trained(2)
     before = as_values(other.state_dict())
     with pytest.raises(CorruptCheckpointError, match="'z'"):

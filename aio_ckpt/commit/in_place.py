@@ -1,0 +1,173 @@
+"""Replace the checkpoint of a directory in place. Other files in it stay.
+
+The name of every file of a save holds the save's id, but for ``.metadata``, which tells the id of the directory's
+checkpoint. So a save adds its files beside those of the checkpoint, and one rename of ``.metadata`` makes it the
+checkpoint: at any time there is the old one or the new one. Files of all other saves are leftovers, and the next save
+removes them.
+
+From its first byte in the directory to its commit, a save has a marker, an empty file that is named by its id. Without
+its marker it commits nothing, because another save has begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from aio_ckpt.commit.user_files import files_of_caller
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, RootError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, new_metadata_name, save_of_file
+from aio_ckpt.format.names import OWNER_FILE
+from aio_ckpt.storage.local import Storage, names_in
+from aio_ckpt.storage.small_files import save_of
+
+PENDING = "aio_ckpt.pending-"
+"""Prefix of a save's marker. The save's id follows."""
+LOCK = "aio_ckpt.lock"
+"""Lock file of a directory. It exists while the lock is held, and after a crash."""
+_log = logging.getLogger("aio_ckpt")
+
+
+@contextlib.contextmanager
+def hold_directory(storage: Storage, directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory, to begin or to commit a save. Data is written without the lock.
+
+    Raises:
+        RootError: this process or another one holds the lock.
+    """
+    try:
+        lock = storage.lock(directory / LOCK)
+    except RootError as error:
+        if error.errno not in (errno.EBUSY, errno.EAGAIN):
+            raise
+        raise RootError(
+            error.errno,
+            "another save into this directory is being begun or committed: let one at a time save into it",
+            str(directory),
+        ) from error
+    try:
+        yield
+    finally:
+        lock.discard()
+
+
+async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
+    """Remove what other saves left, and mark this one. Call it with the lock, and before the first byte.
+
+    A save that has not committed yet loses its marker, and then fails.
+    """
+    await remove_leftovers(storage, directory)
+    await storage.write_file(directory / f"{PENDING}{save_id}", b"")
+
+
+async def pending_saves(storage: Storage, directory: Path) -> list[str]:
+    """Return the ids of the saves that have a marker."""
+    return [name.removeprefix(PENDING) for name in await storage.list_dir(directory) if name.startswith(PENDING)]
+
+
+async def check_pending(storage: Storage, directory: Path, save_id: str) -> None:
+    """Raise RootError unless ``save_id`` is the one save with a marker."""
+    if await pending_saves(storage, directory) != [save_id]:
+        raise other_save_error(directory)
+
+
+def other_save_error(directory: Path) -> RootError:
+    """Return the error of a save that has lost its marker."""
+    return RootError(
+        errno.EBUSY, "another save into this directory has begun: let one at a time save into it", str(directory)
+    )
+
+
+async def commit_save(storage: Storage, directory: Path, save_id: str) -> None:
+    """Make a save the checkpoint of the directory, durably, then remove the files of all others.
+
+    Call it with the lock. All files of the save are there, each durable; ``.metadata`` has its name of
+    :func:`~aio_ckpt.format.checkpoint_files.new_metadata_name`. A file that cannot be removed is logged and left to the
+    next save.
+
+    Raises:
+        RootError: another save has begun.
+        WriteError, ReadError: the system failed. If ``in_doubt`` is set, the new checkpoint is visible, but a power
+            loss may undo that.
+    """
+    await check_pending(storage, directory, save_id)
+    await storage.sync_dir(directory)
+    try:
+        await storage.replace(directory / new_metadata_name(save_id), directory / METADATA_FILE)
+        await storage.sync_dir(directory)
+    except AioCkptError as error:
+        with contextlib.suppress(AioCkptError, OSError):
+            error.in_doubt = await save_of(storage, directory) == save_id
+            await storage.remove_file(directory / f"{PENDING}{save_id}")
+        raise
+    try:
+        await remove_leftovers(storage, directory)
+    except OSError as error:
+        _log.warning("%s: what the new checkpoint replaced is still there: %s", directory, error)
+
+
+async def undo_save(storage: Storage, directory: Path) -> None:
+    """Remove the files of a save that failed before its commit. Errors are left to the next save."""
+    with contextlib.suppress(AioCkptError, OSError):
+        await remove_leftovers(storage, directory)
+
+
+async def replace_by_pending(storage: Storage, pending: Path, directory: Path, save_id: str) -> None:
+    """Make the checkpoint in a pending directory of the same file system that of ``directory``.
+
+    Files of the caller (``save(files=)``) replace those of the same names, one after the other, just before the commit.
+    Those of the old checkpoint that the new one does not have are removed.
+
+    Raises:
+        RootError: another save into the directory is under way.
+        WriteError, ReadError: see :func:`commit_save`; else the old checkpoint is in place.
+    """
+    names = await storage.list_dir(pending)
+    own = [name for name in names if save_of_file(name) == save_id]
+    of_caller = [name for name in names if save_of_file(name) is None and name not in (METADATA_FILE, OWNER_FILE)]
+    with hold_directory(storage, directory):
+        old_of_caller = await files_of_caller(storage, directory)
+        try:
+            await begin_save(storage, directory, save_id)
+            for name in own:
+                await storage.replace(pending / name, directory / name)
+            await storage.replace(pending / METADATA_FILE, directory / new_metadata_name(save_id))
+            for name in of_caller:
+                await storage.replace(pending / name, directory / name)
+            await commit_save(storage, directory, save_id)
+        except BaseException as error:
+            if not (isinstance(error, AioCkptError) and error.in_doubt):
+                await undo_save(storage, directory)
+            raise
+        await _remove(storage, directory, sorted({*old_of_caller}.difference(of_caller)))
+
+
+async def _remove(storage: Storage, directory: Path, names: Sequence[str]) -> None:
+    """Remove files that a committed save has replaced."""
+    try:
+        for name in names:
+            await storage.remove_file(directory / name)
+    except OSError as error:
+        _log.warning("%s: what the new checkpoint replaced is still there: %s", directory, error)
+
+
+async def remove_leftovers(storage: Storage, directory: Path) -> None:
+    """Remove the files of all saves but that of the checkpoint. If its ``.metadata`` is damaged, remove markers only.
+
+    Call it with the lock.
+    """
+    for name in await names_in(storage, directory):
+        # The markers first: a rank that writes on finds that its marker is gone, and removes its files itself.
+        if name.startswith(PENDING):
+            await storage.remove_file(directory / name)
+    try:
+        committed = await save_of(storage, directory)
+    except CorruptCheckpointError as error:
+        _log.warning("%s: files of dead saves stay, as nothing tells which are of its checkpoint: %s", directory, error)
+        return
+    for name in await names_in(storage, directory):
+        if save_of_file(name) not in (None, committed):
+            await storage.remove_file(directory / name)
