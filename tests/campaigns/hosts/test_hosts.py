@@ -10,11 +10,7 @@ from tests.campaigns.hosts.__main__ import run
 from tests.campaigns.hosts.cluster import MOUNTS, Mount
 from tests.campaigns.hosts.packages import UnavailableError, unpacked
 
-KNOWN_FAULTS = frozenset({
-    "a_checkpoint_is_replaced",
-    "two_ranks_save_and_load",
-    "ranks_mount_at_different_paths",
-})  # fmt: skip
+KNOWN_FAULTS = frozenset({"ranks_mount_at_different_paths"})
 """Trials whose promise the engine does not keep yet on every mount."""
 
 
