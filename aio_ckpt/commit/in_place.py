@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from aio_ckpt.commit.user_files import files_of_caller
@@ -81,8 +81,8 @@ def other_save_error(directory: Path) -> RootError:
     )
 
 
-async def commit_save(storage: Storage, directory: Path, save_id: str) -> None:
-    """Make a save the checkpoint of the directory, durably, then remove the files of all others.
+async def commit_save(storage: Storage, directory: Path, save_id: str, *, replaced: Iterable[str] = ()) -> None:
+    """Make a save the checkpoint of the directory, durably, then remove the files of all others, and ``replaced``.
 
     Call it with the lock. All files of the save are there, each durable; ``.metadata`` has its name of
     :func:`~aio_ckpt.format.checkpoint_files.new_metadata_name`. A file that cannot be removed is logged and left to the
@@ -105,14 +105,21 @@ async def commit_save(storage: Storage, directory: Path, save_id: str) -> None:
         raise
     try:
         await remove_leftovers(storage, directory)
+        for name in replaced:
+            await storage.remove_file(directory / name)
     except OSError as error:
         _log.warning("%s: what the new checkpoint replaced is still there: %s", directory, error)
 
 
-async def undo_save(storage: Storage, directory: Path) -> None:
-    """Remove the files of a save that failed before its commit. Errors are left to the next save."""
+async def undo_save(storage: Storage, directory: Path, save_id: str) -> None:
+    """Remove the files of a save that failed before its commit, and only those: another save may have begun.
+
+    Errors are left to the next save.
+    """
     with contextlib.suppress(AioCkptError, OSError):
-        await remove_leftovers(storage, directory)
+        for name in await storage.list_dir(directory):
+            if save_of_file(name) == save_id or name == f"{PENDING}{save_id}":
+                await storage.remove_file(directory / name)
 
 
 async def replace_by_pending(storage: Storage, pending: Path, directory: Path, save_id: str) -> None:
@@ -137,21 +144,12 @@ async def replace_by_pending(storage: Storage, pending: Path, directory: Path, s
             await storage.replace(pending / METADATA_FILE, directory / new_metadata_name(save_id))
             for name in of_caller:
                 await storage.replace(pending / name, directory / name)
-            await commit_save(storage, directory, save_id)
+            replaced = sorted({*old_of_caller}.difference(of_caller))
+            await commit_save(storage, directory, save_id, replaced=replaced)
         except BaseException as error:
             if not (isinstance(error, AioCkptError) and error.in_doubt):
-                await undo_save(storage, directory)
+                await undo_save(storage, directory, save_id)
             raise
-        await _remove(storage, directory, sorted({*old_of_caller}.difference(of_caller)))
-
-
-async def _remove(storage: Storage, directory: Path, names: Sequence[str]) -> None:
-    """Remove files that a committed save has replaced."""
-    try:
-        for name in names:
-            await storage.remove_file(directory / name)
-    except OSError as error:
-        _log.warning("%s: what the new checkpoint replaced is still there: %s", directory, error)
 
 
 async def remove_leftovers(storage: Storage, directory: Path) -> None:
@@ -159,15 +157,18 @@ async def remove_leftovers(storage: Storage, directory: Path) -> None:
 
     Call it with the lock.
     """
-    for name in await names_in(storage, directory):
-        # The markers first: a rank that writes on finds that its marker is gone, and removes its files itself.
-        if name.startswith(PENDING):
-            await storage.remove_file(directory / name)
+    names = await names_in(storage, directory)
+    markers = [name for name in names if name.startswith(PENDING)]
+    for name in markers:
+        await storage.remove_file(directory / name)
+    if markers:
+        # Listed anew: until then a rank may have made files. One that writes on finds its marker gone and removes them.
+        names = await names_in(storage, directory)
     try:
         committed = await save_of(storage, directory)
     except CorruptCheckpointError as error:
         _log.warning("%s: files of dead saves stay, as nothing tells which are of its checkpoint: %s", directory, error)
         return
-    for name in await names_in(storage, directory):
+    for name in names:
         if save_of_file(name) not in (None, committed):
             await storage.remove_file(directory / name)

@@ -18,10 +18,9 @@ import anyio
 from aio_ckpt.commit.in_place import replace_by_pending
 from aio_ckpt.commit.trash import discard_pending, trash_of
 from aio_ckpt.errors import ReadError, WriteError
-from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_root_manifest
 from aio_ckpt.format.names import OWNER_FILE
 from aio_ckpt.storage.local import Storage, sync_or_undo
-from aio_ckpt.storage.small_files import saves_in
 
 _TIDY_SECS = 60.0
 """Longest time that a committed save waits for the removal of what it needs no more."""
@@ -61,25 +60,19 @@ async def publish_over(storage: Storage, *, pending: Path, final: Path, save_id:
 
 
 async def _is_replaceable(storage: Storage, path: Path) -> bool:
-    """Return whether ``path`` is a directory that holds a checkpoint, or is empty. A link is none: its target stays."""
+    """Return whether ``path`` is a directory that holds a checkpoint, or was one of ours, or is empty. No link is.
+
+    A save that died when it was empty may have left its owner record there.
+    """
     if await storage.is_link(path):
         return False
-    return await holds_checkpoint(storage, path) or await _is_empty(storage, path)
-
-
-async def holds_checkpoint(storage: Storage, path: Path) -> bool:
-    """Return whether a directory is a checkpoint, or was one of ours before it lost its ``.metadata``."""
-    return await storage.exists(path / METADATA_FILE) or bool(await saves_in(storage, path))
-
-
-async def _is_empty(storage: Storage, path: Path) -> bool:
-    """Return whether ``path`` is a directory without files. A save that died may have left its owner record there."""
     try:
-        return await storage.exists(path) and {*await storage.list_dir(path)} <= {OWNER_FILE}
+        names = await storage.list_dir(path)
     except ReadError as error:
-        if error.errno != errno.ENOTDIR:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         return False
+    return METADATA_FILE in names or any(map(save_of_root_manifest, names)) or {*names} <= {OWNER_FILE}
 
 
 async def _rename(storage: Storage, pending: Path, final: Path) -> None:

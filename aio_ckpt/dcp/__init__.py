@@ -2,7 +2,7 @@
 
 ``Writer`` replaces ``FileSystemWriter``, ``Reader`` replaces ``FileSystemReader``, and ``AsyncStager`` replaces
 ``DefaultStager``. ``install`` and ``default`` do so for calls that name none of them. A checkpoint is a directory that
-the caller names (:mod:`aio_ckpt.commit.directory_mode`).
+the caller names (:mod:`aio_ckpt.commit.in_place`).
 """
 
 from aio_ckpt.dcp.drop_in import Installation, default, install

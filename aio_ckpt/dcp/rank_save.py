@@ -296,8 +296,7 @@ async def commit_save(
         metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={}, extra={}
     )
     with hold_directory(storage, directory):
-        await in_place.check_pending(storage, directory, save_id)
-        await _check_manifests(storage, directory, manifests)
+        await _check_manifests(storage, directory, manifests, save_id)
         with anyio.move_on_after(timeout_secs, shield=True) as scope:  # a rename that was begun is waited for
             await _commit(storage, directory, data, root, save_id)
     if scope.cancelled_caught:
@@ -306,9 +305,10 @@ async def commit_save(
         raise stalled
 
 
-async def _check_manifests(storage: Storage, directory: Path, manifests: Sequence[FileEntry]) -> None:
+async def _check_manifests(storage: Storage, directory: Path, manifests: Sequence[FileEntry], save_id: str) -> None:
     for rank, entry in enumerate(manifests):
         if not await storage.exists(directory / entry.name):
+            await in_place.check_pending(storage, directory, save_id)  # another save removes the files of this one
             raise RootError(
                 errno.ENOENT,
                 f"the manifest of rank {rank} is gone: give all ranks one shared directory, and let one job at a time "
@@ -324,5 +324,5 @@ async def _commit(storage: Storage, directory: Path, metadata: bytes, root: byte
         await in_place.commit_save(storage, directory, save_id)
     except (AioCkptError, OSError) as error:
         if not (isinstance(error, AioCkptError) and error.in_doubt):
-            await in_place.undo_save(storage, directory)
+            await in_place.undo_save(storage, directory, save_id)
         raise

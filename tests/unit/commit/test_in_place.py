@@ -195,7 +195,7 @@ async def test_a_failed_save_leaves_the_checkpoint_and_nothing_of_its_own(
     with pytest.raises(WriteError, match="full") as failed:
         await save_into_directory(storage, tmp_path, 2)
     assert not failed.value.in_doubt
-    await undo_save(storage, tmp_path)
+    await undo_save(storage, tmp_path, "s2")
     check_whole(tmp_path, 1)
 
 
@@ -227,6 +227,17 @@ async def test_a_save_whose_marker_is_gone_commits_nothing(storage: GatedStorage
     with pytest.raises(RootError, match="another save into this directory has begun"):
         await commit_save(storage, tmp_path, "s1")
     assert not (tmp_path / META).exists()
+
+
+async def test_a_save_that_another_one_overtook_removes_none_of_its_files(
+    storage: GatedStorage, tmp_path: Path
+) -> None:
+    await begin_save(storage, tmp_path, "s1")
+    await begin_save(storage, tmp_path, "s2")
+    for name in sorted({*generation(1).files, *generation(2).files}):
+        (tmp_path / name).write_bytes(b"abc")
+    await undo_save(storage, tmp_path, "s1")
+    assert names_in(tmp_path) == {*generation(2).files, "aio_ckpt.pending-s2"}
 
 
 async def test_if_the_end_of_metadata_is_damaged_no_file_is_removed(
