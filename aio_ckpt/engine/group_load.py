@@ -16,6 +16,7 @@ from aio_ckpt.commit import discovery
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import ChangedError, Damage, FallbackSearch, Wanted, candidates, too_many_changes
+from aio_ckpt.engine.job import sent_path
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -24,7 +25,6 @@ from aio_ckpt.errors import (
     PeerFailedError,
 )
 from aio_ckpt.ranks.exchange import Coordinator, Exchange
-from aio_ckpt.ranks.membership import different_roots
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, Matched
@@ -140,7 +140,7 @@ async def newest_good_for_all(
     rounds = LoadRounds(coordinator, name, LoadLeader(ctx, quarantine, wanted, fallback=fallback))
     member = LoadMember(FallbackSearch(ctx=ctx, quarantine=quarantine), match, rounds, wanted)
     try:
-        arguments = (wanted.step, str(wanted.path or ""), fallback)
+        arguments = (wanted.step, "" if wanted.path is None else sent_path(wanted.path, ctx.root), fallback)
         instruction = await rounds.run(_Message(_Outcome.NONE, arguments=arguments, host=socket.gethostname()))
         while not instruction.is_last:
             member.note_damage(instruction)
@@ -287,8 +287,7 @@ class LoadMember:
 
     def _apart(self, instruction: _Instruction) -> AioCkptError:
         ctx = self.search.ctx
-        leader = ctx.members.coordinator.leader, ctx.members.owner.host
-        return different_roots(self._wanted.path or ctx.root, (instruction.rank, instruction.text), leader)
+        return ctx.members.different_roots(self._wanted.path or ctx.root, instruction.rank, instruction.text)
 
     def _learn_newest(self, instruction: _Instruction) -> None:
         """Take over the newest step that the leader found, or that of a save committed meanwhile if it is newer."""

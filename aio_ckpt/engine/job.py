@@ -36,9 +36,14 @@ from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.write.part import Part
 
 
-def sent_target(target: Target) -> int | str:
+def sent_target(target: Target, root: Path) -> int | str:
     """Return a target as the ranks send it to each other."""
-    return str(target) if isinstance(target, Path) else target
+    return sent_path(target, root) if isinstance(target, Path) else target
+
+
+def sent_path(path: Path, root: Path) -> str:
+    """Return a path as the ranks send it to each other: from the root, which hosts may mount at different places."""
+    return os.path.join("ROOT", os.path.relpath(path, root))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,7 +164,7 @@ class SavePipeline:
         plan, sent, timer = job.plan, self.ctx.members.sent, job.timer
         is_alone, is_first = all(settled.done() for settled in job.earlier), sent.is_new(plan.share_id)
         return Vote(
-            sent_target(job.target),
+            sent_target(job.target, self.ctx.root),
             plan.share_id,
             written.manifest_bytes,
             written.manifest_crc32,

@@ -16,7 +16,7 @@ from aio_ckpt.commit import path_checkpoints
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.job import RemoveJob
+from aio_ckpt.engine.job import RemoveJob, sent_path
 from aio_ckpt.engine.outcomes import named
 from aio_ckpt.errors import PeerFailedError, StallError
 from aio_ckpt.ranks.exchange import Exchange
@@ -65,7 +65,7 @@ class Remover:
                 moved.append(await self._move_to_trash(job))
             return messages[0][0], why
 
-        _, why = await _REMOVE.run(members.coordinator, topic, (str(job.path), failure), act)
+        _, why = await _REMOVE.run(members.coordinator, topic, (sent_path(job.path, self.ctx.root), failure), act)
         members.coordinator.end_call(topic)
         return moved, why
 

@@ -343,7 +343,7 @@ class StateSaves(LockedCalls):
         whole = planned.plan
         assert whole.local is not None  # there are several ranks
         limit_secs = deadline.left_secs(2 * self.ctx.members.stall_secs)
-        message = PlanMsg(sent_target(target), whole.local, content)
+        message = PlanMsg(sent_target(target, self.ctx.root), whole.local, content)
         assign = functools.partial(_assign_under_one_root, self.ctx, number, round_, message)
         try:
             reply = self.portal.call(assign, timeout=limit_secs, what="save()")

@@ -269,7 +269,9 @@ class AsyncCallsQueue:
         if self._members is None:
             stall_secs = self._shared.config.stall_timeout_secs
             owner = Owner.of_this_process(uuid.uuid4().hex[:12])
-            members = self._members = Membership(default_coordinator(), owner, stall_secs=stall_secs)
+            members = self._members = Membership(
+                default_coordinator("queues of async calls"), owner, stall_secs=stall_secs
+            )
             if members.are_several:
                 coordinator, name = members.coordinator, "the queue of async calls"
                 coordinator.register(name, stall_secs=stall_secs)

@@ -43,12 +43,13 @@ class Coordinator:
     def register(self, name: str, *, stall_secs: float) -> None:
         """Enter the rendezvous. The thread that makes the engine calls this, before any other method.
 
-        The n-th engine that opens ``name`` on one rank meets the n-th on every other rank. From :meth:`open` on, a
-        rank without a heartbeat for ``stall_secs`` is lost.
+        The n-th engine of one rank meets the n-th of every other rank, whatever ``name`` is there: hosts may mount one
+        directory at different places. ``name`` stands in errors. From :meth:`open` on, a rank without a heartbeat for
+        ``stall_secs`` is lost.
         """
 
     async def open(self, name: str, *, stall_secs: float) -> None:
-        """Meet the other ranks that open ``name``, under keys that no other engine uses or has used.
+        """Meet the other ranks, under keys that no other engine uses or has used.
 
         Raises:
             PeerFailedError: a rank did not come in time.

@@ -44,6 +44,8 @@ class _OpeningReply(msgspec.Struct, frozen=True, array_like=True):
 
     owner: Owner
     """The leader's owner record, by which pending directories are named."""
+    root: str
+    """Path of the root on the leader."""
     newest: int | None
     """Newest committed step; None if there is none."""
     differing: str
@@ -86,6 +88,8 @@ class Membership:
         """Whether there are other ranks."""
         self.owner = owner
         """Owner record by which pending directories are named: the leader's, once all ranks have met."""
+        self.leader_root: str = ""
+        """Path of the root on the leader, once all ranks have met."""
         self.newest: int | None = None
         """Newest committed step when all ranks had met, for the ranks that do not lead; None if there was none."""
         self.ledger = Ledger(coordinator.world_size, differing=differing)
@@ -185,7 +189,7 @@ class Membership:
 
         async def lead(rules: Sequence[Mapping[str, str]]) -> _OpeningReply:
             newest = max(await _with_retries(read_steps), default=None)
-            return _OpeningReply(self.owner, newest, _differing_setting(rules, coordinator.leader))
+            return _OpeningReply(self.owner, str(root), newest, _differing_setting(rules, coordinator.leader))
 
         try:
             await coordinator.open(str(root), stall_secs=self.stall_secs)
@@ -195,7 +199,7 @@ class Membership:
             with anyio.CancelScope(shield=True):
                 await coordinator.leave()  # every later call of this engine fails
             raise
-        self.owner, self.newest = met.owner, met.newest
+        self.owner, self.leader_root, self.newest = met.owner, met.root, met.newest
         if met.differing:
             raise ConfigError(
                 f"the settings of the ranks differ: {met.differing}: give all of them the same, and open anew"
@@ -210,18 +214,17 @@ class Membership:
         """
         await storage.make_dir(pending.parent, parents=True)  # NFS may remember that the root was missing
         if not await _with_retries(lambda: storage.exists(pending)):
-            leader = self.coordinator.leader, self.owner.host
-            raise different_roots(root, (self.coordinator.rank, socket.gethostname()), leader)
+            raise self.different_roots(root, self.coordinator.rank, socket.gethostname())
 
-
-def different_roots(root: Path, blind: tuple[int, str], leader: tuple[int, str]) -> RootError:
-    """Return the error to raise if rank ``blind`` does not see what rank ``leader`` sees. Each has its host."""
-    return RootError(
-        errno.ENOTUNIQ,
-        f"the ranks have different roots: rank {blind[0]} on {blind[1]} does not see that of rank {leader[0]} on "
-        f"{leader[1]}: give a directory on a file system that all of them share",
-        str(root),
-    )
+    def different_roots(self, root: Path, blind: int, host: str) -> RootError:
+        """Return the error to raise if rank ``blind`` on ``host`` does not see at its root what the leader sees."""
+        return RootError(
+            errno.ENOTUNIQ,
+            f"the ranks have different roots: rank {blind} on {host} does not see that of rank "
+            f"{self.coordinator.leader} on {self.owner.host}, {self.leader_root}: give a directory on a file system "
+            "that all of them share, and open several engines in one order on all ranks",
+            str(root),
+        )
 
 
 def _processes_started(group_size: int | None, environment: Mapping[str, str]) -> str:

@@ -272,7 +272,7 @@ def _body_key(topic: str, rank: int) -> str:
 
 
 class Rendezvous:
-    """Queue in the store in which the engines of one root meet, in the order in which each process made them.
+    """Queue in the store in which the engines of a group of ranks meet, in the order in which each process made them.
 
     The leader's engine removes the engines that go on with it, and tells each its session. An engine that gives up
     removes itself. Each engine has a unique name and is answered by that name, so entries of dead processes and of

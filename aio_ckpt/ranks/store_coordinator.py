@@ -107,9 +107,7 @@ class StoreCoordinator(Liveness):
         self._registered = self._client.begin(self._enter_rendezvous, wait_secs=stall_secs)
 
     def _enter_rendezvous(self) -> Store:
-        text = f"{self.world_size} {self._name}"
-        tag = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
-        store = PrefixStore(f"aio_ckpt/{tag}", self._parent.clone())
+        store = PrefixStore(f"aio_ckpt/{self.world_size}", self._parent.clone())
         self._keys = StoreKeys(store, rank=self.rank, world_size=self.world_size)
         self._rendezvous = Rendezvous(store, world_size=self.world_size, name=self._session)
         self._rendezvous.enter(self.rank, _world(self._group_store))
@@ -410,9 +408,12 @@ def has_default_group() -> bool:
     return default_store() is not None
 
 
-def default_coordinator() -> Coordinator:
-    """Return a coordinator of the default process group if it has several ranks, else of this process alone."""
+def default_coordinator(purpose: str = "engines") -> Coordinator:
+    """Return a coordinator of the default process group if it has several ranks, else of this process alone.
+
+    Coordinators of different purposes never meet.
+    """
     store = default_store()
     if store is not None and dist.get_world_size() > 1:
-        return StoreCoordinator(store, rank=dist.get_rank(), world_size=dist.get_world_size())
+        return StoreCoordinator(PrefixStore(purpose, store), rank=dist.get_rank(), world_size=dist.get_world_size())
     return SoloCoordinator()

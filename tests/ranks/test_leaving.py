@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import time
 from pathlib import Path
 from typing import Any
@@ -171,10 +170,10 @@ def coordinator_of(engine: CheckpointEngine | SyncCheckpointEngine) -> StoreCoor
     return coordinator
 
 
-def left_of(ranks: Ranks, root: Path) -> list[str]:
-    """Keys of the engines on ``root``, less the tag of the root."""
-    tag = hashlib.blake2b(f"{ranks.count} {root}".encode(), digest_size=8).hexdigest()
-    return sorted(key.partition(f"/{tag}/")[2] for key in ranks.store.list_keys() if f"/{tag}/" in key)
+def left_of(ranks: Ranks) -> list[str]:
+    """Keys of the engines of these ranks, less their prefix."""
+    prefix = f"engines/aio_ckpt/{ranks.count}/"
+    return sorted(key.partition(prefix)[2] for key in ranks.store.list_keys() if prefix in key)
 
 
 # -- the leader is far ahead --------------------------------------------------------------------------
@@ -242,7 +241,7 @@ def test_a_leader_that_closes_early_leaves_its_words_to_whoever_is_late(two: Ran
     assert late == found
     assert "rank 0 does not come to the save of step 100 (whether there is room), it has closed its engine" in text
     assert secs < SHORT_SECS
-    assert left_of(two, tmp_path) == ["queue"], "the last to leave clears the board"
+    assert left_of(two) == ["queue"], "the last to leave clears the board"
 
 
 # -- the ranks lose count ---------------------------------------------------------------------------
@@ -290,7 +289,7 @@ def save_where_the_other_loads(rank: int, count: int, root: Path) -> str:
 def test_ranks_that_found_each_other_elsewhere_clear_the_board_when_they_close(two: Ranks, tmp_path: Path) -> None:
     _, load = two.run(save_where_the_other_loads, tmp_path)
     assert "rank 0 does not come to load() (call 1" in load
-    assert left_of(two, tmp_path) == ["queue"]
+    assert left_of(two) == ["queue"]
 
 
 def fail_on_the_leader(rank: int, count: int, root: Path, stage: str) -> list[str]:
@@ -485,7 +484,7 @@ def test_engines_that_were_opened_and_closed_leave_no_keys(four: Ranks, tmp_path
     before = four.store.num_keys()
     four.run(open_and_close, tmp_path / "other", 3)
     assert four.store.num_keys() <= before + 1
-    assert left_of(four, tmp_path / "other") == ["queue"], "of each root the queue of its lobby stays, empty"
+    assert left_of(four) == ["queue"], "the queue in which the engines meet stays, empty"
 
 
 def open_and_leave_at_once(rank: int, count: int, root: Path, leaving: int) -> str:
@@ -506,4 +505,4 @@ def test_a_rank_that_closes_before_the_others_come_hangs_nobody_and_leaves_no_ke
     two: Ranks, tmp_path: Path, leaving: int
 ) -> None:
     assert two.run(open_and_leave_at_once, tmp_path, leaving)[1 - leaving] == "PeerFailedError"
-    assert left_of(two, tmp_path) == ["queue"]
+    assert left_of(two) == ["queue"]

@@ -86,6 +86,41 @@ def test_a_load_of_ranks_with_different_roots_fails_and_names_the_hosts(two: Ran
     assert tree_of(tmp_path) == before
 
 
+def through_its_own_mount(rank: int, count: int, mounts: tuple[Path, ...]) -> list[float]:
+    """Save and load at a step and at a path, below what this rank's host calls the directory."""
+    root, found = mounts[rank] / "run", []
+    with engine_on(root, SECS) as engine:
+        engine.save(weights(1), step=1).result(SECS)
+        for value in (2, 3):
+            engine.save(weights(value), path=root.parent / "final", overwrite=True).result(SECS)
+    with engine_on(root, SECS) as engine:
+        for place in (None, root.parent / "final"):
+            state = weights(0)
+            engine.load(state, path=place)
+            found.append(float(state["w"][0]))
+    return found
+
+
+def test_ranks_whose_hosts_mount_the_directory_at_different_paths_save_and_load(two: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    mounts = tmp_path / "mnt", tmp_path / "data"
+    for mount in mounts:
+        mount.symlink_to(tmp_path / "export")
+    assert two.run(through_its_own_mount, mounts) == [[1.0, 3.0]] * 2
+
+
+def in_its_own_order(rank: int, count: int, folder: Path) -> str:
+    first, second = ("a", "b") if rank == 0 else ("b", "a")
+    with engine_on(folder / first, SECS, on_failure="log") as engine, engine_on(folder / second, SECS):
+        return text_of(lambda: engine.save(weights(1), step=1).result(SECS))
+
+
+def test_engines_that_were_opened_in_different_orders_fail_and_name_both_roots(two: Ranks, tmp_path: Path) -> None:
+    for text in two.run(in_its_own_order, tmp_path):
+        assert f"{tmp_path / 'a'}: give a directory" in text
+        assert "open several engines in one order on all ranks" in text
+
+
 def look_around(rank: int, count: int, root: Path, parent: Path) -> list[tuple[str, list[str]]]:
     """What the disk holds beyond the tree at the beginning, after each call that only looks; without the claim.
 

@@ -10,9 +10,6 @@ from tests.campaigns.hosts.__main__ import run
 from tests.campaigns.hosts.cluster import MOUNTS, Mount
 from tests.campaigns.hosts.packages import UnavailableError, unpacked
 
-KNOWN_FAULTS = frozenset({"ranks_mount_at_different_paths"})
-"""Trials whose promise the engine does not keep yet on every mount."""
-
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -29,5 +26,4 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_hosts_get_what_is_promised(packages: Path, mount: Mount) -> None:
     results = run(mount, packages, [], packages / f"{mount.name}.log")
     assert results, "the machine did not run"
-    bad = {str(line["trial"]): line["found"] for line in results if not line["good"]}
-    assert not {name: found for name, found in bad.items() if name not in KNOWN_FAULTS}
+    assert not {str(line["trial"]): line["found"] for line in results if not line["good"]}

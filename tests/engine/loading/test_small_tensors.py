@@ -81,17 +81,17 @@ class Reads:
         self.spans: list[tuple[int, int]] = []
         self.begun = threading.Event()
         self.error: OSError | None = None
-        inner = datafile._read_fully
+        inner = datafile.ReadFile._read
 
-        def counted(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
+        def counted(file: datafile.ReadFile, offset: int, views: list[memoryview]) -> int:
             self.begun.set()
             self.spans.append((offset, sum(view.nbytes for view in views)))
             error, self.error = self.error, None
             if error is not None:
                 raise error
-            return inner(numbers, offset, views)
+            return inner(file, offset, views)
 
-        monkeypatch.setattr(datafile, "_read_fully", counted)
+        monkeypatch.setattr(datafile.ReadFile, "_read", counted)
 
 
 @pytest.fixture
