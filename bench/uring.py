@@ -245,7 +245,7 @@ async def _by_engine(window: Window, path: Path) -> _Timed:
     """The engine's data file and its window, without sums."""
     executor = Executor("bench-uring", window.depth)
     try:
-        file = await Storage(executor).create_data_file(path, len(window.memory), writers=window.depth)
+        file = await Storage(executor).create_data_file(path, len(window.memory))
         view, spans = memoryview(window.memory), iter(window.spans)
 
         async def write() -> None:
@@ -304,7 +304,8 @@ def _drive(ring: Ring, window: Window, file: int, *, registers: bool, flags: int
 async def _create(path: Path, nbytes: int) -> WriteMode:
     executor = Executor("bench-uring", 1)
     try:
-        file = await Storage(executor).create_data_file(path, nbytes, writers=1)
+        file = await Storage(executor).create_data_file(path, nbytes)
+        await file.write(0, memoryview(mmap.mmap(-1, mmap.PAGESIZE)))  # the first write shows the mode
         await file.close()
     finally:
         executor.close(_CLOSE_SECS)

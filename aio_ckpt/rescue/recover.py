@@ -202,7 +202,6 @@ async def _write_data(
                 storage,
                 pending / name,
                 record.image_bytes,
-                writers=_WORKERS,
                 settle_secs=SETTLE_SECS,
                 on_activity=lambda _: None,
             ),

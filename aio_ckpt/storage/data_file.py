@@ -6,18 +6,15 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import functools
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anyio
-from aiofiles.threadpool import wrap
+from aiofiles.ospath import wrap  # type: ignore[attr-defined] # its stubs lack it
 
 from aio_ckpt.errors import AioCkptError, EngineClosedError, MismatchError, ReadError, WriteError
 from aio_ckpt.format.constants import PAGE_BYTES
@@ -25,19 +22,16 @@ from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.storage.direct_io import (
     NOT_SUPPORTED,
+    REFUSALS,
     RWF_DONTCACHE,
     aligned_span,
-    probe_read,
-    probe_refusal,
-    probe_write,
-    supports_direct_io,
+    check_fallback,
+    open_direct,
 )
 from aio_ckpt.storage.durability import sync_data
 from aio_ckpt.storage.remedies import with_remedy
 
 if TYPE_CHECKING:
-    from aiofiles.threadpool.binary import AsyncFileIO
-
     from aio_ckpt.config import DirectIO
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -67,7 +61,7 @@ class _Descriptors:
     """Open descriptors of one file.
 
     Invariant: they are closed once, after :meth:`close` was called and the last :meth:`use` has ended. A use ends when
-    its block has ended *and* the last thread that it started is done. If a descriptor were closed earlier, its number
+    its block has ended *and* the thread that it started is done. If a descriptor were closed earlier, its number
     could belong to another file when the thread uses it.
     """
 
@@ -78,22 +72,21 @@ class _Descriptors:
         self._is_closed = False
 
     @contextlib.contextmanager
-    def use(self) -> Iterator[list[Callable[[], object]]]:
-        """Keep the descriptors open for the block. Yield a list of callbacks for the end of the use, on any thread."""
+    def use(self) -> Iterator[None]:
+        """Keep the descriptors open for the block, and until the thread that it starts is done."""
         if self._is_closed:
             raise OSError(errno.EBADF, "the file was closed")
         user = object()
         self._users.add(user)
-        at_end: list[Callable[[], object]] = [functools.partial(self._leave, user)]
         threads: list[Future[Any]] = []
         try:
             with watch_submissions(threads.append):
-                yield at_end
+                yield
         finally:
-            if threads:  # a use runs its threads one after the other, so the last submitted one ends last
-                threads[-1].add_done_callback(lambda _: _call_all(at_end))
+            if threads:
+                threads[-1].add_done_callback(lambda _: self._leave(user))
             else:
-                _call_all(at_end)
+                self._leave(user)
 
     async def close(self) -> None:
         """Close the descriptors now, or when the last use ends."""
@@ -129,47 +122,29 @@ def _close_numbers(numbers: list[int]) -> None:
         raise failure
 
 
-def _call_all(functions: list[Callable[[], object]]) -> None:
-    for function in reversed(functions):
-        function()
-
-
 # -- writing --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CreatedFile:
-    """Created file with its open descriptors, before the asynchronous handles are made."""
+    """Created file with its open descriptors, before the asynchronous handle is made."""
 
     path: Path
-    mode: WriteMode
-    base: int
-    """Descriptor that goes through the page cache."""
-    writers: tuple[FileIO, ...]
-    """One file for each concurrent write; none in the mode ``dontcache``. They do not own their descriptors."""
-
-    @property
-    def numbers(self) -> list[int]:
-        """All open descriptors."""
-        return [self.base, *(writer.fileno() for writer in self.writers)]
+    numbers: list[int]
+    """A descriptor that goes through the page cache. If O_DIRECT could be opened, a second one with it."""
 
     @classmethod
-    def create(cls, path: Path, nbytes: int, *, writers: int, direct_io: DirectIO) -> CreatedFile:
-        """Create ``path``, which must not exist, reserve ``nbytes`` and open ``writers`` files."""
+    def create(cls, path: Path, nbytes: int, direct_io: DirectIO) -> CreatedFile:
+        """Create ``path``, which must not exist, and reserve ``nbytes``."""
         base = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        files: list[FileIO] = []
+        created = cls(path, [base])
         try:
             _reserve(base, nbytes)
-            mode = _choose_mode(path, base, direct_io)
-            if nbytes < PAGE_BYTES:
-                os.ftruncate(base, nbytes)  # the probe wrote a whole page
-            flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if mode == "direct" else 0)
-            for _ in range(0 if mode == "dontcache" else writers):
-                files.append(FileIO(os.open(path, flags), "w", closefd=False))
+            created.numbers.extend(open_direct(path, os.O_WRONLY, direct_io))
         except BaseException:
-            cls(path, "buffered", base, tuple(files)).discard()
+            created.discard()
             raise
-        return cls(path, mode, base, tuple(files))
+        return created
 
     def discard(self) -> None:
         """Close the descriptors and remove the file."""
@@ -180,71 +155,67 @@ class CreatedFile:
 
 
 class DataFile:
-    """New file that several tasks write at once, each its own range.
+    """New file that several tasks write at once, each its own range: positioned writes, each in one call of a thread.
 
-    It has a pool of unbuffered aiofiles handles, each with its own file position.
-
-    Invariant: a handle is in ``_free``, or belongs to one :meth:`write` until the last thread of that write is done,
-    awaited or not. Otherwise, the seek of the next write would race with that thread.
+    The first mode is tried by the first write, and the next one if the file system refuses it: no write is repeated for
+    another reason.
     """
 
-    def __init__(self, created: CreatedFile, executor: Executor) -> None:
+    def __init__(self, created: CreatedFile, executor: Executor, direct_io: DirectIO) -> None:
         self.path = created.path
-        self.mode = created.mode
-        """How bytes reach the disk. It is fixed when the file is created."""
-        self._base = created.base
+        self.mode: WriteMode = "direct" if len(created.numbers) > 1 else "dontcache"
+        """How bytes reach the disk from now on."""
+        self._direct_io = direct_io
+        self._numbers = tuple(created.numbers)
         self._files = _Descriptors(executor, created.numbers)
         self._executor = executor
-        self._loop = asyncio.get_running_loop()
-        self._free: list[AsyncFileIO] = [wrap(writer, executor=executor) for writer in created.writers]
-        self._room = anyio.Semaphore(len(self._free), fast_acquire=True)
 
     async def write(self, offset: int, data: memoryview) -> None:
         """Write all of ``data`` (contiguous, any length) at ``offset`` bytes. A short write is continued.
 
         It is fastest if address, offset and length are multiples of ``PAGE_BYTES``. ``data`` must stay unchanged until
-        the futures of the *threads* have resolved (``watch_submissions``), which may be after a cancelled await.
+        the future of the *thread* has resolved (``watch_submissions``), which may be after a cancelled await.
 
         Raises:
             WriteError: the write failed; the error holds errno and path.
         """
         view = data.cast("B") if data.nbytes else data
-        with translate_errors(WriteError, self.path), self._files.use() as at_end:
-            flags, handle = RWF_DONTCACHE, None
-            if self.mode != "dontcache":
-                await self._room.acquire()
-                flags, handle = 0, self._free.pop()
-                at_end.append(functools.partial(self._return_handle, handle))
-            done = 0
-            while done < view.nbytes:
-                rest = view[done:]
-                span = aligned_span(rest, offset + done) if self.mode == "direct" else rest.nbytes
-                if handle is not None and span:
-                    os.lseek(handle.fileno(), offset + done, os.SEEK_SET)  # a seek never blocks, so it needs no thread
-                    written = await handle.write(rest[:span])
-                else:  # uncached data, or an unaligned rest, which direct I/O cannot take
-                    written = await run_blocking(self._executor, os.pwritev, self._base, [rest], offset + done, flags)
-                if not written:
-                    raise OSError(errno.EIO, f"nothing of {rest.nbytes} bytes was written at offset {offset + done}")
-                done += written
+        with translate_errors(WriteError, self.path), self._files.use():
+            await wrap(self._write_fully)(offset, view, executor=self._executor)
+
+    def _write_fully(self, offset: int, rest: memoryview) -> None:
+        while rest:
+            mode = self.mode
+            span = aligned_span(rest, offset) if mode == "direct" else 0
+            number = self._numbers[1 if span else 0]  # what is not aligned goes through the page cache
+            flags = RWF_DONTCACHE if mode == "dontcache" else 0
+            try:
+                written = os.pwritev(number, [rest[:span] if span else rest], offset, flags)
+            except OSError as error:
+                if not (span or flags) or error.errno not in REFUSALS:
+                    raise
+                self._fall_back(mode, error)
+                continue
+            if not written:
+                raise OSError(errno.EIO, f"nothing of {rest.nbytes} bytes was written at offset {offset}")
+            offset, rest = offset + written, rest[written:]
+
+    def _fall_back(self, refused: WriteMode, error: OSError) -> None:
+        """Take the mode after ``refused``, unless another thread has: the file system refuses it with ``error``."""
+        if refused == "direct":
+            check_fallback(self.path, self._direct_io, error)
+        if self.mode == refused:
+            self.mode = "dontcache" if refused == "direct" else "buffered"
 
     async def sync(self) -> None:
         """Make the written bytes durable (fdatasync). After a failure the file is lost: do not try again."""
         with translate_errors(WriteError, self.path), self._files.use():
-            await run_blocking(self._executor, sync_data, self._base)
+            await run_blocking(self._executor, sync_data, self._numbers[0])
 
     async def close(self) -> None:
         """Close the file when the thread of the last write is done. Idempotent; survives cancellation."""
         with translate_errors(WriteError, self.path):
             await self._files.close()
-
-    def _return_handle(self, handle: AsyncFileIO) -> None:
-        with contextlib.suppress(RuntimeError):  # after the end of the loop, no task writes again
-            self._loop.call_soon_threadsafe(self._put_handle, handle)
-
-    def _put_handle(self, handle: AsyncFileIO) -> None:
-        self._free.append(handle)
-        self._room.release()
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
@@ -263,13 +234,6 @@ def _reserve(descriptor: int, nbytes: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def _choose_mode(path: Path, base: int, direct_io: DirectIO) -> WriteMode:
-    """Return the first mode in which a real write succeeds: direct, uncached, or through the page cache."""
-    if direct_io != "off" and supports_direct_io(path, os.O_WRONLY, probe_write, is_required=direct_io == "on"):
-        return "direct"
-    return "buffered" if probe_refusal(probe_write, base, RWF_DONTCACHE) else "dontcache"
-
-
 # -- reading --------------------------------------------------------------------------------------
 
 
@@ -279,17 +243,15 @@ class OpenedFile:
 
     nbytes: int
     numbers: list[int]
-    """A descriptor that goes through the page cache. If the file takes O_DIRECT, a second one with it."""
+    """A descriptor that goes through the page cache. If O_DIRECT could be opened, a second one with it."""
 
     @classmethod
     def open(cls, path: Path, direct_io: DirectIO) -> OpenedFile:
-        """Open ``path``, also with O_DIRECT if a read proves that the file takes it."""
+        """Open ``path``, also with O_DIRECT if that can be opened."""
         numbers = [open_regular_file(path)]
         try:
             nbytes = os.fstat(numbers[0]).st_size
-            is_required = direct_io == "on"
-            if direct_io != "off" and supports_direct_io(path, os.O_RDONLY, probe_read, is_required=is_required):
-                numbers.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+            numbers.extend(open_direct(path, os.O_RDONLY, direct_io))
         except BaseException:
             _close_numbers(numbers)
             raise
@@ -303,13 +265,17 @@ class OpenedFile:
 class ReadFile:
     """File that several tasks read at once: positioned reads, each in one call of a thread."""
 
-    def __init__(self, path: Path, opened: OpenedFile, executor: Executor, *, reads_cached: bool) -> None:
+    def __init__(
+        self, path: Path, opened: OpenedFile, executor: Executor, direct_io: DirectIO, *, reads_cached: bool
+    ) -> None:
         """If ``reads_cached``, bytes that the page cache holds come from there, and only the others with O_DIRECT."""
         self.path = path
         self.nbytes = opened.nbytes
         """Length of the file when it was opened."""
         self.is_direct = len(opened.numbers) > 1
-        """Whether reads that are aligned to ``PAGE_BYTES`` (address, offset, length) bypass the page cache."""
+        """Whether reads that are aligned to ``PAGE_BYTES`` (address, offset, length) bypass the page cache. False from
+        the first one that the file system refuses."""
+        self._direct_io = direct_io
         self._may_be_cached = reads_cached and self.is_direct
         self._numbers = tuple(opened.numbers)
         self._executor = executor
@@ -341,7 +307,25 @@ class ReadFile:
             if _read_cached(self._numbers[0], offset, [views[0][:PAGE_BYTES]]):
                 cached = _read_cached(self._numbers[0], offset, views)
             self._may_be_cached = not _skip(views, cached)
-        return cached + _read_fully(self._numbers, offset + cached, views)
+        return cached + self._read_fully(offset + cached, views)
+
+    def _read_fully(self, offset: int, views: list[memoryview]) -> int:
+        begin = offset
+        while views:
+            direct = _direct_prefix(views, offset) if self.is_direct else []
+            try:
+                count = os.preadv(self._numbers[1 if direct else 0], direct or views, offset)
+            except OSError as error:
+                if not direct or error.errno not in REFUSALS:
+                    raise
+                check_fallback(self.path, self._direct_io, error)
+                self.is_direct = False
+                continue
+            if not count:
+                break
+            offset += count
+            _skip(views, count)
+        return offset - begin
 
     async def close(self) -> None:
         """Close the file when the thread of the last read is done. Idempotent; survives cancellation."""
@@ -365,18 +349,6 @@ def open_regular_file(path: Path) -> int:
         return number
     os.close(number)
     raise MismatchError(f"{path}: no regular file")
-
-
-def _read_fully(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
-    begin = offset
-    while views:
-        direct = _direct_prefix(views, offset) if len(numbers) > 1 else []
-        count = os.preadv(numbers[1] if direct else numbers[0], direct or views, offset)
-        if not count:
-            break
-        offset += count
-        _skip(views, count)
-    return offset - begin
 
 
 def _read_cached(number: int, offset: int, views: list[memoryview]) -> int:

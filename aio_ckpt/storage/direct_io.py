@@ -1,22 +1,30 @@
-"""O_DIRECT: whether a file takes it, which a real aligned operation proves, and which part of a buffer it takes."""
+"""O_DIRECT: whether a file takes it, and which part of a buffer it takes."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
+import functools
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from aio_ckpt.format.constants import PAGE_BYTES
+from aio_ckpt.storage.mounts import mount_point
+
+if TYPE_CHECKING:
+    from aio_ckpt.config import DirectIO
+
+_log = logging.getLogger("aio_ckpt")
 
 RWF_DONTCACHE = 0x80
 """Flag of Linux 6.14: a write goes through the page cache and is dropped from it once written. ``os`` lacks it."""
 
 NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 """Error numbers with which file systems refuse an operation that they lack."""
+
+REFUSALS = NOT_SUPPORTED | {errno.EFAULT}
+"""Error numbers with which file systems refuse O_DIRECT, or RWF_DONTCACHE, for one operation."""
 
 PageCache: TypeAlias = Literal["pass", "take", "fill"]
 """How a file that takes O_DIRECT is read.
@@ -26,60 +34,59 @@ PageCache: TypeAlias = Literal["pass", "take", "fill"]
 - ``fill``: all bytes go through the page cache, so that the disk is read once for several readers.
 """
 
-Probe = Callable[[int, int], None]
-"""Function ``probe(descriptor, rwf_flags)`` that raises OSError if the file refuses an aligned operation."""
 
+def open_direct(path: Path, access: int, direct_io: DirectIO) -> list[int]:
+    """Open ``path`` with O_DIRECT. Return the descriptor; an empty list if ``direct_io`` or the file system is without.
 
-def probe_write(descriptor: int, rwf_flags: int) -> None:
-    """Write one aligned page of zeros at offset 0. A successful open with O_DIRECT alone would prove nothing."""
-    with contextlib.closing(mmap.mmap(-1, PAGE_BYTES)) as page:
-        if os.pwritev(descriptor, [page], 0, rwf_flags) != PAGE_BYTES:
-            raise OSError(errno.EINVAL, "an aligned write fell short")
+    That it can be opened proves little: a file system may still refuse single operations, see :func:`check_fallback`.
 
-
-def probe_read(descriptor: int, rwf_flags: int) -> None:
-    """Read one aligned page at offset 0."""
-    with contextlib.closing(mmap.mmap(-1, PAGE_BYTES)) as page:
-        os.preadv(descriptor, [page], 0, rwf_flags)
-
-
-def supports_direct_io(path: Path, access: int, probe: Probe, *, is_required: bool) -> bool:
-    """Return whether ``probe`` succeeds on ``path``, opened with O_DIRECT and ``access``.
-
-    ``access`` is ``os.O_RDONLY`` or ``os.O_WRONLY``.
+    Args:
+        path: A file that exists.
+        access: ``os.O_RDONLY`` or ``os.O_WRONLY``.
+        direct_io: See :class:`~aio_ckpt.EngineConfig`.
 
     Raises:
-        OSError: a failure other than a probe_refusal of O_DIRECT; if ``is_required``, also the probe_refusal.
+        OSError: a failure other than a refusal of O_DIRECT; if ``direct_io="on"``, also the refusal.
     """
-    number = -1
+    if direct_io == "off":
+        return []
     try:
-        number = os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)
-        refused = probe_refusal(probe, number, 0)
-    except OSError as error:
-        if number >= 0 or error.errno not in NOT_SUPPORTED:
-            raise
-        refused = error
-    finally:
-        if number >= 0:
-            os.close(number)
-    if refused is not None and is_required:
-        raise OSError(refused.errno, f'{refused.strerror}; direct_io="on" refuses to fall back') from refused
-    return refused is None
-
-
-def probe_refusal(probe: Probe, descriptor: int, rwf_flags: int) -> OSError | None:
-    """Return the error with which the file system refuses ``probe``, or None if it takes it.
-
-    Raises:
-        OSError: a failure that is no probe_refusal.
-    """
-    try:
-        probe(descriptor, rwf_flags)
+        return [os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)]
     except OSError as error:
         if error.errno not in NOT_SUPPORTED:
-            raise  # a full or broken disk would fail in every mode
-        return error
-    return None
+            raise
+        _check_may_fall_back(direct_io, error)
+        return []
+
+
+def check_fallback(path: Path, direct_io: DirectIO, refused: OSError) -> None:
+    """Raise OSError if ``direct_io="on"``; else log, once for each mount, that the page cache is used instead.
+
+    Lustre refuses O_DIRECT from pinned memory with EFAULT or EINVAL, and some FUSE file systems refuse it once the file
+    is open.
+
+    Args:
+        path: The file.
+        direct_io: See :class:`~aio_ckpt.EngineConfig`.
+        refused: The error of an aligned operation.
+    """
+    _check_may_fall_back(direct_io, refused)
+    _warn_of_refusal(mount_point(path), refused.strerror or "")
+
+
+def _check_may_fall_back(direct_io: DirectIO, refused: OSError) -> None:
+    if direct_io == "on":
+        raise OSError(refused.errno, f'{refused.strerror}; direct_io="on" refuses to fall back') from refused
+
+
+@functools.cache
+def _warn_of_refusal(mount: Path, reason: str) -> None:
+    _log.warning(
+        "%s: the file system there opens files with O_DIRECT and refuses to write or read with it (%s): the page cache "
+        'is used instead, which is slower. direct_io="off" does so without a try. Told once',
+        mount,
+        reason,
+    )
 
 
 def aligned_span(view: memoryview, offset: int) -> int:

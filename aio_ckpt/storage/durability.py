@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from aio_ckpt.storage.direct_io import NOT_SUPPORTED
+from aio_ckpt.storage.mounts import mount_point
 
 _logger = logging.getLogger("aio_ckpt")
 
@@ -51,7 +52,7 @@ def sync_dir(path: Path) -> None:
     except OSError as error:
         if error.errno not in NOT_SUPPORTED:
             raise
-        warn_of_names(_mount_of(path.absolute()))
+        warn_of_names(mount_point(path))
     finally:
         os.close(descriptor)
 
@@ -64,12 +65,6 @@ def warn_of_names(mount: Path) -> None:
         "missing or lack files, which a load notices; what was written into the files is durable. Told once",
         mount,
     )
-
-
-def _mount_of(path: Path) -> Path:
-    while path != path.parent and path.stat().st_dev == path.parent.stat().st_dev:
-        path = path.parent
-    return path
 
 
 def _explain(error: OSError) -> None:

@@ -78,32 +78,34 @@ class Storage:
         except OSError as error:
             raise translated(kind, path, error) from error
 
-    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
-        """Create ``path`` for ``writers`` concurrent writes, in the first mode of :data:`WriteMode` that works.
+    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
+        """Create ``path`` for concurrent writes, in the first mode of :data:`WriteMode` that works.
 
         ``nbytes`` are reserved, so that a full disk shows before a byte is written.
 
         Raises:
-            WriteError: the file exists, or there is no room for it, or ``direct_io="on"`` and it takes no direct write.
+            WriteError: the file exists, or there is no room for it, or ``direct_io="on"`` and it cannot be opened so.
                 No byte was written, and no file is left.
         """
         with translate_errors(WriteError, path):
-            create = functools.partial(CreatedFile.create, path, nbytes, writers=writers, direct_io=self._direct_io)
-            return DataFile(await run_owned(self._executor, create, dispose=CreatedFile.discard), self._executor)
+            create = functools.partial(CreatedFile.create, path, nbytes, self._direct_io)
+            created = await run_owned(self._executor, create, dispose=CreatedFile.discard)
+            return DataFile(created, self._executor, self._direct_io)
 
     async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
-        """Open ``path`` for reading, with O_DIRECT if a read proves that it works.
+        """Open ``path`` for reading, with O_DIRECT where it works.
 
         ``page_cache`` counts only with ``direct_io="auto"``: see :data:`PageCache`.
 
         Raises:
-            ReadError: the file is missing or unreadable, or ``direct_io="on"`` and it takes no direct read.
+            ReadError: the file is missing or unreadable, or ``direct_io="on"`` and it cannot be opened so.
         """
         is_chosen = self._direct_io == "auto"
         direct_io: DirectIO = "off" if page_cache == "fill" and is_chosen else self._direct_io
         with translate_errors(ReadError, path):
             opened = await run_owned(self._executor, OpenedFile.open, path, direct_io, dispose=OpenedFile.close)
-            return ReadFile(path, opened, self._executor, reads_cached=page_cache == "take" and is_chosen)
+            reads_cached = page_cache == "take" and is_chosen
+            return ReadFile(path, opened, self._executor, direct_io, reads_cached=reads_cached)
 
     def write_file(self, path: Path, *parts: bytes) -> Coro[None]:
         """Create ``path`` exclusively, write one part after the other, and fsync. If that fails, remove the file."""

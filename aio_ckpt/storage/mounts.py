@@ -70,3 +70,11 @@ def find_mount(table: str, device: str) -> Mount | None:
 def is_shared(device: int) -> bool:
     """Return whether other hosts may use the file system with this ``st_dev``."""
     return mount_of(device).is_shared
+
+
+def mount_point(path: Path) -> Path:
+    """Return the directory at which the file system of ``path``, which exists, is mounted."""
+    path = path.absolute()
+    while path != path.parent and path.stat().st_dev == path.parent.stat().st_dev:
+        path = path.parent
+    return path

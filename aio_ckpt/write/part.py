@@ -58,9 +58,7 @@ async def write_part(
     return await write_image(
         image,
         ChunkPreparer(part.layout, part.tail, renders_constants=part.renders_constants, render_tail=part.render_tail),
-        new_file(
-            storage, path, image.chunks[-1].stop, writers=workers, settle_secs=settle_secs, on_activity=on_activity
-        ),
+        new_file(storage, path, image.chunks[-1].stop, settle_secs=settle_secs, on_activity=on_activity),
         executor,
         workers=workers,
         captured=lambda index: part.chunks.wait(index, executor),

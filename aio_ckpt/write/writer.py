@@ -127,7 +127,7 @@ class ChunkPreparer:
 
 @contextlib.asynccontextmanager
 async def new_file(
-    storage: Storage, path: Path, nbytes: int, *, writers: int, settle_secs: float, on_activity: Callable[[str], None]
+    storage: Storage, path: Path, nbytes: int, *, settle_secs: float, on_activity: Callable[[str], None]
 ) -> AsyncIterator[DataFile]:
     """Create a data file with room for ``nbytes``. Make it durable if the block succeeds, and close it in any case.
 
@@ -138,7 +138,7 @@ async def new_file(
         WriteError: the file exists, or there is no room (before a byte is written), or it could not be made durable.
     """
     on_activity("reserving room for its data")
-    file = await storage.create_data_file(path, nbytes, writers=writers)
+    file = await storage.create_data_file(path, nbytes)
     try:
         on_activity("writing its data")
         yield file

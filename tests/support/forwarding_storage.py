@@ -53,11 +53,9 @@ class ForwardingStorage(Storage):
         """The end of a file that was written (``close``) or read (``close_read``)."""
         await close()
 
-    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
+    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
         """The calls of the file that is returned come through this storage, too."""
-        made = await self.run(
-            Call("create_data_file", path), lambda: self._inner.create_data_file(path, nbytes, writers=writers)
-        )
+        made = await self.run(Call("create_data_file", path), lambda: self._inner.create_data_file(path, nbytes))
         return ForwardingDataFile(self, made)
 
     async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:

@@ -96,7 +96,6 @@ async def save_image(
                         storage,
                         path,
                         image.chunks[-1].stop,
-                        writers=workers,
                         settle_secs=TIMEOUT,
                         on_activity=lambda activity: None,
                     ),

@@ -115,8 +115,8 @@ class WatchedStorage(Storage):
                 f"{self._in_flight} threads still write"
             )
 
-    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
-        inner = await super().create_data_file(path, nbytes, writers=writers)
+    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
+        inner = await super().create_data_file(path, nbytes)
         self.files.append(path)
         return WatchedDataFile(self, inner, len(self.files) - 1, self._executor)
 

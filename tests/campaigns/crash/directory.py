@@ -69,7 +69,7 @@ async def _save(storage: Storage, directory: Path, number: int) -> None:
     metadata = files.pop(METADATA_FILE)
     await begin_save(storage, directory, save_id)
     (data_name, data), (rank_name, rank), (root_name, root) = files.items()
-    file = await storage.create_data_file(directory / data_name, len(data), writers=2)
+    file = await storage.create_data_file(directory / data_name, len(data))
     try:
         half = len(data) // 2 // 4096 * 4096
         await file.write(0, memoryview(data)[:half])

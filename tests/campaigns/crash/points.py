@@ -105,11 +105,9 @@ class PointedStorage(ForwardingStorage):
         self._passed += 1
         return self._passed > self._point.skip
 
-    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
+    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
         """See :class:`Storage`."""
-        made = await self.run(
-            Call("create_data_file", path), lambda: self._inner.create_data_file(path, nbytes, writers=writers)
-        )
+        made = await self.run(Call("create_data_file", path), lambda: self._inner.create_data_file(path, nbytes))
         return _PointedFile(self, made)
 
     async def write_file(self, path: Path, *parts: bytes) -> None:

@@ -202,27 +202,22 @@ def short_writes(folder: Path) -> Iterator[Point]:
     with _ground(folder) as ground:
         for number in itertools.count(1):
             nth = Nth(number)
-            with _work(functools.partial(_shortened, nth)), _short_small_files(nth):
+            with (
+                mock.patch.object(os, "pwritev", functools.partial(_shortened, os.pwritev, nth)),
+                _short_small_files(nth),
+            ):
                 outcome = ground.save()
             if not nth.was_reached:
                 return
             yield _judged(ground, f"write {number} falls short", outcome, "a short write failed the save")
 
 
-def _shortened(nth: Nth, fn: Work) -> Work:
-    """Half of a write in pages; aiofiles binds the bytes to the handle's ``write``."""
-    if isinstance(fn, functools.partial) and getattr(fn.func, "__name__", "") == "write":
-        data = fn.args[0]
-        if len(data) > PAGE_BYTES and nth():
-            return functools.partial(fn.func, data[: _half(data)])
-    if fn is os.pwritev:
-
-        def pwritev(number: int, views: list[memoryview], offset: int, flags: int) -> int:
-            short = [views[0][: _half(views[0])]] if len(views[0]) > PAGE_BYTES and nth() else views
-            return os.pwritev(number, short, offset, flags)
-
-        return pwritev
-    return fn
+def _shortened(
+    pwritev: Callable[..., int], nth: Nth, number: int, views: list[memoryview], offset: int, flags: int
+) -> int:
+    """Write half of the pages of the n-th write."""
+    is_short = len(views[0]) > PAGE_BYTES and nth()
+    return pwritev(number, [views[0][: _half(views[0])]] if is_short else views, offset, flags)
 
 
 def _half(data: memoryview) -> int:

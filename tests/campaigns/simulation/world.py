@@ -275,7 +275,7 @@ class SimStorage(Storage):
             raise _system_error(errno.ENOENT, path)
         return node
 
-    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
+    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
         """See :class:`~aio_ckpt.storage.local.Storage`, here and below."""
         file = await self.run("create", path, WriteError, lambda: self._new_file(path, bytes(nbytes)))
         return SimDataFile(self, path, file)

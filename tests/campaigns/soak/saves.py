@@ -110,10 +110,10 @@ class FailingStorage(Storage):
         if self._calls_left == 0:
             raise WriteError(self._errno, os.strerror(self._errno), str(path))
 
-    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
+    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
         """See :class:`Storage`."""
         self._count(path)
-        return await super().create_data_file(path, nbytes, writers=writers)
+        return await super().create_data_file(path, nbytes)
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         """See :class:`Storage`."""

@@ -242,9 +242,9 @@ class SlowToCreate(Storage):
         super().__init__(executor)
         self._until = until
 
-    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
+    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
         await asyncio.to_thread(self._until)
-        return await super().create_data_file(path, nbytes, writers=writers)
+        return await super().create_data_file(path, nbytes)
 
 
 @pytest.mark.parametrize("fails", [False, True])
