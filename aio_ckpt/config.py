@@ -106,8 +106,8 @@ class EngineConfig:
     when the trainer was killed can be committed by ``aio-ckpt rescue``. Needs ``staging`` ``shm`` or ``auto``."""
 
     direct_io: DirectIO = "auto"
-    """O_DIRECT: ``auto`` takes it where the file system does, and the page cache elsewhere. ``on`` fails the save or load
-    there instead, and ``off`` never asks."""
+    """O_DIRECT: ``auto`` takes it where the file system does, and the page cache elsewhere. There, ``on`` fails the
+    save or load instead. ``off`` never takes it."""
 
     budget_bytes: int | None = None
     """Most host memory for images, at least 64 KiB. None: half of what the machine and the limits of the
