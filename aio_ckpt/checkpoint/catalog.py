@@ -50,6 +50,8 @@ class Item(msgspec.Struct, frozen=True, eq=False, gc=False):
     """CRC32 of each block; empty if no block has one."""
     record_crc32: int | None
     """CRC32 of all raw bytes of an item of plain DCP; None if each block has one, or if there is none."""
+    global_shape: tuple[int, ...] | None = None
+    """Shape of the global tensor of a shard; None if the item is the whole tensor, or if it is not known."""
     is_conj: bool = False
     """Whether the elements are the conjugates of the stored ones (plain DCP)."""
     is_neg: bool = False
@@ -132,8 +134,8 @@ class Catalog:
             raise CorruptCheckpointError(f"{min(both)!r} is stored as a tensor and as an object")
         several = {name: found for name, found in self.shards.items() if len(found) > 1}
         for name, found in several.items():
-            if len({(shard.dtype, len(shard.shape)) for shard in found}) > 1:
-                raise CorruptCheckpointError(f"the shards of {name!r} differ in dtype or number of dimensions")
+            if len({(shard.dtype, len(shard.shape), getattr(shard, "global_shape", None)) for shard in found}) > 1:
+                raise CorruptCheckpointError(f"the shards of {name!r} differ in dtype, dimensions or global shape")
         check_boxes((name, map(_box, found)) for name, found in several.items())
 
 
@@ -143,8 +145,10 @@ def _renamed(found: Mapping[str, V], names: Mapping[str, str | None]) -> dict[st
 
 
 def global_shape(shards: Shards) -> tuple[int, ...]:
-    """Return the shape of the smallest global tensor that holds all shards. Holes are not looked for."""
+    """Return the shape of the global tensor: the stored one, or the smallest that holds all shards."""
     first = shards[0]
+    if type(first) is Item and first.global_shape is not None:
+        return first.global_shape
     if len(shards) == 1 and not any(first.offsets):
         return first.shape
     stops = ([start + size for start, size in zip(shard.offsets, shard.shape, strict=True)] for shard in shards)
@@ -191,9 +195,12 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
 def items_of(manifest: RankManifest, file: FileEntry) -> list[Item]:
     """Return the items of one rank in the order of its manifest. Takes 1 us each."""
     columns, name_of_file, block_bytes = manifest.columns, file.name, manifest.block_bytes
-    signatures = [(DTYPES[dtype], shape, stride, (0,) * dims) for dtype, shape, stride, dims, _ in columns.signatures]
+    signatures = [
+        (DTYPES[dtype], shape, stride, (0,) * dims, whole)
+        for dtype, shape, stride, dims, _, whole in columns.signatures
+    ]
     of_row = [signatures[number] for number in columns.signature_numbers]
-    offsets = [origin for _, _, _, origin in of_row]
+    offsets = [origin for _, _, _, origin, _ in of_row]
     for row, of_shard in columns.shards.items():
         offsets[row] = of_shard
     rows = zip(
@@ -206,6 +213,6 @@ def items_of(manifest: RankManifest, file: FileEntry) -> list[Item]:
         strict=True,
     )
     return [
-        Item(name, name_of_file, dtype, shape, stride, begin, 0, raw_offset, raw_bytes, block_bytes, sums, None)
-        for name, (dtype, shape, stride, _), begin, raw_offset, raw_bytes, sums in rows
+        Item(name, name_of_file, dtype, shape, stride, begin, 0, raw_offset, raw_bytes, block_bytes, sums, None, whole)
+        for name, (dtype, shape, stride, _, whole), begin, raw_offset, raw_bytes, sums in rows
     ]

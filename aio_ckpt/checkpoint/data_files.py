@@ -103,7 +103,7 @@ class Files:
         opened = self._kept.get(name)
         if opened is None:
             opened = _Opened(await self._open(name))
-            if len(self._kept) < self._most_kept:
+            if name not in self._kept and len(self._kept) < self._most_kept:  # another task may have kept one meanwhile
                 self._kept[name] = opened
         opened.users += 1
         try:

@@ -233,7 +233,7 @@ class _RankWrite:
             rank=save.rank,
             world_size=save.world_size,
             file=None if written is None else FileEntry(save.data_file, written.image_bytes, written.file_crc32),
-            tensors=encode_static([tensor_entry(item) for item in layout.items]),
+            tensors=encode_static([tensor_entry(item, sources.planned.plan.structure) for item in layout.items]),
             sums=b"" if written is None else written.sums,
             objects=sources.objects,
             skeleton=b"",  # names are as DCP flattened them

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import add, gt
 from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
@@ -18,8 +19,8 @@ from aio_ckpt.format.constants import MAX_BYTES, MAX_DIMS, Size
 Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 """One name or several."""
 _Dims: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMS)]
-TensorSignature: TypeAlias = tuple[str, _Dims, _Dims, Size, Size]
-"""dtype, shape, stride, number of offsets and ``raw_bytes`` of a :class:`TensorEntry`."""
+TensorSignature: TypeAlias = tuple[str, _Dims, _Dims, Size, Size, _Dims | None]
+"""dtype, shape, stride, number of offsets, ``raw_bytes`` and ``global_shape`` of a :class:`TensorEntry`."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 _QUANTIZED = ("qint", "quint")
 """Prefixes of dtypes that no item holds: a quantized tensor is more than its raw bytes."""
@@ -45,6 +46,8 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     raw_offset: Size
     """Offset of the raw bytes."""
     raw_bytes: Size
+    global_shape: _Dims | None = None
+    """Shape of the global tensor of a shard; None if the item is the whole tensor, or if it is not known."""
 
 
 class TensorColumns(NamedTuple):
@@ -88,7 +91,9 @@ def columns_of(entries: Sequence[TensorEntry]) -> TensorColumns:
         names=[entry.fqns[0] for entry in entries],
         ties={row: entry.fqns[1:] for row, entry in enumerate(entries) if len(entry.fqns) > 1},
         signature_numbers=[
-            signatures.setdefault((e.dtype, e.shape, e.stride, len(e.offsets), e.raw_bytes), len(signatures))
+            signatures.setdefault(
+                (e.dtype, e.shape, e.stride, len(e.offsets), e.raw_bytes, e.global_shape), len(signatures)
+            )
             for e in entries
         ],
         signatures=list(signatures),
@@ -107,9 +112,10 @@ def entries_of(columns: TensorColumns) -> tuple[TensorEntry, ...]:
     for row, (name, signature, *places) in enumerate(
         zip(columns.names, columns.signature_numbers, *(column.tolist() for column in numbers), strict=True)
     ):
-        dtype, shape, stride, dims, _ = columns.signatures[signature]
+        dtype, shape, stride, dims, _, whole = columns.signatures[signature]
         offsets = columns.shards.get(row) or (0,) * dims
-        entries.append(TensorEntry((name, *columns.ties.get(row, ())), dtype, shape, stride, offsets, *places))
+        entry = TensorEntry((name, *columns.ties.get(row, ())), dtype, shape, stride, offsets, *places)
+        entries.append(entry if whole is None else msgspec.structs.replace(entry, global_shape=whole))
     return tuple(entries)
 
 
@@ -179,9 +185,12 @@ def columns_fault(columns: TensorColumns, file_bytes: int) -> str:
         if fault := _signature_fault(*signature):
             return f"tensor {_named(columns, number)}: {fault}"
     for row, offsets in columns.shards.items():
-        _, shape, *_ = columns.signatures[columns.signature_numbers[row]]
+        _, shape, *_, whole = columns.signatures[columns.signature_numbers[row]]
         if any(start + size > MAX_BYTES for start, size in zip(offsets, shape, strict=True)):
             return f"tensor {columns.names[row]!r}: a shard of {shape} at {offsets}, beyond what a tensor has"
+        stops = map(add, offsets, shape)
+        if whole is not None and any(map(gt, stops, whole)):
+            return f"tensor {columns.names[row]!r}: a shard of {shape} at {offsets} of a tensor of {whole}"
     # The sum of two numbers up to MAX_BYTES may exceed int64, but not uint64.
     item_starts, item_bytes, raw_starts, raw_bytes = (column.astype(np.uint64) for column in columns[5:])
     raw_stops, item_stops = raw_starts + raw_bytes, item_starts + item_bytes
@@ -201,7 +210,12 @@ def _named(columns: TensorColumns, signature: int) -> str:
 
 
 def _signature_fault(
-    dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...], dims: int, raw_bytes: int
+    dtype_name: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dims: int,
+    raw_bytes: int,
+    whole: tuple[int, ...] | None,
 ) -> str:
     from aio_ckpt.format.dcp_metadata_read import DTYPES  # here: the root manifest is read without torch
 
@@ -212,6 +226,8 @@ def _signature_fault(
         return f"shape {shape} and offsets of {dims} dimensions differ in length"
     if len(shape) != len(stride):
         return f"shape {shape} and stride {stride} differ in length"
+    if whole is not None and (len(whole) != dims or any(map(gt, shape, whole))):
+        return f"a shard of {shape} of a tensor of {whole}"
     numel = math.prod(shape)
     if raw_bytes != numel * dtype.itemsize:
         return f"{raw_bytes} raw bytes for shape {shape} of {dtype_name}"

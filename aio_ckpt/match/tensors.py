@@ -20,7 +20,9 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _GROUP_TENSORS = 256
 # One pass for each attribute, without a line of Python for each tensor.
 _dtype, _sizes, _layout, _is_nested, _itemsize = map(attrgetter, ("dtype", "shape", "layout", "is_nested", "itemsize"))
-_stored_stride, _offsets, _raw_bytes = map(attrgetter, ("stride", "offsets", "raw_bytes"))
+_stored_stride, _offsets, _raw_bytes, _global_shape = map(
+    attrgetter, ("stride", "offsets", "raw_bytes", "global_shape")
+)
 
 
 def exact_addresses(values: Sequence[object], stored: Sequence[Shards | None]) -> list[int]:
@@ -57,6 +59,7 @@ def _are_exact(values: Sequence[Any], stored: Sequence[Shards | None]) -> bool:
         and not any(map(torch.Tensor.is_neg, values))
         and not (any(dtype.is_complex for dtype in dtypes) and any(map(torch.Tensor.is_conj, values)))
         and not any(map(any, {*map(_offsets, items)}))
+        and {*map(_global_shape, items)} == {None}
         and all(map(le, map(add, starts, map(_raw_bytes, items)), lengths))
     )
 

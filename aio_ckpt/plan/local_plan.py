@@ -12,7 +12,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -272,7 +272,7 @@ def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]
         aliases=aliases,
         object_names=object_names,
         metadata=None,
-        tensors_static=encode_static([tensor_entry(item) for item in layout.items]),
+        tensors_static=encode_static([tensor_entry(item, structure) for item in layout.items]),
         skeleton=encode_skeleton(structure.skeleton),  # type: ignore[arg-type]
         stored_names=frozenset(name for item in layout.items for name in item.fqns),
         source_bytes=source_bytes,
@@ -380,8 +380,10 @@ def _main_source(structure: Structure, layout: ImageLayout) -> torch.device | No
     return max(nbytes, key=nbytes.__getitem__, default=None)
 
 
-def tensor_entry(item: TensorItem) -> TensorEntry:
-    """Return the entry of an item in the rank manifest."""
+def tensor_entry(item: TensorItem, structure: Structure) -> TensorEntry:
+    """Return the entry of an item of ``structure`` in the rank manifest."""
+    shard = structure.shards.get(item.leaf)
+    whole = None if shard is None else tuple(cast("tuple[int, ...]", shard[0]))
     return TensorEntry(
         fqns=item.fqns,
         dtype=str(item.spec.dtype).removeprefix("torch."),
@@ -392,4 +394,5 @@ def tensor_entry(item: TensorItem) -> TensorEntry:
         item_bytes=item.envelope.item_bytes,
         raw_offset=item.raw_offset,
         raw_bytes=item.raw_bytes,
+        global_shape=None if whole == item.spec.shape else whole,
     )
