@@ -83,6 +83,7 @@ def render_rank(
         sums=result.sums,
         objects=entries,
         skeleton=plan.skeleton,
+        stored_by=plan.stored_by,
     )
 
 

@@ -351,7 +351,7 @@ class StateSaves(LockedCalls):
             deadline.check(target, "waiting for the plans of the other ranks")
             raise
         assert reply.share is not None  # a rank that planned anew has no older share
-        plan = narrow(whole, reply.share, reply.share_id, reply.replicated)
+        plan = narrow(whole, reply.share, reply.share_id, reply.replicated, reply.stored_by)
         self.session.cache.adopt(plan)
         return replace(planned, plan=plan)
 

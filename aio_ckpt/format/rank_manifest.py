@@ -72,6 +72,8 @@ class _RankFields(FormatHead, frozen=True, kw_only=True):
     objects: tuple[ObjectEntry, ...]
     skeleton: bytes
     """The state's containers, as :mod:`aio_ckpt.state.skeleton` encodes them."""
+    stored_by: tuple[Size, ...] | None = None
+    """Other ranks that stored a part of the state of this rank. None: any may have."""
 
 
 class RankManifest(_RankFields, frozen=True, kw_only=True, dict=True):
@@ -114,6 +116,7 @@ def encode_rank(
     sums: bytes,
     objects: Sequence[ObjectEntry],
     skeleton: bytes,
+    stored_by: Sequence[int] | None = None,
 ) -> bytes:
     """Return the bytes of a rank's manifest; ``tensors`` comes from :func:`encode_static`."""
     manifest = _RankOut(
@@ -127,6 +130,7 @@ def encode_rank(
         sums=sums,
         objects=tuple(objects),
         skeleton=skeleton,
+        stored_by=None if stored_by is None else tuple(stored_by),
         columns=msgspec.Raw(tensors),
     )
     return msgspec.msgpack.encode(manifest)
@@ -165,6 +169,8 @@ def _rank_fault(manifest: RankManifest) -> str:
     """Return what is wrong with the numbers, or ''."""
     if manifest.rank >= manifest.world_size:
         return f"rank {manifest.rank} of {manifest.world_size}"
+    if max(manifest.stored_by or (0,)) >= manifest.world_size:
+        return f"names rank {max(manifest.stored_by or ())} of {manifest.world_size}"
     file_bytes = manifest.file.nbytes if manifest.file else 0
     if manifest.file is None and (manifest.columns.names or manifest.objects):
         return "lists items but no data file"

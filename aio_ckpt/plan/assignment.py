@@ -1,7 +1,8 @@
 """Assignment: which rank writes which shard. Pure. In: the shards of every rank. Out: one ``Assignment`` per rank.
 
 Replicas are written once, by a rank that captures them for this save. The largest one is assigned first, each to the
-rank that has least to write. Objects, and replicas that differ or may differ, are written by the lowest rank.
+rank that has least to write. Objects, small replicas, and replicas that differ or may differ are written by the lowest
+rank.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ import numpy as np
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.plan.shard_table import Flags, ShardTable, SmallInts
+
+_SMALL_BYTES, _SMALL_TOTAL_BYTES = 64 << 10, 16 << 20
+"""Largest replica that is small, and the most bytes of all small ones that are not spread over the ranks."""
+_MOST_STORED_BY = 64
+"""Most ranks that a manifest names. A rank whose state lies with more of them reads the manifests of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -201,6 +207,17 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
         return np.flatnonzero(unpacked(self.tensors, count))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """What is assigned to one rank."""
+
+    share: Assignment
+    items: int
+    """Number of tensor items of the share."""
+    stored_by: tuple[int, ...] | None
+    """Other ranks that write a part of what this rank holds, too, ascending; None if there are many."""
+
+
 def packed(flags: Sequence[bool] | Flags) -> bytes:
     """Return flags as bits, the lowest bit of a byte first."""
     return np.packbits(np.asarray(flags, np.bool_), bitorder="little").tobytes()
@@ -266,10 +283,8 @@ def _keys(held: ShardTable) -> IntArray:
     return key
 
 
-def assign(
-    held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment], of_lowest: Flags
-) -> tuple[list[Assignment], list[int]]:
-    """Return the share of every rank, and its number of items.
+def assign(held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment], of_lowest: Flags) -> list[Assigned]:
+    """Return what is assigned to every rank.
 
     Args:
         kept: shares of the ranks that keep the share that they have, because they captured only that.
@@ -291,21 +306,64 @@ def assign(
     if is_lost.any():
         raise _not_captured(held.names[name] for name in held.name[is_lost[boxes.of]].tolist())
     is_single = is_open & ((candidates.counts == 1) | of_lowest)
+    is_single |= _small(writers, candidates, is_open & ~is_single)
     writers.take(free[candidates.begins[is_single]])
     several = np.flatnonzero(is_open & ~is_single)
     if len(several):
         all_rows = boxes.candidates(boxes.order)
         assign_replicas(writers, several, candidates, first_rows=boxes.order[all_rows.begins[several]])
-    starts, objects = held.starts.tolist(), _assign_objects(held, kept)
-    shares = [
-        Assignment.of(writers.is_written[start:stop], own)
-        for start, stop, own in zip(starts[:-1], starts[1:], objects, strict=True)
+    starts, objects = held.starts.tolist(), _object_writers(held, kept)
+    of_objects = {id(names): {objects[name] for name in names} for names in held.objects}
+    return [
+        Assigned(
+            share=Assignment.of(
+                writers.is_written[start:stop],
+                [objects[name] == rank for name in names] if rank in of_objects[id(names)] else [False] * len(names),
+            ),
+            items=items,
+            stored_by=_few(others | (of_objects[id(names)] - {rank})),
+        )
+        for rank, (start, stop, names, items, others) in enumerate(
+            zip(starts[:-1], starts[1:], held.objects, writers.items().tolist(), _other_writers(writers), strict=True)
+        )
     ]
-    return shares, writers.items().tolist()
 
 
-def _assign_objects(held: ShardTable, kept: Mapping[int, Assignment]) -> list[list[bool]]:
-    """Return, per rank and object, whether the rank writes it."""
+def _small(writers: Writers, candidates: Candidates, boxes: Flags) -> Flags:
+    """Return which of ``boxes`` are small, and few enough to be written by the lowest rank.
+
+    A rank that loads then reads them from one file, and not each from the file of another rank.
+    """
+    held, chosen = writers.held, np.flatnonzero(boxes)
+    first = candidates.rows[candidates.begins[chosen]]
+    nbytes = held.nbytes[held.signature[first]]
+    is_small = (nbytes <= _SMALL_BYTES) & ~held.is_tied[first]
+    is_small &= np.cumsum(np.where(is_small, nbytes, 0)) <= _SMALL_TOTAL_BYTES
+    small = np.zeros(len(boxes), np.bool_)
+    small[chosen[is_small]] = True
+    return small
+
+
+def _other_writers(writers: Writers) -> list[set[int]]:
+    """Return, per rank, the other ranks that write a shard which it holds, too."""
+    held = writers.held
+    writer = np.empty(len(writers.is_taken), np.int64)
+    rows = np.flatnonzero(writers.is_written)
+    writer[writers.box[rows]] = held.rank[rows]
+    of_row = writer[writers.box]
+    elsewhere = np.flatnonzero(of_row != held.rank)
+    found: list[set[int]] = [set() for _ in range(held.ranks)]
+    for pair in np.unique(held.rank[elsewhere].astype(np.int64) * held.ranks + of_row[elsewhere]).tolist():
+        found[pair // held.ranks].add(pair % held.ranks)
+    return found
+
+
+def _few(ranks: set[int]) -> tuple[int, ...] | None:
+    return None if len(ranks) > _MOST_STORED_BY else tuple(sorted(ranks))
+
+
+def _object_writers(held: ShardTable, kept: Mapping[int, Assignment]) -> dict[str, int]:
+    """Return the rank that writes each object."""
     writers = {name: rank for rank, share in kept.items() for name in share.object_names(held.objects[rank])}
     seen: set[int] = set()  # ranks with equal names share one tuple, and the first such rank decides
     for rank, names in enumerate(held.objects):
@@ -317,11 +375,7 @@ def _assign_objects(held: ShardTable, kept: Mapping[int, Assignment]) -> list[li
     lost = [name for names in distinct.values() for name in names if name not in writers]
     if lost:
         raise _not_captured(lost)
-    writing = set(writers.values())
-    return [
-        [writers[name] == rank for name in names] if rank in writing else [False] * len(names)
-        for rank, names in enumerate(held.objects)
-    ]
+    return writers
 
 
 def _not_captured(names: Iterable[str]) -> PlanChangedError:

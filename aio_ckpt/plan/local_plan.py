@@ -76,6 +76,9 @@ class Plan(ImagePlan):
     """With several ranks: items of ``local`` that another rank held, too, when the share was assigned."""
     share_id: bytes = b""
     """With several ranks: identity of the share that the leader assigned to this rank; empty before."""
+    stored_by: tuple[int, ...] | None = None
+    """With several ranks: the others that stored a part of the state of this rank when the share was assigned. None if
+    there were many. A reader that finds less there reads all manifests."""
     elsewhere: frozenset[str] = frozenset()
     """Names of the state that other ranks store."""
     tensors_static: bytes
@@ -282,10 +285,12 @@ def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]
 # -- several ranks --------------------------------------------------------------------------------
 
 
-def narrow(plan: Plan, share: Assignment, share_id: bytes, replicated: bytes) -> Plan:
+def narrow(
+    plan: Plan, share: Assignment, share_id: bytes, replicated: bytes, stored_by: tuple[int, ...] | None
+) -> Plan:
     """Return the plan of this rank's share. No item begins later in the image than in ``plan``.
 
-    ``replicated``: see :class:`aio_ckpt.ranks.save_ledger.AssignReply`.
+    ``replicated``, ``stored_by``: see :class:`aio_ckpt.ranks.save_ledger.AssignReply`.
 
     Raises:
         PlanChangedError: ``share`` belongs to another plan.
@@ -313,6 +318,7 @@ def narrow(plan: Plan, share: Assignment, share_id: bytes, replicated: bytes) ->
         held=plan.held,
         replicated=frozenset(np.flatnonzero(unpacked(replicated, len(items))).tolist()),
         share_id=share_id,
+        stored_by=stored_by,
         elsewhere=others,
     )
 

@@ -125,6 +125,8 @@ class AssignReply(msgspec.Struct, frozen=True, array_like=True, tag="A"):
     """None if the rank keeps the share that it has."""
     replicated: bytes = b""
     """Flag for each tensor item of the rank's plan, packed: whether another rank holds it, too."""
+    stored_by: tuple[int, ...] | None = None
+    """See :class:`~aio_ckpt.plan.assignment.Assigned`."""
 
 
 class CommitReply(msgspec.Struct, frozen=True, array_like=True, tag="C"):
@@ -222,16 +224,16 @@ class Ledger:
         if self._differing == "rank0":  # they may differ later, and the values of one rank belong together
             of_lowest[:] = True
         self._of_lowest.update(_names_of(held, boxes, of_lowest))
-        shares, items = assign(held, boxes, kept, _boxes_of(held, boxes, self._of_lowest))
+        assigned = assign(held, boxes, kept, _boxes_of(held, boxes, self._of_lowest))
         replies, replicated = [], replicated_items(held, boxes)
-        for rank, (share, count) in enumerate(zip(shares, items, strict=True)):
-            report = reports[rank]
+        for rank, (given, report) in enumerate(zip(assigned, reports, strict=True)):
             if isinstance(report, Vote):
                 replies.append(AssignReply(report.share_id, None))
                 continue
             self._shares += 1
-            replies.append(AssignReply(self._shares.to_bytes(4, "little"), share, replicated[rank]))
-            self._remember(rank, replies[-1].share_id, _KnownShare(local=plans[rank], share=share, items=count))
+            share_id = self._shares.to_bytes(4, "little")
+            replies.append(AssignReply(share_id, given.share, replicated[rank], given.stored_by))
+            self._remember(rank, share_id, _KnownShare(local=plans[rank], share=given.share, items=given.items))
         return replies
 
     def _remember(self, rank: int, share_id: bytes, known: _KnownShare) -> None:

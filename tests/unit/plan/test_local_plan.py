@@ -217,7 +217,7 @@ def test_what_was_agreed_is_saved_again_without_a_new_look_at_each_source() -> N
     memory, cache = bytearray(64), PlanCache(world_size=2)
     long, short = (torch.frombuffer(memory, dtype=torch.float32, count=count)[:4] for count in (16, 4))
     plan = resolve(cache, {"a": long}).plan
-    cache.adopt(narrow(plan, Assignment.of([True], []), b"agreed", b"\0"))
+    cache.adopt(narrow(plan, Assignment.of([True], []), b"agreed", b"\0", None))
     assert resolve(cache, {"a": long}).fingerprint_hit
     assert not resolve(cache, {"a": short}).fingerprint_hit, "its address holds less now"
     assert resolve(cache, {"a": short}).fingerprint_hit
