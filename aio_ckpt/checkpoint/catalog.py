@@ -122,6 +122,12 @@ class Catalog:
         """Return the catalog under other names. Names that map to None are left out."""
         return replace(self, shards=_renamed(self.shards, names), objects=_renamed(self.objects, names))
 
+    def only(self, names: Iterable[str]) -> Catalog:
+        """Return the catalog with no other name than ``names``."""
+        kept = frozenset(names)
+        shards, objects = ({name: found[name] for name in kept & found.keys()} for found in (self.shards, self.objects))
+        return replace(self, shards=shards, objects=objects)  # type: ignore[arg-type]
+
     def check(self) -> None:
         """Check what is stored against itself.
 

@@ -33,7 +33,7 @@ from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.state.names import compound_notes, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton, may_hold_compounds
 from aio_ckpt.storage.local import Storage, read_small_file
-from aio_ckpt.storage.small_files import read_root_of, saves_in
+from aio_ckpt.storage.small_files import read_root_of, save_of, saves_in
 
 V = TypeVar("V")
 MAX_BLOCK_BYTES = 16 << 20
@@ -49,12 +49,14 @@ class Checkpoint:
     path: Path
     step: int | None
     """Step of the root manifest; None for plain DCP."""
-    metadata_bytes: bytes
-    """Bytes of ``.metadata``, checked against the root manifest if there is one."""
+    metadata_bytes: bytes | None
+    """Bytes of ``.metadata``, checked against the root manifest if there is one; None if it was not read."""
     root: RootManifest | None
     """None for plain DCP."""
-    ranks: tuple[RankManifest, ...]
-    """Rank manifests by rank; empty for plain DCP."""
+    ranks: Mapping[int, RankManifest]
+    """Rank manifests by rank: of all ranks, or of a :class:`Part`; empty for plain DCP."""
+    part: Part | None = None
+    """The part that was opened; None if all was. Of a part, only the names of its rank are known."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Stored name -> name in the template, if they differ; None if another leaf took the name."""
 
@@ -66,12 +68,23 @@ class Checkpoint:
         """Identity of the save: the same on every rank that opened it, and different from that of any other save."""
         if self.root is not None:
             return self.root.save_id
+        assert self.metadata_bytes is not None, "plain DCP has nothing else"
         return hashlib.blake2b(self.metadata_bytes, digest_size=16).hexdigest()
 
     @property
     def is_plain_dcp(self) -> bool:
         """Whether the checkpoint has no manifests of aio_ckpt, so that only ``.metadata`` describes it."""
         return self.root is None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that saved; 0 for plain DCP, which does not tell."""
+        return 0 if self.root is None else self.root.world_size
+
+    @property
+    def stored_bytes(self) -> int:
+        """Approximate length of all stored items, in bytes. Of a part, it is estimated."""
+        return self.catalog.nbytes * (self.world_size or 1) // (len(self.ranks) or 1)
 
     @property
     def extra(self) -> Mapping[str, Any]:
@@ -81,7 +94,7 @@ class Checkpoint:
     @property
     def has_skeleton(self) -> bool:
         """Whether the manifests hold the containers of the state. If not, names are as DCP flattened them."""
-        return any(rank.skeleton for rank in self.ranks)
+        return any(rank.skeleton for rank in self.ranks.values())
 
     @functools.cached_property
     def metadata(self) -> Metadata:
@@ -89,8 +102,11 @@ class Checkpoint:
 
         Raises:
             CorruptCheckpointError: the bytes are no ``.metadata`` of DCP.
+            OnlyPartOpenError: they were not read.
         """
         data = self.metadata_bytes
+        if data is None:
+            raise OnlyPartOpenError
         return parse_metadata(data if self.is_plain_dcp else data[:-TRAILER_BYTES], name=METADATA_FILE)
 
     @functools.cached_property
@@ -100,7 +116,9 @@ class Checkpoint:
         Raises:
             CorruptCheckpointError: the manifests or the metadata contradict themselves.
         """
-        found = catalog_of_metadata(self.metadata) if self.is_plain_dcp else catalog_of_manifests(self.ranks)
+        found = catalog_of_metadata(self.metadata) if self.is_plain_dcp else catalog_of_manifests(self.ranks.values())
+        if self.part is not None:
+            found = found.only(self.names_of(self.part.rank))
         return found.renamed(self.names) if self.names else found
 
     @functools.cached_property
@@ -138,7 +156,7 @@ class Checkpoint:
         """
         if self.union is not None:
             return self.union
-        for number in (rank, 0) if 0 < rank < len(self.ranks) else (0,):
+        for number in (rank, 0) if 0 < rank < self.world_size else (0,):
             skeleton = self.saved_skeleton(number)
             if isinstance(skeleton, tuple) and skeleton[2]:
                 break
@@ -146,10 +164,15 @@ class Checkpoint:
 
     def saved_skeleton(self, rank: int) -> Skeleton:
         """Return the skeleton that ``rank`` saved, also if a union takes its place. It is decoded once."""
-        data = self.ranks[rank].skeleton
+        data = self._stored_skeleton(rank)
         if data not in self._decoded:
             self._decoded[data] = decode_skeleton(data, name=self.manifest_name(rank))
         return self._decoded[data]
+
+    def _stored_skeleton(self, rank: int) -> bytes:
+        if rank not in self.ranks:
+            raise OnlyPartOpenError
+        return self.ranks[rank].skeleton
 
     @functools.cached_property
     def _decoded(self) -> dict[bytes, Skeleton]:
@@ -162,18 +185,18 @@ class Checkpoint:
 
     def skeletons(self, rank: int) -> Iterator[Skeleton]:
         """Yield the skeleton of each rank, that of ``rank`` first. Ranks with equal ones count once."""
-        own = rank if rank < len(self.ranks) else 0
+        own = rank if rank < self.world_size else 0
         seen: set[bytes] = set()
-        for number in (own, *range(len(self.ranks))):
-            if self.ranks[number].skeleton not in seen:
-                seen.add(self.ranks[number].skeleton)
+        for number in (own, *range(self.world_size)):
+            if (data := self._stored_skeleton(number)) not in seen:
+                seen.add(data)
                 yield self.skeleton(number)
 
     def owners(self) -> dict[bytes, list[int]]:
         """Return the ranks by the skeleton, as it is stored, that they saved."""
         found: dict[bytes, list[int]] = {}
-        for rank, manifest in enumerate(self.ranks):
-            found.setdefault(manifest.skeleton, []).append(rank)
+        for rank in range(self.world_size):
+            found.setdefault(self._stored_skeleton(rank), []).append(rank)
         return found
 
     def names_of(self, rank: int) -> list[str]:
@@ -187,6 +210,8 @@ class Checkpoint:
 
         If several ranks saved a name, that of ``rank`` is returned.
         """
+        if self.part is not None:
+            return compound_notes(self.skeleton(rank), rank=rank)
         if not any(map(may_hold_compounds, owners := self.owners())):
             return {}
         found: dict[str, Notes] = {}
@@ -206,11 +231,38 @@ class Checkpoint:
 # -- opening ----------------------------------------------------------------------------------------
 
 
-async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor, step: int | None = None) -> Checkpoint:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one of several ranks needs of a checkpoint that as many ranks saved: its own state.
+
+    That is its manifest, and those of the ranks that it names. Thousands of ranks then read few small files each.
+    """
+
+    rank: int
+    world_size: int
+    """Number of ranks that load."""
+
+    @property
+    def proves_metadata(self) -> bool:
+        """Whether this rank reads ``.metadata`` whole, and proves it for all."""
+        return self.rank == 0
+
+
+class OnlyPartOpenError(Exception):
+    """A part of a checkpoint is open, and all of it is needed."""
+
+
+async def open_checkpoint(
+    storage: Storage, path: Path, *, executor: Executor, step: int | None = None, part: Part | None = None
+) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and check them against each other.
 
     Args:
+        storage: Where the checkpoint lies.
+        path: Its directory.
+        executor: Runs what takes time.
         step: step that the root manifest must have, if there is one; None if it may have any.
+        part: What to open, if it can be told; None opens all.
 
     Raises:
         CheckpointNotFoundError: there is neither ``.metadata`` nor a root manifest.
@@ -219,27 +271,32 @@ async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor, s
     """
     lines = disk_warning("opening a checkpoint", path)
     with lines.on_loop():
-        data = await read_small_file(storage, path / METADATA_FILE)
-        save_id = None if data is None else save_of_metadata(data)
-        if data is None or save_id is None:
-            await _check_plain(storage, path, data)
-    if data is None:
-        raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
+        data, save_id = None, None
+        if part is not None and not part.proves_metadata:
+            save_id = await save_of(storage, path)
+        if save_id is None:  # plain DCP, too, has nothing but .metadata
+            data = await read_small_file(storage, path / METADATA_FILE)
+            save_id = None if data is None else save_of_metadata(data)
+            if save_id is None:
+                await _check_plain(storage, path, data)
     if save_id is None:
-        return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
+        if data is None:
+            raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
+        return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks={})
     with lines.on_loop():
         root = await read_root_of(storage, path, save_id)
     fault: str | None = None
-    ranks: tuple[RankManifest, ...] | CorruptCheckpointError = ()
+    ranks: dict[int, RankManifest] | CorruptCheckpointError = {}
 
     async def prove_metadata() -> None:
         nonlocal fault
-        fault = await run_blocking(executor, check_metadata, root, data)
+        if data is not None:
+            fault = await run_blocking(executor, check_metadata, root, data)
 
     async def prove_manifests() -> None:
         nonlocal ranks
         try:
-            ranks = await _read_ranks(storage, path, root, executor)
+            ranks = await _read_ranks(storage, path, root, executor, part)
         except CorruptCheckpointError as error:
             ranks = error  # a fault of .metadata is raised first
 
@@ -254,7 +311,8 @@ async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor, s
         raise CorruptCheckpointError(
             f"{path}: holds step {root.step} by its manifest: the directory was renamed or swapped"
         )
-    return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks)
+    opened = part if len(ranks) < root.world_size else None
+    return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks, part=opened)
 
 
 async def _check_plain(storage: Storage, path: Path, data: bytes | None) -> None:
@@ -305,7 +363,10 @@ def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifes
     return found
 
 
-async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor: Executor) -> tuple[RankManifest, ...]:
+async def _read_ranks(
+    storage: Storage, path: Path, root: RootManifest, executor: Executor, part: Part | None
+) -> dict[int, RankManifest]:
+    """Return the manifests of ``part``, or of all ranks if that is not told, in the order of the ranks."""
     found: dict[int, RankManifest] = {}
     limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
 
@@ -315,8 +376,14 @@ async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor
             data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
         found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
-    await _run_all(*(functools.partial(read, rank) for rank in range(root.world_size)))
-    return tuple(found[rank] for rank in range(root.world_size))
+    numbers: Iterable[int] = range(root.world_size)
+    if part is not None and part.world_size == root.world_size:
+        await read(part.rank)
+        own = found[part.rank]
+        if own.skeleton and own.stored_by is not None:
+            numbers = own.stored_by
+    await _run_all(*(functools.partial(read, rank) for rank in numbers if rank not in found))
+    return dict(sorted(found.items()))
 
 
 async def _run_all(*works: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -20,8 +20,7 @@ def as_one_state(checkpoint: Checkpoint, *, rank: int, world_size: int) -> Check
 
     Stages of a pipeline and experts hold names of their own. If as many ranks read as saved, each gets its own state.
     """
-    owners = checkpoint.owners()
-    if len(owners) < 2 or world_size == len(checkpoint.ranks):
+    if world_size == checkpoint.world_size or len(owners := checkpoint.owners()) < 2:
         return checkpoint
     union, lost = united({checkpoint.saved_skeleton(ranks[0]): ranks for ranks in owners.values()}, rank)
     if lost:
@@ -62,9 +61,9 @@ def empty_containers(checkpoint: Checkpoint, names: Set[str], rank: int) -> Set[
 
 def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:
     """Return why ``rank`` has nothing at or below ``prefix``, and the remedy if another rank has."""
-    for other in range(len(checkpoint.ranks)) if checkpoint.has_skeleton else ():
+    for other in range(checkpoint.world_size) if checkpoint.has_skeleton else ():
         if any(is_below(name, prefix) and checkpoint.holds(name) for name in checkpoint.names_of(other)):
-            own = rank if rank < len(checkpoint.ranks) else 0
+            own = rank if rank < checkpoint.world_size else 0
             return (
                 f"{prefix!r} is what rank {other} saved, and read() gives what rank {own} did: load() it into a "
                 f"template with its names, or read it on rank {other}"
@@ -81,16 +80,16 @@ def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_s
     beyond = checkpoint.catalog.names() - known
     if not beyond or not checkpoint.has_skeleton:
         return beyond
-    if len(checkpoint.ranks) < 2:
+    if checkpoint.world_size < 2:
         return beyond
-    if world_size == len(checkpoint.ranks):
+    if world_size == checkpoint.world_size:
         return beyond.intersection(checkpoint.names_of(rank))
     return beyond.difference(checkpoint.as_named(_per_rank_names(checkpoint, since=0)))
 
 
 def dropped_names(checkpoint: Checkpoint, known: Set[str], world_size: int) -> list[str]:
     """Return the names of the ``PerRank`` values of ranks beyond ``world_size`` that are not among ``known``."""
-    if world_size >= len(checkpoint.ranks) or not checkpoint.has_skeleton:
+    if world_size >= checkpoint.world_size or not checkpoint.has_skeleton:
         return []
     return sorted(name for name in _per_rank_names(checkpoint, since=world_size) - known if checkpoint.holds(name))
 

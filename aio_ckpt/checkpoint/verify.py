@@ -138,13 +138,13 @@ async def _open(storage: Storage, path: Path, executor: Executor, faults: list[F
     wrong = check_metadata(root, metadata or b"")
     if wrong:
         faults.append(Fault(file=METADATA_FILE, tensor=None, message=wrong))
-    ranks = []
+    ranks: dict[int, RankManifest] = {}
     for rank, entry in enumerate(root.ranks):
         with _collecting(faults, entry.name):
             data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
-            ranks.append(check_rank(root, rank, data))
+            ranks[rank] = check_rank(root, rank, data)
     metadata_bytes = b"" if wrong or metadata is None else metadata
-    return Checkpoint(path=path, step=root.step, metadata_bytes=metadata_bytes, root=root, ranks=tuple(ranks))
+    return Checkpoint(path=path, step=root.step, metadata_bytes=metadata_bytes, root=root, ranks=ranks)
 
 
 @contextmanager
@@ -185,7 +185,7 @@ class _Verification:
     async def check_own(self, checkpoint: Checkpoint) -> None:
         """Check a checkpoint of aio_ckpt: the data file of each rank against its manifest and ``.metadata``."""
         places: dict[MetadataIndex, _Place] = {}
-        for manifest in checkpoint.ranks:
+        for manifest in checkpoint.ranks.values():
             places.update(_places_of(manifest))
             name = checkpoint.manifest_name(manifest.rank)
             if checkpoint.has_skeleton:

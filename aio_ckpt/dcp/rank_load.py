@@ -114,7 +114,9 @@ class Load:
         wanted = {item.storage_index: place_of(item.storage_index, places) for item in plan.items}
         check_boxes(_boxes(self.metadata, {index.fqn for index in wanted}))
         used = {place.relative_path for place in wanted.values()}
-        manifests = [ours for ours in self.checkpoint.ranks if ours.file is not None and ours.file.name in used]
+        manifests = [
+            ours for ours in self.checkpoint.ranks.values() if ours.file is not None and ours.file.name in used
+        ]
         lengths = {ours.file.name: ours.file.nbytes for ours in manifests if ours.file is not None}
         config, executor = self.runtime.config, self.runtime.portal.executor
         stored: Mapping[MetadataIndex, Item | UnparsedItem | StoredObject]

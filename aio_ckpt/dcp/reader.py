@@ -158,7 +158,7 @@ async def _open(runtime: Runtime, path: Path, rank: int | None) -> Checkpoint:
     data = await read_small_file(storage, path / f"__{rank}{METADATA_FILE}")
     if data is None:
         raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: no .metadata, none of rank {rank}", str(path))
-    return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
+    return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks={})
 
 
 def _transforms(registry: Any) -> Any:

@@ -52,7 +52,7 @@ def _warn(ctx: ReadContext, checkpoint: Checkpoint, found: Match) -> None:
         _log.warning(
             "%s: %d ranks saved, and %d load: the PerRank values of the others are not loaded: %s",
             checkpoint.path,
-            len(checkpoint.ranks),
+            checkpoint.world_size,
             ctx.world_size,
             listed(found.dropped),
         )

@@ -7,13 +7,15 @@ block, each block once it is verified. Objects and ``load_state_dict`` come last
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aio_ckpt.checkpoint.data_files import Files
-from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
+from aio_ckpt.checkpoint.open import Checkpoint, OnlyPartOpenError, Part, open_checkpoint
+from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.match import Match, match_template
 from aio_ckpt.match.options import LoadOptions, ReadContext
@@ -26,6 +28,14 @@ from aio_ckpt.restore.load_progress import NO_METER, Meter
 from aio_ckpt.restore.page_cache import share_page_cache
 from aio_ckpt.runtime.portal import run_blocking
 
+_MAY_NEED_MORE = (
+    OnlyPartOpenError,
+    CorruptCheckpointError,
+    MissingNameError,
+    UnexpectedNameError,
+    TemplateMismatchError,
+)
+"""Errors of a match with a part of a checkpoint that may not come with all of it."""
 _FREED_AFTER_SECS = 0.01
 """Delay after which an opened checkpoint is freed: no caller waits for its thousands of small objects then."""
 
@@ -104,22 +114,54 @@ async def match_checkpoint(
         CorruptCheckpointError: a manifest or an object does not verify.
         ReadError: the operating system could not read.
     """
-    meter.restart()
     async with ctx.files(path, past_page_cache=past_page_cache) as files:
-        checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
-        checkpoint = await run_blocking(ctx.executor, ctx.as_one_state, checkpoint)
-        if options.rename is not None:
-            checkpoint = await run_blocking(ctx.executor, renamed, checkpoint, options.rename, ctx.rank)
-        found = await run_blocking(ctx.executor, match_template, ctx, checkpoint, state, options)
-        fetched = Fetched(skip_untrusted=options.skip_untrusted)
-        # Objects are read before a tensor is touched: one that is damaged or needs trust refuses the load.
-        if found.fills.objects:
-            plan = await plan_reads(ctx, files, checkpoint, Fills(objects=found.fills.objects))
-            await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
-        plan = await plan_reads(ctx, files, checkpoint, replace(found.fills, objects=[]), tied=found.tied)
+        match = functools.partial(_match, ctx, files, state, step, options, meter)
+        part = ctx.part if options.rename is None and not past_page_cache else None
+        matched = None if part is None else await _match_part(match, part)
+        if matched is None:
+            matched = await match(None)
         if not past_page_cache:
-            await share_page_cache(files, plan.reads, checkpoint.catalog.nbytes, ranks_on_host=ctx.ranks_on_host)
-        yield Matched(ctx=ctx, files=files, meter=meter, checkpoint=checkpoint, found=found, fetched=fetched, plan=plan)
+            stored = matched.checkpoint.stored_bytes
+            await share_page_cache(files, matched.plan.reads, stored, ranks_on_host=ctx.ranks_on_host)
+        yield matched
+
+
+async def _match_part(match: Callable[[Part | None], Awaitable[Matched]], part: Part) -> Matched | None:
+    """Match with a part of the checkpoint; None if the template may need more of it.
+
+    Every error counts: with the whole checkpoint open, it comes again, or there is none.
+    """
+    try:
+        matched = await match(part)
+    except _MAY_NEED_MORE:
+        return None
+    is_part = matched.checkpoint.part is not None
+    return None if is_part and (matched.found.missing or matched.found.mismatched) else matched
+
+
+async def _match(
+    ctx: ReadContext,
+    files: Files,
+    state: object,
+    step: int | None,
+    options: LoadOptions,
+    meter: Meter,
+    part: Part | None,
+) -> Matched:
+    """Compare ``state`` with the checkpoint of ``files``, of which ``part`` is opened, or all."""
+    meter.restart()
+    checkpoint = await open_checkpoint(ctx.storage, files.directory, executor=ctx.executor, step=step, part=part)
+    checkpoint = await run_blocking(ctx.executor, ctx.as_one_state, checkpoint)
+    if options.rename is not None:
+        checkpoint = await run_blocking(ctx.executor, renamed, checkpoint, options.rename, ctx.rank)
+    found = await run_blocking(ctx.executor, match_template, ctx, checkpoint, state, options)
+    fetched = Fetched(skip_untrusted=options.skip_untrusted)
+    # Objects are read before a tensor is touched: one that is damaged or needs trust refuses the load.
+    if found.fills.objects:
+        plan = await plan_reads(ctx, files, checkpoint, Fills(objects=found.fills.objects))
+        await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
+    plan = await plan_reads(ctx, files, checkpoint, replace(found.fills, objects=[]), tied=found.tied)
+    return Matched(ctx=ctx, files=files, meter=meter, checkpoint=checkpoint, found=found, fetched=fetched, plan=plan)
 
 
 def _free(_: Checkpoint) -> None:

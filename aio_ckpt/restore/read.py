@@ -77,13 +77,13 @@ def stored_names(ctx: ReadContext, checkpoint: Checkpoint, only: Collection[str]
     if absent:
         raise MissingNameError(
             f"{checkpoint.path}: rank {ctx.rank} of {ctx.world_size} has no {absent[:5]} among the "
-            f"{len(checkpoint.ranks)} ranks that saved; leave it out with only=[...]"
+            f"{checkpoint.world_size} ranks that saved; leave it out with only=[...]"
         )
     if ctx.rank == 0 and only is None and (dropped := dropped_names(checkpoint, set(names), ctx.world_size)):
         _log.warning(
             "%s: %d ranks saved, and %d read: the PerRank values of the others are left out: %s",
             checkpoint.path,
-            len(checkpoint.ranks),
+            checkpoint.world_size,
             ctx.world_size,
             listed(dropped),
         )

@@ -161,7 +161,7 @@ def opened_checkpoint(contents: Sequence[RankContent]) -> Checkpoint:
         step=7,
         metadata_bytes=_render_metadata(contents, files, "save-1") + checkpoint_files.trailer("save-1"),
         root=_root(none, [none] * len(contents), 7, "save-1"),
-        ranks=tuple(manifest.decode_rank(data, name="made") for data in encoded),
+        ranks={rank: manifest.decode_rank(data, name="made") for rank, data in enumerate(encoded)},
     )
 
 
@@ -170,7 +170,7 @@ def opened_plain_dcp(state: object) -> Checkpoint:
     content = content_of(state)
     _lay_out(content)
     data = _render_metadata([content], ["__0_0.distcp"], "save-1")
-    return Checkpoint(path=Path("plain"), step=None, metadata_bytes=data, root=None, ranks=())
+    return Checkpoint(path=Path("plain"), step=None, metadata_bytes=data, root=None, ranks={})
 
 
 def _encoded_rank(content: RankContent, rank: int, world_size: int, step: int, save_id: str) -> bytes:

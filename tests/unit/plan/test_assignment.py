@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
+from aio_ckpt.plan import assignment
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.replicas import ObjectColumns, unequal_replicas
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature, intern
@@ -88,6 +89,11 @@ class Rule:
         ]
 
 
+@pytest.fixture(autouse=True)
+def _no_replica_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assignment, "_SMALL_BYTES", -1)
+
+
 # -- models -----------------------------------------------------------------------------------------
 
 SIZES = {"a": (8, 2), "b": (8, 2), "c": (8, 2), "d": (4, 4), "e": (4, 4), "f": (1, 3), "g": ()}
@@ -136,11 +142,46 @@ def test_shares_in_columns_are_those_of_the_rule_box_by_box(plans: list[Plan], d
         with pytest.raises(PlanChangedError, match="no rank captured"):
             assign(held, boxes, kept, equal(boxes))
         return
-    shares, items_written = assign(held, boxes, kept, equal(boxes))
+    assigned = assign(held, boxes, kept, equal(boxes))
+    shares = [of_rank.share for of_rank in assigned]
     found = [dict(share.items([item.fqns for item in items])) for share, (items, _) in zip(shares, plans, strict=True)]
     assert found == wanted
-    assert items_written == [len(own) for own in wanted]
+    assert [of_rank.items for of_rank in assigned] == [len(own) for own in wanted]
+    assert [of_rank.stored_by for of_rank in assigned] == _others(plans, shares)
     _check_objects(shares, plans, kept_ranks)
+
+
+def _others(plans: list[Plan], shares: list[Assignment]) -> list[tuple[int, ...]]:
+    """Per rank, the other ranks that write a box or an object of its own."""
+    writer: dict[object, int] = {}
+    for rank, (share, (items, objects)) in enumerate(zip(shares, plans, strict=True)):
+        for index, names in share.items([item.fqns for item in items]):
+            writer |= {(name, items[index].offsets): rank for name in names}
+        writer |= dict.fromkeys(share.object_names(objects), rank)
+    held = [{*((name, item.offsets) for item in items for name in item.fqns), *objects} for items, objects in plans]
+    return [tuple(sorted({writer[box] for box in boxes} - {rank})) for rank, boxes in enumerate(held)]
+
+
+def test_small_replicas_lie_with_the_lowest_rank_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assignment, "_SMALL_BYTES", 64)
+    monkeypatch.setattr(assignment, "_SMALL_TOTAL_BYTES", 64 * 10)
+    small = [ShardInfo((f"s{n}",), (0,), TensorSignature((16,), (16,), "float32")) for n in range(12)]
+    large = [ShardInfo((f"l{n}",), (0,), TensorSignature((17,), (17,), "float32")) for n in range(30)]
+    shares, items = shares_of([([*small, *large], ())] * 3)
+    names = [
+        {name for _, names in share.items([item.fqns for item in [*small, *large]]) for name in names}
+        for share in shares
+    ]
+    assert sum(name.startswith("s") for name in names[0]) >= 10
+    assert max(items) - min(items) <= 2, "the large ones make up for it"
+
+
+def test_a_rank_whose_state_lies_with_many_others_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assignment, "_MOST_STORED_BY", 2)
+    items = [ShardInfo((f"t{n}",), (0,), TensorSignature((4,), (4,), "float32")) for n in range(8)]
+    held = ShardTable.of([LocalPlan.of(items, (), b"")] * 4)
+    boxes = Boxes.of_rows(held)
+    assert [of_rank.stored_by for of_rank in assign(held, boxes, {}, equal(boxes))] == [None] * 4
 
 
 def _check_objects(shares: list[Assignment], plans: list[Plan], kept_ranks: list[int]) -> None:
@@ -176,7 +217,8 @@ def test_replicas_over_a_mesh_are_spread_as_evenly_as_those_of_one_group(replica
 def shares_of(plans: list[Plan]) -> tuple[list[Assignment], list[int]]:
     held = ShardTable.of([LocalPlan.of(items, objects, b"") for items, objects in plans])
     boxes = Boxes.of_rows(held)
-    return assign(held, boxes, {}, equal(boxes))
+    assigned = assign(held, boxes, {}, equal(boxes))
+    return [of_rank.share for of_rank in assigned], [of_rank.items for of_rank in assigned]
 
 
 # -- messages ---------------------------------------------------------------------------------------
@@ -263,7 +305,7 @@ def test_an_object_that_no_rank_captured_is_an_error() -> None:
         assign(held, boxes, kept, equal(boxes))
     held = ShardTable.of([LocalPlan.of([], ("x", "y"), b"")] * 2)
     boxes = Boxes.of_rows(held)
-    shares, _ = assign(held, boxes, kept, equal(boxes))
+    shares = [of_rank.share for of_rank in assign(held, boxes, kept, equal(boxes))]
     assert [share.object_names(("x", "y")) for share in shares] == [("x",), ("y",)]
 
 
@@ -274,7 +316,7 @@ def test_replicas_that_differ_are_found_and_written_by_the_lowest_rank() -> None
     boxes = Boxes.of_rows(held)
     unequal = unequal_replicas(held, boxes, {1: struct.pack("<3q", 1, 2, 3), 2: struct.pack("<3q", 1, -2, 3)})
     assert {held.names[name] for name in held.name[unequal[boxes.of]]} == {"b"}
-    shares, _ = assign(held, boxes, {}, unequal)
+    shares = [of_rank.share for of_rank in assign(held, boxes, {}, unequal)]
     assert [1 in dict(share.items([item.fqns for item in items])) for share in shares] == [True, False, False]
     sums = {0: struct.pack("<2I", 5, 6), 1: struct.pack("<2I", 5, 6), 2: struct.pack("<2I", 5, 7)}
     assert ObjectColumns.of(held.objects).unequal(sums) == {"y"}

@@ -212,7 +212,8 @@ def stored(plans: Sequence[LocalPlan], draw: Any = None) -> list[Stored]:
     """The shares that the ranks agree on, each with places in its file."""
     held = ShardTable.of(plans)
     boxes = Boxes.of_rows(held)
-    shares, items = assign(held, boxes, {}, np.zeros(boxes.count, np.bool_))
+    assigned = assign(held, boxes, {}, np.zeros(boxes.count, np.bool_))
+    shares, items = [of_rank.share for of_rank in assigned], [of_rank.items for of_rank in assigned]
     start = draw(st.sampled_from([0, (1 << 31) - 2000, 1 << 33])) if draw else 0
     return [
         Stored(

@@ -12,6 +12,7 @@ from log_lines import kept_lines
 from torch import nn
 
 from aio_ckpt.errors import DuplicateNameError, EmptyStateError
+from aio_ckpt.plan import assignment
 from aio_ckpt.plan.assignment import Boxes, unpacked
 from aio_ckpt.plan.local_plan import PlanCache
 from aio_ckpt.plan.replicas import Tolerance, have_to_be_equal, may_differ, replicated_items, unequal_replicas
@@ -125,8 +126,9 @@ def test_each_name_that_may_differ_is_told_once() -> None:
     ]
 
 
-def test_where_the_values_of_rank_0_are_meant_it_writes_every_plain_replica() -> None:
+def test_where_the_values_of_rank_0_are_meant_it_writes_every_plain_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that are equal now: they may differ in the next save, and belong together."""
+    monkeypatch.setattr(assignment, "_SMALL_BYTES", -1)
     for differing, alone in (("refuse", False), ("rank0", True)):
         plan = local(*[0] * 8)
         replies = Ledger(2, differing=differing).assign([PlanMsg(1, plan, sums((1,) * 8))] * 2)  # type: ignore[arg-type]
