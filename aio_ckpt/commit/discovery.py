@@ -180,6 +180,18 @@ async def checkpoint_at(storage: Storage, path: Path, names: StepNames) -> Commi
     raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: there is no .metadata{remedy}", str(path))
 
 
+async def step_at(storage: Storage, path: Path, step: int) -> CommittedCheckpoint:
+    """Return the checkpoint of ``step`` in the directory ``path``, which a listing of another rank has found.
+
+    Raises:
+        CheckpointNotFoundError: the directory is gone.
+    """
+    status = await storage.status(path / METADATA_FILE)
+    if status is None and not await storage.exists(path):
+        raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: the directory does not exist", str(path))
+    return CommittedCheckpoint(step=step, path=path, identity=() if status is None else status.identity)
+
+
 async def is_unchanged(storage: Storage, found: CommittedCheckpoint) -> bool:
     """Return whether a checkpoint was neither deleted nor replaced since :func:`discover` found it."""
     status = await storage.fresh_status(found.path / METADATA_FILE)

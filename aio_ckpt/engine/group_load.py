@@ -96,6 +96,8 @@ class _Instruction(msgspec.Struct, frozen=True, array_like=True):
     action: _Action
     step: int = 0
     """``LOAD``: the step to read."""
+    directory: str = ""
+    """``LOAD``: name of its directory below the root; empty if each rank was given a path."""
     text: str = ""
     """Text of the error that ends the load; empty if there is no error. ``APART``: host of ``rank``."""
     rank: int = 0
@@ -222,7 +224,7 @@ class LoadMember:
         applies = instruction.action is _Action.APPLY
         self._error = None
         try:
-            self._message = await self._apply() if applies else await self._read(instruction.step)
+            self._message = await self._apply() if applies else await self._read(instruction)
         except (CorruptCheckpointError, FormatVersionError) as error:
             if applies:
                 raise
@@ -233,12 +235,16 @@ class LoadMember:
             self._message = _Message(_Outcome.CHANGED, str(error))
         return self._message
 
-    async def _read(self, step: int) -> _Message:
+    async def _read(self, instruction: _Instruction) -> _Message:
         self._candidate = self._loaded = None
         self._message = _Message(_Outcome.NONE)
+        ctx = self.search.ctx
         try:
-            wanted = Wanted(step=step) if self._wanted.path is None else self._wanted
-            self._candidate = (await candidates(self.search.ctx, wanted))[0]
+            if self._wanted.path is None:
+                path = ctx.root / instruction.directory
+                self._candidate = await discovery.step_at(ctx.storage, path, instruction.step)
+            else:
+                self._candidate = (await candidates(ctx, self._wanted))[0]
         except CheckpointNotFoundError as error:  # retention has deleted it meanwhile
             raise ChangedError(str(error)) from error
         self._loaded = await self.search.use(self._candidate, self._fill)
@@ -304,15 +310,15 @@ class LoadLeader:
         self._quarantine = quarantine
         self._wanted = wanted
         self._falls_back = fallback and wanted.is_newest
-        self._remaining_steps: list[int] = []
+        self._remaining: list[discovery.CommittedCheckpoint] = []
         """Candidates that no rank has read yet, newest first."""
         self._step = 0
         """Candidate that the ranks read now."""
         self._search_count = 0
         self._hosts: list[str] = []
         """Name of the host of each rank."""
-        self._found: discovery.CommittedCheckpoint | None = None
-        """Newest candidate of the last search."""
+        self._found: list[discovery.CommittedCheckpoint] = []
+        """Candidates of the last search, newest first."""
         self._lonely_searches = 0
         """Searches in a row in which only some ranks read the newest candidate, and no writer changed it."""
         self._faults: list[str] = []
@@ -343,7 +349,7 @@ class LoadLeader:
         if not self._falls_back:
             text = f"{self._faults[-1]}, under {self._ctx.root}"
             return _Instruction(_Action.UNKNOWN if damage.is_unknown else _Action.DAMAGED, text=text, damage=damage)
-        if not self._remaining_steps:
+        if not self._remaining:
             each = "; ".join(self._faults)
             text = f"no checkpoint under {self._ctx.root} verifies, and nothing was moved: {each}"
             return _Instruction(_Action.UNKNOWN if self._all_unknown else _Action.DAMAGED, text=text, damage=damage)
@@ -365,28 +371,29 @@ class LoadLeader:
     async def _restart_search(self, messages: Sequence[_Message]) -> _Instruction:
         """List the candidates anew and return the instruction to load the newest."""
         self._search_count += 1
-        before = self._found
+        before = self._found[:1]
         if self._search_count > discovery.MAX_RETRIES:
             return _Instruction(_Action.NOT_FOUND, text=str(too_many_changes(self._ctx.root)))
         try:
-            found = await candidates(self._ctx, self._wanted)
+            self._found = await candidates(self._ctx, self._wanted)
         except CheckpointNotFoundError as error:
             return _Instruction(_Action.NOT_FOUND, text=str(error))
-        self._found = found[0]
         apart = _rank_apart(messages, self._ctx.members.coordinator.leader)
-        self._lonely_searches = self._lonely_searches + 1 if apart is not None and found[0] == before else 0
+        self._lonely_searches = self._lonely_searches + 1 if apart is not None and self._found[:1] == before else 0
         if apart is not None and self._lonely_searches == _MAX_LONELY_SEARCHES:
             return _Instruction(_Action.APART, rank=apart, text=self._hosts[apart])
         self._faults.clear()
         self._proven.clear()
         self._all_unknown = True
-        self._remaining_steps = [checkpoint.step for checkpoint in found]
+        self._remaining = list(self._found)
         return self._load_next(_Instruction(_Action.LOAD, restarts_search=True))
 
     def _load_next(self, instruction: _Instruction) -> _Instruction:
         """Return ``instruction`` for the next candidate."""
-        self._step = self._remaining_steps.pop(0)
-        return msgspec.structs.replace(instruction, step=self._step)
+        candidate = self._remaining.pop(0)
+        self._step = candidate.step
+        directory = "" if candidate.is_given else candidate.path.name
+        return msgspec.structs.replace(instruction, step=self._step, directory=directory)
 
 
 def _rank_apart(messages: Sequence[_Message], leader: int) -> int | None:

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import aio_ckpt
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.commit import discovery
 from aio_ckpt.dcp import Reader
-from aio_ckpt.engine import group_load as joint
-from aio_ckpt.engine.fallback import FallbackSearch, Wanted, candidates
+from aio_ckpt.engine.fallback import FallbackSearch, Wanted
 from aio_ckpt.engine.group_load import LoadMember, _Action, _Instruction
 from aio_ckpt.engine.loader import PendingLoad
 from aio_ckpt.errors import (
@@ -512,7 +512,7 @@ def load_while_saving(
         dist.barrier()
         state, gate = state_of(0), Gate()
         if rank == 1 and late == "to match":  # the load's own look, apart from those of the saves beside it
-            patch.setattr(joint, "candidates", later(gate, candidates))
+            patch.setattr(discovery, "step_at", later(gate, discovery.step_at))
         elif rank == 1:
             patch.setattr(restore, "fetch_values", tensors_later(gate))
         load = engine.load(state, step, **OPTIONS)

@@ -1,0 +1,153 @@
+"""A rank of as many as saved opens its own part of a checkpoint, and all of it where the template needs more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import Ranks, engine_on
+
+from aio_ckpt import PerRank, Shard
+from aio_ckpt.checkpoint import open as opening
+from aio_ckpt.errors import MissingNameError, TemplateMismatchError
+
+SECS = 60.0
+SCRIPT = Path(__file__).parents[1] / "support" / "many_ranks_script.py"
+
+
+def test_each_of_many_ranks_opens_at_most_eight_files(tmp_path: Path) -> None:
+    """Whatever their number: 64 ranks read one manifest more than their own."""
+    run = subprocess.run(
+        [sys.executable, SCRIPT, tmp_path, "64"], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    opens = json.loads(run.stdout)
+    assert opens[".metadata"] == opens["aio_ckpt.N.json"] == 64
+    assert sum(opens.values()) <= 8 * 64
+
+
+def rows(rank: int, count: int, value: float) -> Shard:
+    return Shard(torch.full((2, 4), value), global_shape=(2 * count, 4), offsets=(2 * rank, 0))
+
+
+def saved_state(rank: int, count: int) -> dict[str, Any]:
+    """``large`` is written by rank 0 or 1, the leaves of ``mine`` are held by one rank alone."""
+    return {
+        "w": rows(rank, count, 1.0 + rank),
+        "large": torch.full((100, 400), 7.0),
+        "step": 3,
+        "mine": {f"of{rank}": torch.full((3,), 10.0 + rank)},
+        "own": PerRank(rank),
+    }
+
+
+class Opens:
+    """Number of manifests of ranks that each opening of a checkpoint has read."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.read: list[int] = []
+        self.reads_metadata: list[bool] = []
+        inner = opening._read_ranks
+
+        async def counted(*arguments: Any) -> Any:
+            found = await inner(*arguments)
+            self.read.append(len(found))
+            return found
+
+        patch.setattr(opening, "_read_ranks", counted)
+
+
+def in_parts(
+    rank: int, count: int, root: Path, template_of: Callable[[int, int], Any], options: dict[str, Any]
+) -> tuple[list[int], Any]:
+    """Save, load into a template; returns the manifests read by each opening, and the template or the error."""
+    with pytest.MonkeyPatch.context() as patch, engine_on(root, SECS) as engine:
+        engine.save(saved_state(rank, count), step=1).result(SECS)
+        opens, template = Opens(patch), template_of(rank, count)
+        try:
+            engine.load(template, **options)
+        except (MissingNameError, TemplateMismatchError) as error:
+            return opens.read, f"{type(error).__name__}: {error}"
+    return opens.read, {name: value.tensor if isinstance(value, Shard) else value for name, value in template.items()}
+
+
+def own_state(rank: int, count: int) -> dict[str, Any]:
+    state = saved_state(rank, count)
+    return {**state, "w": rows(rank, count, 0.0), "large": torch.zeros(100, 400), "step": 0, "own": PerRank(-1)}
+
+
+def test_a_resume_of_as_many_ranks_reads_the_manifests_of_its_state(four: Ranks, tmp_path: Path) -> None:
+    for rank, (read, state) in enumerate(four.run(in_parts, tmp_path, own_state, {})):
+        assert read == [2 if rank else read[0]]
+        assert read[0] <= 2, "its own, and that of the rank which wrote what is replicated"
+        assert torch.equal(state["w"], torch.full((2, 4), 1.0 + rank))
+        assert torch.equal(state["large"], torch.full((100, 400), 7.0))
+        assert (state["step"], state["own"]) == (3, PerRank(rank))
+
+
+def whole_tensor(rank: int, count: int) -> dict[str, Any]:
+    return {"w": torch.zeros(2 * count, 4)}
+
+
+def cut_by_columns(rank: int, count: int) -> dict[str, Any]:
+    return {"w": Shard(torch.zeros(2 * count, 1), global_shape=(2 * count, 4), offsets=(0, rank))}
+
+
+def of_another_rank(rank: int, count: int) -> dict[str, Any]:
+    return {"mine": {f"of{(rank + 1) % count}": torch.zeros(3)}}
+
+
+@pytest.mark.parametrize("template", [whole_tensor, cut_by_columns, of_another_rank])
+def test_a_template_that_needs_more_than_the_own_part_gets_it(
+    four: Ranks, tmp_path: Path, template: Callable[[int, int], Any]
+) -> None:
+    of_rows = torch.arange(1.0, 5.0).repeat_interleave(2)
+    for rank, (read, state) in enumerate(four.run(in_parts, tmp_path, template, {"strict": False})):
+        assert read[-1] == 4
+        if template is of_another_rank:
+            other = (rank + 1) % 4
+            assert torch.equal(state["mine"][f"of{other}"], torch.full((3,), 10.0 + other))
+        else:
+            columns = 4 if template is whole_tensor else 1
+            assert torch.equal(state["w"], of_rows[:, None].expand(8, columns))
+
+
+def a_part_as_a_whole(rank: int, count: int) -> dict[str, Any]:
+    return {"w": torch.zeros(2, 4)}
+
+
+def unknown_name(rank: int, count: int) -> dict[str, Any]:
+    return {"step": 0, "nowhere": torch.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [(a_part_as_a_whole, "has shape (2, 4) in the template and (8, 4)"), (unknown_name, "lacks 1 name: 'nowhere'")],
+)
+def test_what_does_not_fit_is_refused_as_with_all_of_the_checkpoint_open(
+    four: Ranks, tmp_path: Path, template: Callable[[int, int], Any], fault: str
+) -> None:
+    for _, text in four.run(in_parts, tmp_path, template, {"strict": False}):
+        assert fault in text
+
+
+def none_for_a_branch(rank: int, count: int) -> dict[str, Any]:
+    return {"mine": None}
+
+
+def test_a_name_that_no_rank_has_stays_if_that_is_allowed(four: Ranks, tmp_path: Path) -> None:
+    for read, state in four.run(in_parts, tmp_path, unknown_name, {"strict": False, "allow_missing": True}):
+        assert read[-1] == 4, "all are asked before a name is missing"
+        assert state["step"] == 3
+        assert not state["nowhere"].any()
+
+
+def test_a_branch_that_only_other_ranks_saved_is_found_there(four: Ranks, tmp_path: Path) -> None:
+    for rank, (_, state) in enumerate(four.run(in_parts, tmp_path, none_for_a_branch, {"strict": False})):
+        assert torch.equal(state["mine"][f"of{rank}"], torch.full((3,), 10.0 + rank))
