@@ -50,6 +50,7 @@ NOT_RUN = {
     "from megatron.": "needs Megatron; tests/integrations/test_megatron.py",
     "integrations.megatron import": "needs Megatron; tests/integrations/test_megatron.py",
     "nvidia_resiliency_ext": "needs NVRx; tests/integrations/test_nvrx.py runs it",
+    "aio-ckpt probe /mnt/shared --peer": "waits for a second host; tests/cli/test_probing.py runs it",
     "mkdocs serve": "serves until it is ended; .ci/run builds the site",
     "from transformers": "needs transformers; tests/integrations/test_huggingface.py runs it",
     "integrations.huggingface": "needs transformers; tests/integrations/test_huggingface.py runs it",

@@ -203,7 +203,7 @@ def items_of(manifest: RankManifest, file: FileEntry) -> list[Item]:
     columns, name_of_file, block_bytes = manifest.columns, file.name, manifest.block_bytes
     signatures = [
         (DTYPES[dtype], shape, stride, (0,) * dims, whole)
-        for dtype, shape, stride, dims, _, whole in columns.signatures
+        for (dtype, shape, stride, dims, _), whole in zip(columns.signatures, columns.global_shapes, strict=True)
     ]
     of_row = [signatures[number] for number in columns.signature_numbers]
     offsets = [origin for _, _, _, origin, _ in of_row]

@@ -20,6 +20,7 @@ from aio_ckpt.cli.copying import cp_command
 from aio_ckpt.cli.demonstrating import demo_command
 from aio_ckpt.cli.inspecting import inspect_command
 from aio_ckpt.cli.listing import du_command, ls_command
+from aio_ckpt.cli.probing import probe_command
 from aio_ckpt.cli.rescuing import rescue_command
 from aio_ckpt.cli.verifying import verify_command
 from aio_ckpt.errors import AioCkptError, ConfigError
@@ -101,6 +102,7 @@ for _command in (
     prune_command,
     rollback_command,
     rescue_command,
+    probe_command,
     demo_command,
 ):
     commands.add_command(_command)

@@ -31,7 +31,7 @@ from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start_beside_or_here
 from aio_ckpt.runtime.waiting import WaitWarning, call_within, disk_warning
 from aio_ckpt.storage.lock import RootLock
-from aio_ckpt.storage.mounts import mount_of
+from aio_ckpt.storage.mounts import Mount, mount_of
 from aio_ckpt.storage.paths import checked_path
 
 T = TypeVar("T")
@@ -41,21 +41,27 @@ StepsChange: TypeAlias = tuple[int | None, list[int]]
 _log = logging.getLogger("aio_ckpt")
 
 
-def usable_root(root: str | os.PathLike[str], limit_secs: float) -> Path:
-    """Return the absolute path of the directory of the checkpoints. Makes nothing: the first save makes the directory.
+def usable_root(root: str | os.PathLike[str], limit_secs: float) -> tuple[Path, Mount]:
+    """Return the absolute path of the directory of the checkpoints, and where it is mounted.
+
+    Makes nothing: the first save makes the directory.
 
     Raises:
         RootError: the path is no path, is a file or a checkpoint, or cannot be made; see :func:`checked_path`.
         StallError: the disk does not answer within ``limit_secs``.
     """
     path = checked_path(root).absolute()
-    call_within(limit_secs, functools.partial(_check_root, path), "looking at the root", path)
-    return path
+    return path, call_within(limit_secs, functools.partial(_check_root, path), "looking at the root", path)
 
 
-def _check_root(path: Path) -> None:
+def log_mount(root: Path, mount: Mount) -> None:
+    """Log the file system of a root, the options of its mount that matter, and what follows."""
+    _log.info("%s is on %s: %s", root, mount.title, "; ".join(mount.consequences))
+
+
+def _check_root(path: Path) -> Mount:
     try:
-        _check_directory(path)
+        device = _check_directory(path)
     except OSError as error:
         raise RootError(
             error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(path)
@@ -63,10 +69,15 @@ def _check_root(path: Path) -> None:
     if os.path.isfile(path / METADATA_FILE):
         remedy = f"give its parent {path.parent} as the root, or load it by path="
         raise RootError(errno.EEXIST, f"the root is itself a checkpoint: {remedy}", str(path))
+    return mount_of(device)
 
 
-def _check_directory(path: Path) -> None:
-    """Raise OSError if ``path`` is no directory, or is missing and may not be made."""
+def _check_directory(path: Path) -> int:
+    """Return the device of ``path``, or of the nearest directory above it.
+
+    Raises:
+        OSError: ``path`` is no directory, or is missing and may not be made.
+    """
     for place in (path, *path.parents):
         try:
             status = place.stat()
@@ -78,7 +89,8 @@ def _check_directory(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
         if place != path and not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, f"{place} is not writable", str(place))
-        return
+        return status.st_dev
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 class RootSession:

@@ -19,8 +19,8 @@ from aio_ckpt.format.constants import MAX_BYTES, MAX_DIMS, Size
 Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 """One name or several."""
 _Dims: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMS)]
-TensorSignature: TypeAlias = tuple[str, _Dims, _Dims, Size, Size, _Dims | None]
-"""dtype, shape, stride, number of offsets, ``raw_bytes`` and ``global_shape`` of a :class:`TensorEntry`."""
+TensorSignature: TypeAlias = tuple[str, _Dims, _Dims, Size, Size]
+"""dtype, shape, stride, number of offsets and ``raw_bytes`` of a :class:`TensorEntry`."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 _QUANTIZED = ("qint", "quint")
 """Prefixes of dtypes that no item holds: a quantized tensor is more than its raw bytes."""
@@ -61,6 +61,8 @@ class TensorColumns(NamedTuple):
     """Index in ``signatures`` of each tensor."""
     signatures: Sequence[TensorSignature]
     """Distinct signatures: a model has few of them and many tensors."""
+    global_shapes: Sequence[tuple[int, ...] | None]
+    """By signature, ``global_shape`` of its entries. Two signatures may differ in it alone."""
     shards: Mapping[int, tuple[int, ...]]
     """By row, ``offsets`` of the shard. Rows whose offsets are all 0 are absent."""
     item_offsets: IntArray
@@ -82,21 +84,24 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
     """int64, little-endian, as ``item_bytes`` and ``raw_offsets``."""
     item_bytes: bytes
     raw_offsets: bytes
+    global_shapes: tuple[_Dims | None, ...] = ()
+    """Empty if no entry has one, or if an older version wrote the manifest."""
 
 
 def columns_of(entries: Sequence[TensorEntry]) -> TensorColumns:
     """Return the entries as columns."""
-    signatures: dict[TensorSignature, int] = {}
+    signatures: dict[tuple[TensorSignature, tuple[int, ...] | None], int] = {}
     return TensorColumns(
         names=[entry.fqns[0] for entry in entries],
         ties={row: entry.fqns[1:] for row, entry in enumerate(entries) if len(entry.fqns) > 1},
         signature_numbers=[
             signatures.setdefault(
-                (e.dtype, e.shape, e.stride, len(e.offsets), e.raw_bytes, e.global_shape), len(signatures)
+                ((e.dtype, e.shape, e.stride, len(e.offsets), e.raw_bytes), e.global_shape), len(signatures)
             )
             for e in entries
         ],
-        signatures=list(signatures),
+        signatures=[signature for signature, _ in signatures],
+        global_shapes=[whole for _, whole in signatures],
         shards={row: entry.offsets for row, entry in enumerate(entries) if any(entry.offsets)},
         item_offsets=np.array([entry.item_offset for entry in entries], np.int64),
         item_bytes=np.array([entry.item_bytes for entry in entries], np.int64),
@@ -112,8 +117,9 @@ def entries_of(columns: TensorColumns) -> tuple[TensorEntry, ...]:
     for row, (name, signature, *places) in enumerate(
         zip(columns.names, columns.signature_numbers, *(column.tolist() for column in numbers), strict=True)
     ):
-        dtype, shape, stride, dims, _, whole = columns.signatures[signature]
-        offsets = columns.shards.get(row) or (0,) * dims
+        dtype, shape, stride, dims, _ = columns.signatures[signature]
+        whole, offsets = columns.global_shapes[signature], columns.shards.get(row)
+        offsets = offsets or (0,) * dims
         entry = TensorEntry((name, *columns.ties.get(row, ())), dtype, shape, stride, offsets, *places)
         entries.append(entry if whole is None else msgspec.structs.replace(entry, global_shape=whole))
     return tuple(entries)
@@ -130,6 +136,7 @@ def stored_columns(columns: TensorColumns) -> StoredColumns:
         item_offsets=columns.item_offsets.astype("<i8").tobytes(),
         item_bytes=columns.item_bytes.astype("<i8").tobytes(),
         raw_offsets=columns.raw_offsets.astype("<i8").tobytes(),
+        global_shapes=tuple(columns.global_shapes) if any(columns.global_shapes) else (),
     )
 
 
@@ -146,6 +153,8 @@ def read_columns(stored: StoredColumns) -> TensorColumns:
     signature_numbers = _numbers(stored.signature_numbers, "<u4", count)
     if count and signature_numbers.max() >= len(stored.signatures):
         raise ValueError(f"a tensor with signature {signature_numbers.max()} of {len(stored.signatures)}")
+    if len(stored.global_shapes) not in (0, len(stored.signatures)):
+        raise ValueError(f"{len(stored.global_shapes)} global shapes for {len(stored.signatures)} signatures")
     if not all(map(are_sizes, places)):
         raise ValueError("offsets or lengths of tensors that no file has")
     for row in (*stored.ties, *stored.shards):
@@ -159,6 +168,7 @@ def read_columns(stored: StoredColumns) -> TensorColumns:
         ties=stored.ties,
         signature_numbers=signature_numbers.tolist(),
         signatures=stored.signatures,
+        global_shapes=stored.global_shapes or (None,) * len(stored.signatures),
         shards=stored.shards,
         item_offsets=item_offsets,
         item_bytes=item_bytes,
@@ -182,17 +192,18 @@ def _numbers(data: bytes, dtype: str, count: int) -> IntArray:
 def columns_fault(columns: TensorColumns, file_bytes: int) -> str:
     """Return what is wrong with tensors in a data file of ``file_bytes`` bytes, or ''."""
     for number, signature in enumerate(columns.signatures):
-        if fault := _signature_fault(*signature):
+        if fault := _signature_fault(*signature, columns.global_shapes[number]):
             return f"tensor {_named(columns, number)}: {fault}"
     for row, offsets in columns.shards.items():
-        _, shape, *_, whole = columns.signatures[columns.signature_numbers[row]]
+        number = columns.signature_numbers[row]
+        (_, shape, *_), whole = columns.signatures[number], columns.global_shapes[number]
         if any(start + size > MAX_BYTES for start, size in zip(offsets, shape, strict=True)):
             return f"tensor {columns.names[row]!r}: a shard of {shape} at {offsets}, beyond what a tensor has"
         stops = map(add, offsets, shape)
         if whole is not None and any(map(gt, stops, whole)):
             return f"tensor {columns.names[row]!r}: a shard of {shape} at {offsets} of a tensor of {whole}"
     # The sum of two numbers up to MAX_BYTES may exceed int64, but not uint64.
-    item_starts, item_bytes, raw_starts, raw_bytes = (column.astype(np.uint64) for column in columns[5:])
+    item_starts, item_bytes, raw_starts, raw_bytes = (column.astype(np.uint64) for column in columns[6:])
     raw_stops, item_stops = raw_starts + raw_bytes, item_starts + item_bytes
     bad = np.flatnonzero((raw_starts < item_starts) | (raw_stops > item_stops) | (item_stops > file_bytes))
     if len(bad):

@@ -14,6 +14,11 @@ _LOCAL_TYPES = frozenset({
 """File systems that one host alone uses. Any other one may be shared."""
 _LOCKS_ON_SERVER = {"nfs": "local_lock=none", "nfs4": "local_lock=none", "lustre": "flock", "ceph": "", "gpfs": ""}
 """By type, the option with which a lock excludes other hosts; empty if it always does. See nfs(5), mount.lustre(8)."""
+_TELLING = ("vers=", "proto=", "hard", "soft", "softerr", "local_lock=", "nolock", "noac", "actimeo=", "lookupcache=",
+            "flock", "localflock", "noflock", "ro")  # fmt: skip
+"""Options, and beginnings of options, that change what the engine can rely on."""
+_TESTED = frozenset({"nfs", "nfs4"})
+"""Shared file systems on which ``tests/campaigns/hosts`` runs."""
 _MOUNTINFO = Path("/proc/self/mountinfo")
 
 
@@ -36,6 +41,33 @@ class Mount:
         """Whether a lock that is granted here excludes other hosts."""
         needed = _LOCKS_ON_SERVER.get(self.kind)
         return needed is not None and (not needed or needed in self.options)
+
+    @property
+    def title(self) -> str:
+        """Type and the options that matter, for messages."""
+        told = sorted(option for option in self.options if any(map(functools.partial(_tells, option), _TELLING)))
+        return f"{self.kind or 'a file system of unknown type'}{f' ({chr(44).join(told)})' if told else ''}"
+
+    @property
+    def consequences(self) -> tuple[str, ...]:
+        """What follows for checkpoints, one sentence each, as a clause without a full stop."""
+        if not self.is_shared:
+            return ("a file system of this host: engines of other hosts do not see it",)
+        found = [
+            "locks reach the server: if a writer dies, one on another host goes on after 30 s"
+            if self.locks_on_server
+            else "locks may stay on this host: the claim excludes writers on others, and if one dies, the next one "
+            "waits for stale_after_secs"
+        ]
+        if {"soft", "softerr"} & self.options:
+            found.append("soft: writes fail while the server is away; mount it hard")
+        if self.kind not in _TESTED:
+            found.append("not tested: `aio-ckpt probe` tries what the engine depends on")
+        return tuple(found)
+
+
+def _tells(option: str, telling: str) -> bool:
+    return option.startswith(telling) if telling.endswith("=") else option == telling
 
 
 UNKNOWN = Mount("", frozenset())

@@ -240,10 +240,10 @@ async def test_a_load_that_is_given_up_leaves_no_copy_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, goes_on, events = threading.Event(), threading.Event(), []
-    inner, event = datafile._read_fully, device.CudaUploads.record_event
+    inner, event = datafile.ReadFile._read, device.CudaUploads.record_event
 
-    def held(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
-        got = inner(numbers, offset, views)
+    def held(file: datafile.ReadFile, offset: int, views: list[memoryview]) -> int:
+        got = inner(file, offset, views)
         begun.set()
         assert goes_on.wait(TIMEOUT)
         return got
@@ -254,7 +254,7 @@ async def test_a_load_that_is_given_up_leaves_no_copy_under_way(
 
     async with CheckpointEngine(tmp_path) as engine:
         await engine.save(large(2.0))
-        monkeypatch.setattr(datafile, "_read_fully", held)
+        monkeypatch.setattr(datafile.ReadFile, "_read", held)
         monkeypatch.setattr(device.CudaUploads, "record_event", noted)
         state = large(1.0)
         load = asyncio.ensure_future(engine.load(state))

@@ -16,6 +16,8 @@ import torch
 import torch.distributed
 
 from aio_ckpt import AioCkptError, EngineConfig, PerRank, Shard, StoreCoordinator, SyncCheckpointEngine
+from aio_ckpt.storage.probe import try_names
+from aio_ckpt.storage.probe_peer import Meeting
 from tests.campaigns.hosts.cluster import EXPORTED, SHARED, Call, Host, calls_between, remote_calls
 
 _PORTS = itertools.count(29555)
@@ -109,6 +111,18 @@ def ranks_mount_at_different_paths(cluster: Cluster, root: Path) -> Measured:
     """Two ranks whose hosts mount the directory at different paths save and load one run."""
     roots = (Path("/mnt/one") / root.name, Path("/mnt/other") / root.name)
     return _of_both(cluster, _group_save_only, roots, mounted_at=tuple(path.parent for path in roots))
+
+
+def a_probe_finds_what_the_mount_keeps(cluster: Cluster, root: Path) -> Measured:
+    """Two hosts probe the directory together, and find nothing bad."""
+    cluster.first.call(root.mkdir)
+    calls = [host.start(_probe, root) for host in (cluster.first, cluster.second)]
+    outcomes = [call.outcome(200.0) for call in calls]
+    if errors := [outcome.error for outcome in outcomes if outcome.error]:
+        return Measured(False, "; ".join(errors))
+    rows = [row for outcome in outcomes for row in outcome.value or ()]  # type: ignore[attr-defined]
+    bad = [row for row in rows if row[2] == "bad"]
+    return Measured(bool(rows) and not bad, str(bad or rows))
 
 
 def second_writer_is_refused(cluster: Cluster, root: Path) -> Measured:
@@ -218,6 +232,7 @@ TRIALS: tuple[Callable[[Cluster, Path], Measured], ...] = (
     a_checkpoint_is_replaced,
     two_ranks_save_and_load,
     ranks_mount_at_different_paths,
+    a_probe_finds_what_the_mount_keeps,
     second_writer_is_refused,
     second_writer_of_the_same_name_is_refused,
     a_killed_writer_is_followed,
@@ -235,6 +250,15 @@ def _engine(root: Path, **settings: object) -> Iterator[SyncCheckpointEngine]:
     torch.set_num_threads(1)
     with SyncCheckpointEngine(root, config(**settings)) as engine:
         yield engine
+
+
+def _probe(root: Path) -> list[tuple[str, str, str]]:
+    folder = root / f"of-{os.getpid()}"
+    folder.mkdir()
+    meeting = Meeting(root / "meeting", 100.0, print)
+    findings = [*try_names(folder), *meeting.findings()]
+    meeting.end()
+    return [(each.check, each.found, each.verdict) for each in findings]
 
 
 def _seen_after(root: Path, committed: Path) -> float:

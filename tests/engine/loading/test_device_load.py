@@ -204,16 +204,16 @@ def test_no_buffer_is_read_into_before_its_copies_are_done(
     engine: SyncCheckpointEngine, copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker and a ring of few buffers, so that each is used again and again."""
-    inner, seen = datafile._read_fully, []
+    inner, seen = datafile.ReadFile._read, []
 
-    def read(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
+    def read(file: datafile.ReadFile, offset: int, views: list[memoryview]) -> int:
         (view,) = views
         start = bounce.address_of(view)
         seen.append(start)
         assert not any(low < start + view.nbytes and start < high for low, high in list(copies.unmarked))
-        return inner(numbers, offset, views)
+        return inner(file, offset, views)
 
-    monkeypatch.setattr(datafile, "_read_fully", read)
+    monkeypatch.setattr(datafile.ReadFile, "_read", read)
     monkeypatch.setattr(readplan, "_REQUEST_BYTES_MIN", 2 * MIB)
     monkeypatch.setattr(readplan, "REQUEST_BYTES_MAX", 2 * MIB)
     state = templates()

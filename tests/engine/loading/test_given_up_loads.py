@@ -35,14 +35,14 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeldRead:
     """A checkpoint of ones whose first read is held."""
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save({"w": torch.ones(ELEMENTS), "x": 1}).result(TIMEOUT)
-    held, read = HeldRead(), datafile._read_fully
+    held, read = HeldRead(), datafile.ReadFile._read
 
     def reached(*arguments: Any) -> int:
         held.begun.set()
         assert held.goes_on.wait(TIMEOUT)
         return read(*arguments)
 
-    monkeypatch.setattr(datafile, "_read_fully", reached)
+    monkeypatch.setattr(datafile.ReadFile, "_read", reached)
     return held
 
 

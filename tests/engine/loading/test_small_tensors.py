@@ -154,7 +154,7 @@ def test_what_can_never_be_read_fails_the_load_with_its_own_error(
     def fails(*_: object) -> int:
         raise OSError(5, "always")
 
-    monkeypatch.setattr(datafile, "_read_fully", fails)
+    monkeypatch.setattr(datafile.ReadFile, "_read", fails)
     with pytest.raises(ReadError, match="always") as caught:
         load(engine, zeros())
     assert caught.value.errno == 5
@@ -244,17 +244,17 @@ def test_ties_views_and_arrays_come_back_beside_small_tensors(tmp_path: Path) ->
 def test_memory_that_a_thread_of_a_given_up_load_still_reads_to_is_no_other_loads(
     engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, goes_on, inner = threading.Event(), threading.Event(), datafile._read_fully
+    begun, goes_on, inner = threading.Event(), threading.Event(), datafile.ReadFile._read
     held: list[memoryview] = []
 
-    def held_once(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
+    def held_once(file: datafile.ReadFile, offset: int, views: list[memoryview]) -> int:
         if not begun.is_set():
             held.extend(views)
             begun.set()
             assert goes_on.wait(TIMEOUT)
-        return inner(numbers, offset, views)
+        return inner(file, offset, views)
 
-    monkeypatch.setattr(datafile, "_read_fully", held_once)
+    monkeypatch.setattr(datafile.ReadFile, "_read", held_once)
     first = engine.load(zeros())
     assert begun.wait(TIMEOUT)
     first._give_up()

@@ -255,7 +255,7 @@ async def test_a_load_that_is_given_up_ends_as_failed_before_the_caller_goes_on(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Progress] = []
-    begun, goes_on, read = asyncio.Event(), threading.Event(), data_file._read_fully
+    begun, goes_on, read = asyncio.Event(), threading.Event(), data_file.ReadFile._read
     loop = asyncio.get_running_loop()
 
     def held(*arguments: Any) -> int:
@@ -264,7 +264,7 @@ async def test_a_load_that_is_given_up_ends_as_failed_before_the_caller_goes_on(
         return read(*arguments)
 
     async with CheckpointEngine(saved) as engine:
-        monkeypatch.setattr(data_file, "_read_fully", held)
+        monkeypatch.setattr(data_file.ReadFile, "_read", held)
         load = asyncio.ensure_future(engine.load(uniform(COUNT, MIB, 0.0), progress=told.append))
         async with asyncio.timeout(TIMEOUT):
             await begun.wait()

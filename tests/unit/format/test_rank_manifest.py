@@ -138,9 +138,9 @@ def i64(*numbers: int) -> bytes:
 
 
 SIGNATURES = [
-    ["bfloat16", [3, 1 << 20], [1, 3], 2, 6 << 20, None],
-    ["int64", [], [], 0, 8, None],
-    ["float32", [0, 4], [4, 1], 2, 0, None],
+    ["bfloat16", [3, 1 << 20], [1, 3], 2, 6 << 20],
+    ["int64", [], [], 0, 8],
+    ["float32", [0, 4], [4, 1], 2, 0],
 ]
 BAD_COLUMNS = {
     "names": (("a", "b"), ("a", "b", "c", "d"), ("a", "b", 3), (), None),
@@ -159,19 +159,19 @@ BAD_COLUMNS = {
         SIGNATURES[:2],
         *([[name, *SIGNATURES[0][1:]], *SIGNATURES[1:]] for name in ("nothing", "float32", 5)),
         *(
-            [[name, [3, count], [1, 3], 2, 6 << 20, None], *SIGNATURES[1:]]
+            [[name, [3, count], [1, 3], 2, 6 << 20], *SIGNATURES[1:]]
             for name, count in (("quint8", 2 << 20), ("qint32", 1 << 19))
         ),
+        *([["bfloat16", *look], *SIGNATURES[1:]] for look in ([[3], [1], 1, 6], [[3, 1 << 20], [1, 4], 2, 6 << 20])),
         *(
-            [["bfloat16", *look, None], *SIGNATURES[1:]]
-            for look in ([[3], [1], 1, 6], [[3, 1 << 20], [1, 4], 2, 6 << 20])
-        ),
-        *(
-            [["bfloat16", [3, 1 << 20], [1, 3], dims, raw, None], *SIGNATURES[1:]]
+            [["bfloat16", [3, 1 << 20], [1, 3], dims, raw], *SIGNATURES[1:]]
             for dims, raw in ((1, 6 << 20), (2, 7), (2, -1))
         ),
-        [*SIGNATURES, ["nothing", [], [], 0, 0, None]],
-        *([[*SIGNATURES[0][:-1], whole], *SIGNATURES[1:]] for whole in ([3], [2, 1 << 20], [3, 1 << 20], [3, -1])),
+        [*SIGNATURES, ["nothing", [], [], 0, 0]],
+    ),
+    "global_shapes": (
+        [None],
+        *([whole, None, None] for whole in ([3], [2, 1 << 20], [3, 1 << 20], [3, -1], [3, 1 << 63], "x")),
     ),
     "shards": ({0: (0, 1 << 62)}, {0: (7,)}, {0: (0, -1)}, {0: (0, 1 << 63)}, {3: (0, 1)}, {1: (1,)}),
     "item_offsets": (i64(-1, 7 << 20, 8 << 20), i64(513, 7 << 20, 8 << 20), i64(1 << 62, 1, 1), i64(0, 1), b"x" * 23),
