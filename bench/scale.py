@@ -1,4 +1,4 @@
-"""``python -m bench.scale``: what the leader does for thousands of ranks.
+"""``python -m bench.scale``: what the leader does for thousands of ranks, and what each of them reads to load.
 
 No processes: the leader's own code is given the messages that so many ranks would send, in a model whose every tensor
 is sharded by rows. Three small sizes give the cost of a rank and of an item on every rank, their sum is the model; the
@@ -19,9 +19,11 @@ import numpy as np
 
 from aio_ckpt import PerRank
 from aio_ckpt.commit.manifests import MetadataFile, render_metadata_file, render_root
-from aio_ckpt.format.checkpoint_files import rank_manifest_name
+from aio_ckpt.format.checkpoint_files import TRAILER_BYTES, rank_manifest_name
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
-from aio_ckpt.format.root_manifest import FileEntry
+from aio_ckpt.format.rank_manifest import decode_rank, encode_rank, encode_static
+from aio_ckpt.format.root_manifest import FileEntry, decode_root
+from aio_ckpt.format.tensor_table import TensorEntry
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, TensorSignature
 from aio_ckpt.ranks.messages import Frame, pack, unpack
 from aio_ckpt.ranks.save_ledger import (
@@ -105,6 +107,7 @@ def main() -> None:
     figures = [row for leader in leaders for row in _rows(leader)]
     metadata_bytes = wide.metadata_bytes / (wide.ranks * wide.items) * _RANKS * _ITEMS
     figures.append(_figure(f"{_RANKS} ranks x {_ITEMS} items, modelled: .metadata, kept", metadata_bytes / 1e6, "MB"))
+    figures += _load_rows(_RANKS, _ITEMS, metadata_bytes)
     title = f"{_RANKS:,} ranks x {_ITEMS:,} items"
     first_secs, later_secs = (_modelled(few, many, wide, cost) for cost in (_first_secs, _later_secs))
     received, memory_bytes = many.message_bytes * _RANKS / 1e6, many.memory_bytes / many.ranks * _RANKS
@@ -210,6 +213,32 @@ def _measure(ranks: int, items: int) -> Leader:
         metadata_bytes=sum(map(len, metadata.parts)),
         memory_bytes=memory_bytes,
     )
+
+
+def _load_rows(ranks: int, items: int, metadata_bytes: float) -> list[FigureRow]:
+    """Small files of the load of as many ranks as saved: those that exist are made, and counted by rank."""
+    entry = TensorEntry(("w" * 20,), "bfloat16", (4, 64), (64, 1), (4, 0), 0, 1500, 512, 512, (4 * ranks, 64))
+    tensors = encode_static([msgspec.structs.replace(entry, fqns=(f"model.layers.{n}.w",)) for n in range(items)])
+    file, sums = FileEntry("__s-1_1_0.distcp", 1500 * items + 3000, 1), bytes(4 * items)
+    own = encode_rank(
+        save_id="s-1", step=1, rank=1, world_size=ranks, file=file, tensors=tensors, sums=sums, objects=(),
+        skeleton=bytes(30 * items), stored_by=(0,),
+    )  # fmt: skip
+    manifests = [FileEntry(rank_manifest_name("s-1", rank), len(own), rank) for rank in range(ranks)]
+    metadata = MetadataFile((), FileEntry(".metadata", round(metadata_bytes), 0))
+    root = render_root(metadata, manifests, step=1, save_id="s-1", created_unix=1.0, metrics={}, extra={})
+    _, root_secs = _timed(lambda: decode_root(root, name="root"))
+    _, own_secs = _timed(lambda: decode_rank(own, name="own").columns)
+    small = TRAILER_BYTES + len(root) + 2 * len(own)
+    at = f"{ranks} ranks x {items} items, load of as many: "
+    before = metadata_bytes + len(root) + ranks * len(own)
+    values = [
+        ("small files, bytes of a rank", small / 1e6, "MB"),
+        ("small files, bytes of all ranks", ranks * small / 1e9, "GB"),
+        ("the same if each rank read all", ranks * before / 1e12, "TB"),
+        ("small files decoded by a rank", (root_secs + 2 * own_secs) * 1e3, "ms"),
+    ]
+    return [_figure(at + text, value, unit) for text, value, unit in values]
 
 
 def _filled(template: MetadataTemplate, spans: list[Extent]) -> MetadataFile:

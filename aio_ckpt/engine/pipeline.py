@@ -103,10 +103,11 @@ class SavePipeline:
 
     async def _make_pending(self, job: SaveJob) -> None:
         job.begin("making its directory")
+        storage = self.ctx.storage
         if self.ctx.world_size == 1:
-            await self.ctx.storage.make_dir(job.pending)
-        else:
-            await owner.make_pending(self.ctx.storage, job.pending)
+            await storage.make_dir(job.pending)
+        elif job.round.is_leader or not await storage.exists(job.pending):  # thousands of mkdirs of one name are slow
+            await owner.make_pending(storage, job.pending)
 
     async def _write_rank(self, job: SaveJob) -> WrittenRank:
         """Write the data file and this rank's manifest, durable; ``.metadata``, too, if it depends on no other rank."""

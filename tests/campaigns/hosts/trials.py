@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -253,7 +254,7 @@ def _engine(root: Path, **settings: object) -> Iterator[SyncCheckpointEngine]:
 
 
 def _probe(root: Path) -> list[tuple[str, str, str]]:
-    folder = root / f"of-{os.getpid()}"
+    folder = root / f"of-{socket.gethostname()}"
     folder.mkdir()
     meeting = Meeting(root / "meeting", 100.0, print)
     findings = [*try_names(folder), *meeting.findings()]

@@ -816,6 +816,34 @@ async def test_directories_are_made_listed_and_removed(local: Storage, tmp_path:
     assert not await local.exists(tmp_path / "a" / "b")
 
 
+async def test_many_files_are_removed_by_several_threads_and_links_not_followed(
+    local: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "f").touch()
+    directory, threads, are_two, unlink = tmp_path / "d", set[int](), threading.Event(), Path.unlink
+    (directory / "below").mkdir(parents=True)
+    (directory / "below" / "f").touch()
+    (directory / "link").symlink_to(tmp_path / "kept", target_is_directory=True)
+    for number in range(100):
+        (directory / f"{number}").touch()
+
+    def noted(path: Path, missing_ok: bool = False) -> None:
+        threads.add(threading.get_ident())
+        if len(threads) > 1:
+            are_two.set()
+        assert are_two.wait(TIMEOUT), "one thread alone removes"
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", noted)
+    await local.remove_tree(directory)
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert not directory.exists()
+    assert (tmp_path / "kept" / "f").exists()
+    await local.remove_tree(tmp_path / "kept" / "f")
+    assert not any((tmp_path / "kept").iterdir())
+
+
 async def test_not_knowing_whether_a_path_exists_is_an_error_and_no_answer(local: Storage, tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     assert not await local.exists(tmp_path / "f" / "below a file")
