@@ -36,7 +36,7 @@ from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkpoint
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
-from aio_ckpt.engine.root import RootSession, log_mount, usable_root
+from aio_ckpt.engine.root import RootSession, check_stale_after, log_mount, usable_root
 from aio_ckpt.engine.root_changes import RootChanges
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.shutdown import Shutdown
@@ -87,6 +87,7 @@ class BaseEngine:
         coordinator = coordinator or default_coordinator()
         check_staging(config.staging, config.shm_path, coordinator.world_size)
         path, mount = usable_root(root, config.stall_timeout_secs)
+        check_stale_after(config.stale_after_secs, mount)
         if coordinator.rank == coordinator.leader:
             log_mount(path, mount)
         owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])

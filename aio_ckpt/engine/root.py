@@ -22,7 +22,7 @@ from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash, check_engine_dirs
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.errors import CheckpointNotFoundError, EngineClosedError, RootError, StallError, WriteError
+from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.rescue import Rescue
@@ -39,6 +39,8 @@ Ts = TypeVarTuple("Ts")
 StepsChange: TypeAlias = tuple[int | None, list[int]]
 """(newest step after a change of the committed steps, or None; the steps that are gone)."""
 _log = logging.getLogger("aio_ckpt")
+_SHARED_STALE_SECS = 180.0
+"""Least ``stale_after_secs`` on a shared file system. A client of NFS keeps attributes for 60 s."""
 
 
 def usable_root(root: str | os.PathLike[str], limit_secs: float) -> tuple[Path, Mount]:
@@ -52,6 +54,15 @@ def usable_root(root: str | os.PathLike[str], limit_secs: float) -> tuple[Path, 
     """
     path = checked_path(root).absolute()
     return path, call_within(limit_secs, functools.partial(_check_root, path), "looking at the root", path)
+
+
+def check_stale_after(stale_after_secs: float, mount: Mount) -> None:
+    """Raise ConfigError if a heartbeat, as another host sees it through ``mount``, may seem older than it is."""
+    if mount.is_shared and stale_after_secs < _SHARED_STALE_SECS:
+        raise ConfigError(
+            f"stale_after_secs={stale_after_secs:g}: give at least {_SHARED_STALE_SECS:g} on {mount.kind}, where a "
+            "host may see the heartbeat of another one a minute late, and take its root over"
+        )
 
 
 def log_mount(root: Path, mount: Mount) -> None:
