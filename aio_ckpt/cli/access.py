@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
-from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs
-from aio_ckpt.commit.trash import check_engine_dirs
+from aio_ckpt.commit.owner import Owner
+from aio_ckpt.commit.writing import writing
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ReadError, RootError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.names import LOCK_FILE, StepNames
+from aio_ckpt.format.names import StepNames
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.small_files import saves_in
@@ -112,24 +112,22 @@ async def unless_replaced(
 
 @contextlib.asynccontextmanager
 async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: str) -> AsyncIterator[Owner]:
-    """Hold the root's lock, with the directories of an engine made and those of dead writers cleared.
+    """Hold the root as its writer, with the directories of an engine made and those of dead writers cleared.
 
     Args:
         instead: call of the engine that does the same inside of the trainer, for the message.
 
     Raises:
-        RootError: a living writer holds the lock; names its process and host.
+        RootError: a living writer holds the root; names its process and host.
     """
-    await check_engine_dirs(storage, root)
-    try:
-        lock = storage.lock(root / LOCK_FILE)
-    except RootError as error:
-        if error.errno not in _HELD:
-            raise
-        message = f"{error.strerror}: call {instead} in it, or wait until it has ended"
-        raise RootError(error.errno, message, str(root)) from error
-    with lock:
-        here = Owner.of_this_process(f"cli{os.getpid()}")
-        await make_engine_dirs(storage, root)
-        await clear_leftovers(storage, root, names, here=here, stale_after_secs=EngineConfig().stale_after_secs)
+    here, stale_after_secs = Owner.of_this_process(f"cli{os.getpid()}"), EngineConfig().stale_after_secs
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            held = writing(storage, root, names, here, stale_after_secs=stale_after_secs)
+            await stack.enter_async_context(held)
+        except RootError as error:
+            if error.errno not in _HELD:
+                raise
+            message = f"{error.strerror}: call {instead} in it, or wait until it has ended"
+            raise RootError(error.errno, message, error.filename or str(root)) from error
         yield here

@@ -14,11 +14,12 @@ from isal import isal_zlib
 
 from aio_ckpt.commit import publish
 from aio_ckpt.commit.manifests import metadata_file, render_root
-from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs, pending_path, write_owner
-from aio_ckpt.commit.trash import SETTLE_SECS, check_engine_dirs
+from aio_ckpt.commit.owner import Owner, pending_path, write_owner
+from aio_ckpt.commit.trash import SETTLE_SECS
+from aio_ckpt.commit.writing import writing
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, rank_manifest_name
-from aio_ckpt.format.names import LOCK_FILE, SEGMENTS_FILE, StepNames
+from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.memory.arena import Arena
@@ -100,10 +101,7 @@ async def rescue_root(
     find = functools.partial(find_orphans, places, root, here, stale_after_secs=stale_after_secs)
     if not await run_blocking(executor, find):
         return RescueReport(root=str(root), rescued=(), refused=())  # a root without segments is not touched
-    await check_engine_dirs(storage, root)
-    with storage.lock(root / LOCK_FILE):
-        await make_engine_dirs(storage, root)
-        await clear_leftovers(storage, root, names, here=here, stale_after_secs=stale_after_secs)
+    async with writing(storage, root, names, here, stale_after_secs=stale_after_secs):
         found = await run_blocking(executor, find)
         decision = await decide_against_root(storage, root, names, found)
         rescued, torn = list[Rescued](), list[Refusal]()

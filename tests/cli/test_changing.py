@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -14,7 +15,11 @@ from command_line import called, document, state
 from saved_files import ROOT_MANIFEST, root_manifest
 
 from aio_ckpt.cli import commands as cli
+from aio_ckpt.commit import writing
+from aio_ckpt.commit.owner import Owner, encoded_owner
+from aio_ckpt.format.names import CLAIM_FILE
 from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.mounts import Mount
 from aio_ckpt.sync import SyncCheckpointEngine
 
 
@@ -170,3 +175,24 @@ def test_rm_is_refused_while_an_engine_of_this_process_holds_the_root(root, caps
         code, _, err = called(capsys, "rm", root, 10)
     assert code == 1
     assert "call engine.delete(10)" in err
+
+
+CLAIMED_ELSEWHERE = Mount("nfs", frozenset({"hard", "nolock", "local_lock=all"}))
+
+
+@pytest.mark.parametrize("command", [["rm"], ["prune", "--yes", "--keep-last", "1"], ["rollback"]])
+def test_a_root_that_another_host_claims_is_not_changed(
+    many: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """On a file system whose locks stay on this host, the claim alone tells."""
+    monkeypatch.setattr(writing, "mount_of", lambda _: CLAIMED_ELSEWHERE)
+    other = msgspec.structs.replace(Owner.of_this_process("other"), host="node-7", machine_id="m", boot_id="b")
+    (many / CLAIM_FILE).write_bytes(encoded_owner(other))
+    before = sorted(path.name for path in many.iterdir())
+    name, *options = command
+    step = [] if name == "prune" else ["1"]
+    code, _, told = called(capsys, name, many, *step, *options)
+    assert code == 1
+    assert f"process {other.pid} on node-7 writes here" in told
+    assert str(many / CLAIM_FILE) in told
+    assert sorted(path.name for path in many.iterdir()) == before

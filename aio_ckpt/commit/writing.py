@@ -1,0 +1,54 @@
+"""Writing outside of an engine: the lock and the claim of a root, held for one change by a command or a rescue."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+
+from aio_ckpt.commit.claim import Claim
+from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs
+from aio_ckpt.commit.trash import check_engine_dirs
+from aio_ckpt.errors import RootError
+from aio_ckpt.format.names import LOCK_FILE, StepNames
+from aio_ckpt.runtime.futures import first_cause
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.mounts import mount_of
+
+
+@contextlib.asynccontextmanager
+async def writing(
+    storage: Storage, root: Path, names: StepNames, here: Owner, *, stale_after_secs: float
+) -> AsyncIterator[None]:
+    """Exclude every other writer of ``root``, on whatever host, and clear the leftovers of dead ones.
+
+    Args:
+        storage: Where the root lies.
+        root: A directory that exists.
+        names: Names of its steps.
+        here: The process that writes.
+        stale_after_secs: See :class:`~aio_ckpt.EngineConfig`.
+
+    Raises:
+        RootError: a living writer holds the root; names its process and host.
+    """
+    await check_engine_dirs(storage, root)
+    with storage.lock(root / LOCK_FILE) as lock:
+        await make_engine_dirs(storage, root)
+        status = await storage.status(root)
+        if status is None:
+            raise RootError(None, "the root is gone", str(root))
+        claim = Claim(storage, root, here, stale_after_secs=stale_after_secs)
+        await claim.take(mount_of(status.identity[0]), is_locked=lock.is_granted)
+        try:
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(claim.keep)
+                await clear_leftovers(storage, root, names, here=here, stale_after_secs=stale_after_secs)
+                yield
+                beside.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from None
+        finally:
+            await claim.release()
