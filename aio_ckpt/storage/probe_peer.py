@@ -5,6 +5,7 @@ They meet by names in that directory. Each step of one is a file; the other wait
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -52,6 +53,9 @@ class Meeting:
         made = self._folder / f"{name}.{os.getpid()}.tmp"
         made.write_text(text)
         os.replace(made, self._folder / name)
+        _pause()
+        with contextlib.suppress(FileNotFoundError):  # the peer has ended the meeting
+            os.utime(self._folder)  # NFS v3: a client that looked in the same tick of the server's clock sees no change
 
     def hear(self, name: str) -> str:
         """Wait for the file ``name`` and return its text.
@@ -68,8 +72,8 @@ class Meeting:
                     raise
             _pause()
         raise StallError(
-            f"{self._folder}: no other process came within {self._limit_secs:.0f} s: run the same command on another "
-            "host at the same time, on the same directory, and let both hosts share it"
+            f"{self._folder}: no other process came to {name!r} within {self._limit_secs:.0f} s: run the same command "
+            "on another host at the same time, on the same directory, and let both hosts share it"
         )
 
     def findings(self) -> Iterator[Finding]:
