@@ -14,6 +14,7 @@ import click
 from aio_ckpt.cli.arguments import Directory, json_option
 from aio_ckpt.cli.console import Screen, printable
 from aio_ckpt.config import MAX_WORKERS
+from aio_ckpt.errors import RootError
 
 if TYPE_CHECKING:
     from aio_ckpt.runtime.portal import Executor
@@ -50,12 +51,17 @@ def probe_command(directory: Path, wait_secs: float, mib: int, workers: int, *, 
             findings.extend(await try_speed(storage, folder / "data", mib << 20, workers))
 
         call(work, readers=workers)
+    if not as_json:
+        _show(findings, screen)
     if peer:
-        findings += _with_peer(directory, wait_secs, screen)
+        together = _with_peer(directory, wait_secs, screen)
+        if not as_json:
+            _show(together, screen)
+        findings += together
     if as_json:
         screen.json({"directory": str(directory), "findings": findings})
     else:
-        _show(findings, screen)
+        _conclude(findings, screen)
     return int(any(finding.verdict == "bad" for finding in findings))
 
 
@@ -79,6 +85,9 @@ def _with_peer(directory: Path, wait_secs: float, screen: Screen) -> list[Findin
         findings = list(meeting.findings())
         meeting.end()
         is_left_to_peer = not meeting.leads
+    except RootError:  # others meet there
+        is_left_to_peer = True
+        raise
     finally:
         if not is_left_to_peer:  # also after an error, since a process that was killed may have left the directory
             shutil.rmtree(folder, ignore_errors=True)
@@ -89,6 +98,9 @@ def _show(findings: list[Finding], screen: Screen) -> None:
     rows = [(each.check, printable(each.found), each.verdict, printable(each.remedy)) for each in findings]
     styles = [_STYLES.get(each.verdict, "") for each in findings]
     screen.table(("check", "found", "verdict", "what follows"), rows, styles=styles)
+
+
+def _conclude(findings: list[Finding], screen: Screen) -> None:
     bad = sum(each.verdict == "bad" for each in findings)
     slower = sum(each.verdict == "slower" for each in findings)
     if bad:

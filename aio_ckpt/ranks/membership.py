@@ -200,6 +200,14 @@ class Membership:
                 await coordinator.leave()  # every later call of this engine fails
             raise
         self.owner, self.leader_root, self.newest = met.owner, met.root, met.newest
+        if met.root != str(root):
+            _log.warning(
+                "the root of this rank is %s, and that of rank %d is %s: if these are no two paths of one directory, "
+                "give all ranks one root, and open several engines in one order on all ranks",
+                root,
+                coordinator.leader,
+                met.root,
+            )
         if met.differing:
             raise ConfigError(
                 f"the settings of the ranks differ: {met.differing}: give all of them the same, and open anew"

@@ -9,16 +9,20 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from aio_ckpt.errors import StallError
+from aio_ckpt.errors import RootError, StallError
 from aio_ckpt.storage.freshness import found_afresh
 from aio_ckpt.storage.probe import Finding, Verdict
 
 _POLL_SECS = 0.05
+_ANSWER_SECS = 10.0
+"""Time within which a living process answers one that has come."""
 _PLAIN_SECS = 75.0
 """Longest time that a client of NFS keeps an answer by default, and some more."""
 
@@ -31,15 +35,30 @@ class Meeting:
 
         Raises:
             StallError: no peer came.
+            RootError: two other processes meet in ``folder``.
         """
-        self._folder, self._limit_secs = folder, limit_secs
-        folder.mkdir(exist_ok=True)
-        self.leads = self._create("first")
-        self.say("here-first" if self.leads else "here-second", socket.gethostname())
-        if self.leads:
-            tell(f"waits for the same command on another host, for {limit_secs:.0f} s")
-        self.peer = self.hear("here-second" if self.leads else "here-first")
-        """Name of the other host."""
+        self._folder, self._limit_secs, self._pair = folder, limit_secs, ""
+        while True:
+            folder.mkdir(exist_ok=True)
+            self.leads = self._create("first")
+            if self.leads:
+                self._pair = uuid.uuid4().hex[:8]
+                self._put("pair", self._pair)
+                self.say("here-first", socket.gethostname())
+                tell(f"waits for the same command on another host, for {limit_secs:.0f} s")
+                self.peer = self.hear("here-second")
+                """Name of the other host."""
+                self.say("met")
+                return
+            self._pair = self._wait_for("pair", _ANSWER_SECS) or "of a dead one"
+            if not self._create(f"{self._pair}-second"):
+                text = "two other processes meet here: wait for their end, or remove this directory"
+                raise RootError(errno.EBUSY, text, str(folder))
+            self.say("here-second", socket.gethostname())
+            if self._wait_for(f"{self._pair}-met", _ANSWER_SECS) is not None:
+                self.peer = self.hear("here-first")
+                return
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed before it met another one
 
     def _create(self, name: str) -> bool:
         try:
@@ -49,7 +68,10 @@ class Meeting:
         return True
 
     def say(self, name: str, text: str = "") -> None:
-        """Make the file ``name`` with ``text``, at once."""
+        """Make the file ``name`` of this pair with ``text``, at once."""
+        self._put(f"{self._pair}-{name}", text)
+
+    def _put(self, name: str, text: str) -> None:
         made = self._folder / f"{name}.{os.getpid()}.tmp"
         made.write_text(text)
         os.replace(made, self._folder / name)
@@ -58,12 +80,21 @@ class Meeting:
             os.utime(self._folder)  # NFS v3: a client that looked in the same tick of the server's clock sees no change
 
     def hear(self, name: str) -> str:
-        """Wait for the file ``name`` and return its text.
+        """Wait for the file ``name`` of this pair and return its text.
 
         Raises:
             StallError: it did not come in time.
         """
-        until = time.monotonic() + self._limit_secs
+        found = self._wait_for(f"{self._pair}-{name}", self._limit_secs)
+        if found is None:
+            raise StallError(
+                f"{self._folder}: no other process came to {name!r} within {self._limit_secs:.0f} s: run the same "
+                "command on another host at the same time, on the same directory, and let both hosts share it"
+            )
+        return found
+
+    def _wait_for(self, name: str, limit_secs: float) -> str | None:
+        until = time.monotonic() + limit_secs
         while time.monotonic() < until:
             try:
                 return found_afresh(Path.read_text, self._folder / name)
@@ -71,10 +102,7 @@ class Meeting:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
             _pause()
-        raise StallError(
-            f"{self._folder}: no other process came to {name!r} within {self._limit_secs:.0f} s: run the same command "
-            "on another host at the same time, on the same directory, and let both hosts share it"
-        )
+        return None
 
     def findings(self) -> Iterator[Finding]:
         """Yield what both see of each other. Both processes yield the same checks."""
@@ -87,7 +115,7 @@ class Meeting:
         rounds, won = 20, 0
         for number in range(rounds):
             self._together(f"round{number}")
-            won += self._create(f"taken{number}")
+            won += self._create(f"{self._pair}-taken{number}")
         self.say(f"won-{self.leads}", str(won))
         total = won + int(self.hear(f"won-{not self.leads}"))
         remedy = "" if total == rounds else "two writers would not exclude each other: give every job a root of its own"
@@ -95,7 +123,7 @@ class Meeting:
         return Finding("exclusive create, two hosts", found, "good" if total == rounds else "bad", remedy)
 
     def _locks(self) -> Finding:
-        path = self._folder / "lock"
+        path = self._folder / f"{self._pair}-lock"
         if self.leads:
             with path.open("w") as file:
                 _lock(file.fileno())
@@ -115,7 +143,7 @@ class Meeting:
         """One looks for two names that are missing, the other makes them, and the first one looks again."""
         secs: list[float] = []
         for name in ("plain", "asked"):
-            path = self._folder / name
+            path = self._folder / f"{self._pair}-{name}"
             if self.leads:
                 self.hear(f"{name}-missed")
                 path.write_text("x")
@@ -137,7 +165,7 @@ class Meeting:
         yield Finding("a new name, as the engine looks", f"seen {asked:.2f} s late", verdict, remedy)
 
     def _replacing(self) -> Finding:
-        path, stale = self._folder / "replaced", 0
+        path, stale = self._folder / f"{self._pair}-replaced", 0
         for number in range(10):
             if self.leads:
                 self.say("replaced", str(number))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from aio_ckpt.cli.commands import run
-from aio_ckpt.errors import StallError
-from aio_ckpt.storage import mounts, probe
+from aio_ckpt.errors import RootError, StallError
+from aio_ckpt.storage import mounts, probe, probe_peer
 from aio_ckpt.storage.mounts import Mount
 from aio_ckpt.storage.probe import mount_finding, try_names
 from aio_ckpt.storage.probe_peer import Meeting
@@ -116,6 +116,37 @@ def test_two_processes_find_what_they_see_of_each_other(tmp_path: Path) -> None:
     assert verdicts["exclusive create, two hosts"] == verdicts["a new name, as the engine looks"] == "good"
     assert verdicts["a file replaced by rename, two hosts"] == "good"
     assert verdicts["file locks, two hosts"] == "slower", "both threads were granted it"
+
+
+def test_a_third_process_is_refused_and_disturbs_nobody(tmp_path: Path) -> None:
+    folder = tmp_path / "meeting"
+    others = [threading.Thread(target=Meeting, args=(folder, SECS, lambda _: None)) for _ in range(2)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join(SECS)
+    before = sorted(folder.iterdir())
+    with pytest.raises(RootError, match="two other processes meet here"):
+        Meeting(folder, SECS, lambda _: None)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_what_a_killed_process_left_is_cleared_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_peer, "_ANSWER_SECS", 0.3)
+    with pytest.raises(StallError):
+        Meeting(tmp_path / "meeting", 0.2, lambda _: None)  # it leaves its files
+    leaders: list[bool] = []
+    pair = [
+        threading.Thread(target=lambda: leaders.append(Meeting(tmp_path / "meeting", SECS, lambda _: None).leads))
+        for _ in range(2)
+    ]
+    for number, thread in enumerate(pair):
+        thread.start()
+        if not number:
+            thread.join(1.0)  # it finds what is left, clears it, and leads
+    for thread in pair:
+        thread.join(SECS)
+    assert sorted(leaders) == [False, True]
 
 
 def test_a_peer_that_never_comes_is_told_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

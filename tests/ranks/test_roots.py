@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from builders import weights
 from disk_tree import tree_of
+from log_lines import kept_lines
 from rank_processes import Ranks, engine_on
 
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError
@@ -109,14 +110,23 @@ def test_ranks_whose_hosts_mount_the_directory_at_different_paths_save_and_load(
     assert two.run(through_its_own_mount, mounts) == [[1.0, 3.0]] * 2
 
 
-def in_its_own_order(rank: int, count: int, folder: Path) -> str:
+def in_its_own_order(rank: int, count: int, folder: Path) -> tuple[str, list[str]]:
     first, second = ("a", "b") if rank == 0 else ("b", "a")
-    with engine_on(folder / first, SECS, on_failure="log") as engine, engine_on(folder / second, SECS):
-        return text_of(lambda: engine.save(weights(1), step=1).result(SECS))
+    with (
+        kept_lines() as lines,
+        engine_on(folder / first, SECS, on_failure="log") as engine,
+        engine_on(folder / second, SECS),
+    ):
+        text = text_of(lambda: engine.save(weights(1), step=1).result(SECS))
+    return text, [line for line in lines.messages if line.startswith("the root of this rank")]
 
 
 def test_engines_that_were_opened_in_different_orders_fail_and_name_both_roots(two: Ranks, tmp_path: Path) -> None:
-    for text in two.run(in_its_own_order, tmp_path):
+    (_, of_leader), (_, told) = found = two.run(in_its_own_order, tmp_path)
+    assert not of_leader
+    assert len(told) == 2, "one for each engine"
+    assert f"the root of this rank is {tmp_path / 'b'}, and that of rank 0 is {tmp_path / 'a'}" in told[0]
+    for text, _ in found:
         assert f"{tmp_path / 'a'}: give a directory" in text
         assert "open several engines in one order on all ranks" in text
 
