@@ -125,8 +125,9 @@ class Catalog:
     def only(self, names: Iterable[str]) -> Catalog:
         """Return the catalog with no other name than ``names``."""
         kept = frozenset(names)
-        shards, objects = ({name: found[name] for name in kept & found.keys()} for found in (self.shards, self.objects))
-        return replace(self, shards=shards, objects=objects)  # type: ignore[arg-type]
+        shards = {name: found for name, found in self.shards.items() if name in kept}
+        objects = {name: found for name, found in self.objects.items() if name in kept}
+        return replace(self, shards=shards, objects=objects)
 
     def check(self) -> None:
         """Check what is stored against itself.

@@ -104,10 +104,8 @@ def _conclude(findings: list[Finding], screen: Screen) -> None:
     bad = sum(each.verdict == "bad" for each in findings)
     slower = sum(each.verdict == "slower" for each in findings)
     if bad:
-        screen.line(
-            f"{bad} of {len(findings)} checks are bad: do not save here before that is mended", style="bold red"
-        )
+        text = f"{bad} of {len(findings)} checks are bad: do not save here before that is mended"
+        screen.line(text, style="bold red")
     else:
-        screen.line(
-            f"checkpoints can be saved here{f'; {slower} of {len(findings)} checks cost speed' if slower else ''}"
-        )
+        costs = f"; {slower} of {len(findings)} checks cost speed" if slower else ""
+        screen.line(f"checkpoints can be saved here{costs}")

@@ -313,7 +313,7 @@ def assign(held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment], of_lo
         all_rows = boxes.candidates(boxes.order)
         assign_replicas(writers, several, candidates, first_rows=boxes.order[all_rows.begins[several]])
     starts, objects = held.starts.tolist(), _object_writers(held, kept)
-    of_objects = {id(names): {objects[name] for name in names} for names in held.objects}
+    of_objects = {key: {objects[name] for name in names} for key, names in _distinct(held.objects).items()}
     return [
         Assigned(
             share=Assignment.of(
@@ -371,11 +371,15 @@ def _object_writers(held: ShardTable, kept: Mapping[int, Assignment]) -> dict[st
             seen.add(id(names))
             for name in names:
                 writers.setdefault(name, rank)
-    distinct = {id(names): names for names in held.objects}
-    lost = [name for names in distinct.values() for name in names if name not in writers]
+    lost = [name for names in _distinct(held.objects).values() for name in names if name not in writers]
     if lost:
         raise _not_captured(lost)
     return writers
+
+
+def _distinct(objects: Sequence[tuple[str, ...]]) -> dict[int, tuple[str, ...]]:
+    """Return the tuples of names by identity: ranks with equal names share one."""
+    return {id(names): names for names in objects}
 
 
 def _not_captured(names: Iterable[str]) -> PlanChangedError:

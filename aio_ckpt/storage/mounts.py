@@ -43,6 +43,11 @@ class Mount:
         return needed is not None and (not needed or needed in self.options)
 
     @property
+    def is_soft(self) -> bool:
+        """Whether a call fails, instead of waiting, while the server is away."""
+        return bool({"soft", "softerr"} & self.options)
+
+    @property
     def title(self) -> str:
         """Type and the options that matter, for messages."""
         told = sorted(option for option in self.options if any(map(functools.partial(_tells, option), _TELLING)))
@@ -59,7 +64,7 @@ class Mount:
             else "locks may stay on this host: the claim excludes writers on others, and if one dies, the next one "
             "waits for stale_after_secs"
         ]
-        if {"soft", "softerr"} & self.options:
+        if self.is_soft:
             found.append("soft: writes fail while the server is away; mount it hard")
         if self.kind not in _TESTED:
             found.append("not tested: `aio-ckpt probe` tries what the engine depends on")

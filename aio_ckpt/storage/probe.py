@@ -19,6 +19,8 @@ from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.mounts import Mount, mount_of
 
 _CHUNK_BYTES = 8 << 20
+NO_LOCKS = "the claim alone excludes writers; a new one waits for stale_after_secs after a crash"
+"""What follows where file locks do not exclude other hosts."""
 Verdict = Literal["good", "slower", "bad"]
 
 
@@ -38,8 +40,7 @@ class Finding:
 
 def mount_finding(mount: Mount) -> Finding:
     """Return what the type and the options of a mount tell."""
-    is_soft = bool({"soft", "softerr"} & mount.options)
-    return Finding("file system", mount.title, "bad" if is_soft else "good", "; ".join(mount.consequences))
+    return Finding("file system", mount.title, "bad" if mount.is_soft else "good", "; ".join(mount.consequences))
 
 
 def try_names(folder: Path) -> Iterator[Finding]:
@@ -102,8 +103,7 @@ def _lock_finding(path: Path, mount: Mount) -> Finding:
         with path.open("w") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        remedy = "the claim alone excludes writers; a new one waits for stale_after_secs after a crash"
-        return Finding(check, error.strerror or str(error), "slower", remedy)
+        return Finding(check, error.strerror or str(error), "slower", NO_LOCKS)
     if mount.is_shared and not mount.locks_on_server:
         remedy = "mount with locks on the server (NFS: without nolock and local_lock; Lustre: flock)"
         return Finding(check, "granted, perhaps by this host alone", "slower", remedy)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from aio_ckpt.errors import RootError, StallError
 from aio_ckpt.storage.freshness import found_afresh
-from aio_ckpt.storage.probe import Finding, Verdict
+from aio_ckpt.storage.probe import NO_LOCKS, Finding, Verdict
 
 _POLL_SECS = 0.05
 _ANSWER_SECS = 10.0
@@ -136,8 +136,7 @@ class Meeting:
             self.say("lock-tried", found)
         if found:
             return Finding("file locks, two hosts", "exclude", "good")
-        remedy = "the claim alone excludes writers; a new one waits for stale_after_secs after a crash"
-        return Finding("file locks, two hosts", "both were granted", "slower", remedy)
+        return Finding("file locks, two hosts", "both were granted", "slower", NO_LOCKS)
 
     def _freshness(self) -> Iterator[Finding]:
         """One looks for two names that are missing, the other makes them, and the first one looks again."""

@@ -29,7 +29,7 @@ def test_each_of_many_ranks_opens_at_most_eight_files(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     opens = json.loads(run.stdout)
     assert opens[".metadata"] == opens["aio_ckpt.N.json"] == 64
-    assert sum(opens.values()) <= 8 * 64
+    assert sum(opens.values()) <= 8 * 64, opens
 
 
 def rows(rank: int, count: int, value: float) -> Shard:
