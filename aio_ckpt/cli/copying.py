@@ -27,7 +27,7 @@ from aio_ckpt.errors import (
     WriteError,
 )
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, OWNER_FILE, StepNames
+from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ async def _copy(
 
     from aio_ckpt.checkpoint.verify import verify_checkpoint
     from aio_ckpt.cli.access import as_writer
-    from aio_ckpt.commit.owner import pending_path, write_owner
+    from aio_ckpt.commit.owner import pending_path
     from aio_ckpt.commit.publish import publish
     from aio_ckpt.runtime.portal import run_blocking
     from aio_ckpt.storage.paths import make_dirs
@@ -142,7 +142,6 @@ async def _copy(
             pending = pending_path(root, here, 1)
             await storage.make_dir(pending)
             try:
-                await write_owner(storage, pending, here)
                 for name in files:
                     await run_blocking(executor, _copy_file, source / name, pending / name, advance)
                 await run_blocking(executor, _sync_dirs, pending)
@@ -238,7 +237,7 @@ def _is_of_save(name: str) -> bool:
     """Return whether a save under way has made the file ``name`` of a checkpoint."""
     from aio_ckpt.commit.in_place import LOCK, PENDING
 
-    return name in (OWNER_FILE, LOCK) or name.startswith((PENDING, f"{METADATA_FILE}."))
+    return name == LOCK or name.startswith((PENDING, f"{METADATA_FILE}."))
 
 
 def _copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from aio_ckpt.cli.access import all_steps, unless_replaced
+from aio_ckpt.commit.claim import claim_holder
 from aio_ckpt.commit.discovery import CommittedCheckpoint
-from aio_ckpt.commit.owner import Owner, owner_by_name, recorded_owner
+from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.commit.retention import best, protected_steps
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, MismatchError, ReadError
@@ -95,12 +96,12 @@ async def list_root(
     """
     rows = await rows_of(storage, executor, root, names)
     pending = await _below(storage, root, PENDING_DIR)
-    here = Owner.of_this_process("ls")
+    here, holder = Owner.of_this_process("ls"), await claim_holder(storage, root) if pending else None
     return RootTable(
         root=str(root),
         checkpoints=_marked(rows, rule),
         pending=pending,
-        pending_owners=tuple([await _owner_words(storage, root / name, here) for name in pending]),
+        pending_owners=tuple(_owner_words(Path(name).name, holder, here) for name in pending),
         abandoned=await _below(storage, root, ABANDONED_DIR),
         quarantined=await _below(storage, root, CORRUPT_DIR),
         nbytes=sum(row.nbytes for row in rows),
@@ -120,16 +121,20 @@ async def _below(storage: Storage, root: Path, directory: str) -> tuple[str, ...
     return tuple(f"{directory}/{name}" for name in await names_in(storage, root / directory))
 
 
-async def _owner_words(storage: Storage, pending: Path, here: Owner) -> str:
-    owner = await recorded_owner(storage, pending) or owner_by_name(pending.name, here)
+def _owner_words(pending: str, holder: Owner | None, here: Owner) -> str:
+    """Return what is known of the writer of a pending directory; ``holder`` is the one that claims the root."""
+    is_holder = holder is not None and pending.startswith(f"{holder.session}-")
+    owner = holder if is_holder else owner_by_name(pending, here)
     if owner is None:
-        return "its writer is unknown: an engine clears it after a time without a sign of life"
+        return "its writer is unknown: the next engine that saves clears it"
     whose = f"its writer, {owner.process}"
+    if owner.runs_here(here):
+        return f"{whose}, runs"
     if owner.is_proven_dead(here):
-        return f"{whose}, is dead: the next engine clears it"
-    if (owner.machine_id, owner.boot_id, owner.pid_namespace) == (here.machine_id, here.boot_id, here.pid_namespace):
-        return f"{whose}, lives"
-    return f"{whose}, may live: if it does not, an engine clears it after a time without a sign of life"
+        return f"{whose}, is dead: the next engine that saves clears it"
+    if is_holder:
+        return f"{whose}, claims the root"
+    return f"{whose}, has lost the root: the next engine that saves clears it"
 
 
 async def _row(

@@ -52,6 +52,15 @@ def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount, *, is
     return _SILENCE_SECS if is_proven or (is_locked and mount.locks_on_server) else None
 
 
+async def claim_holder(storage: Storage, root: Path) -> Owner | None:
+    """Return the engine that claims the root; None if there is no claim, or none that can be decoded."""
+    try:
+        data = await read_small_file(storage, root / CLAIM_FILE, max_bytes=MAX_OWNER_BYTES)
+    except MismatchError:  # no regular file
+        return None
+    return None if data is None else decoded_owner(data)
+
+
 class Claim:
     """The claim of one engine on one root."""
 
@@ -88,7 +97,7 @@ class Claim:
             else:
                 self._is_left_out = False
                 return
-            holder = await self._holder()
+            holder = await claim_holder(self._storage, self._root)
             if holder is not None and holder.session == self._owner.session:
                 return
             silence_secs = silence_proving_death(holder, self._owner, mount, is_locked=is_locked)
@@ -100,7 +109,7 @@ class Claim:
         """Raise RootError if the claim is lost: another engine has taken over, or somebody removed the file."""
         if self._is_left_out:
             return
-        holder = await self._holder()
+        holder = await claim_holder(self._storage, self._root)
         if holder is None:
             text = "the claim of this writer is gone: another one took over, or the file was removed. Open a new engine"
             raise RootError(errno.EBUSY, text, str(self._path))
@@ -126,7 +135,7 @@ class Claim:
     async def release(self) -> None:
         """Remove the claim if it is this engine's. If that fails, a warning is logged: the claim ends by its age."""
         try:
-            holder = await self._holder()
+            holder = await claim_holder(self._storage, self._root)
             if holder is not None and holder.session == self._owner.session:
                 await self._storage.remove_file(self._path)
         except Exception as error:  # noqa: BLE001 - nothing that a caller of close() could do
@@ -161,14 +170,6 @@ class Claim:
             "surely dead, remove this file",
             str(self._path),
         )
-
-    async def _holder(self) -> Owner | None:
-        """Return the engine that claims the root; None if there is no claim, or none that can be decoded."""
-        try:
-            data = await read_small_file(self._storage, self._path, max_bytes=MAX_OWNER_BYTES)
-        except MismatchError:  # no regular file
-            return None
-        return None if data is None else decoded_owner(data)
 
     async def _heartbeat(self) -> float | None:
         try:

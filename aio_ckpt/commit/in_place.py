@@ -20,7 +20,6 @@ from pathlib import Path
 from aio_ckpt.commit.user_files import files_of_caller
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, RootError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, new_metadata_name, save_of_file
-from aio_ckpt.format.names import OWNER_FILE
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import save_of
 
@@ -134,7 +133,7 @@ async def replace_by_pending(storage: Storage, pending: Path, directory: Path, s
     """
     names = await storage.list_dir(pending)
     own = [name for name in names if save_of_file(name) == save_id]
-    of_caller = [name for name in names if save_of_file(name) is None and name not in (METADATA_FILE, OWNER_FILE)]
+    of_caller = [name for name in names if save_of_file(name) is None and name != METADATA_FILE]
     with hold_directory(storage, directory):
         old_of_caller = await files_of_caller(storage, directory)
         try:

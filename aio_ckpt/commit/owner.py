@@ -1,9 +1,11 @@
-"""Owners of pending directories: their records, their heartbeats, and the clearing of directories of dead owners.
+"""Owners: processes that write under a root, how a file or a name tells them, and the clearing of what they left.
 
-Invariant: only the save of its owner writes to a pending directory. Others clear it, and only once the owner is dead.
-An owner is dead if its host was rebooted or its process has ended, which only a process on its own host can prove. It
-counts as dead if heartbeat and entries of the directory did not change for ``stale_after_secs``, by the file system's
-own clock. The clocks of two hosts are never compared. Neither a free lock nor a pid alone proves anything.
+Only the holder of a root's lock and claim writes under it, so that what another owner left is of a dead writer, or of
+one that was taken over and can commit nothing. Its pending directory is renamed first: if a thread of the old writer
+still works, it finds no directory, instead of an incomplete one.
+
+The process of an owner is dead if its host was rebooted or the process has ended, which only a process on the same
+host can prove. Neither a free lock nor a pid alone proves anything.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import anyio
 import msgspec
 
 from aio_ckpt.commit.trash import check_engine_dirs, delete_trash, discard_pending
@@ -27,7 +28,6 @@ from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import (
     ENGINE_DIRS,
     LOCK_FILE,
-    OWNER_FILE,
     PENDING_DIR,
     TRASH_DIR,
     StepNames,
@@ -35,8 +35,6 @@ from aio_ckpt.format.names import (
 )
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
-_HEARTBEATS = 6
-"""Heartbeats within ``stale_after_secs``. Several may be late or lost before the owner counts as dead."""
 MAX_OWNER_BYTES = 1 << 20
 _MAX_PID = (1 << 31) - 1
 _NAMED = re.compile(
@@ -47,10 +45,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Owner record of a pending directory (``writer.json``). An empty field is unknown, and proves nothing.
-
-    The modification time of the file is the heartbeat.
-    """
+    """A process that writes, as the claim of a root names it. An empty field is unknown, and proves nothing."""
 
     session: str
     """Identity of the engine."""
@@ -98,10 +93,14 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
             return bool(self.machine_id)  # without a machine id, it may be another machine of the same name
         return self._shares_pids(here) and _is_gone(self.pid, self.started_ticks)
 
-    def runs_beside(self, here: Owner) -> bool:
-        """Return whether this owner is another process of this host that the process ``here`` sees running."""
+    def runs_here(self, here: Owner) -> bool:
+        """Return whether this owner is a process of this host that the process ``here`` sees running."""
         is_seen = (self.host, self.machine_id) == (here.host, here.machine_id) and self._shares_pids(here)
-        return is_seen and self.pid != here.pid and not _is_gone(self.pid, self.started_ticks)
+        return is_seen and not _is_gone(self.pid, self.started_ticks)
+
+    def runs_beside(self, here: Owner) -> bool:
+        """Return whether this owner is another process that runs on this host."""
+        return self.pid != here.pid and self.runs_here(here)
 
     def _shares_pids(self, here: Owner) -> bool:
         """Return whether a pid means the same process to this owner and to ``here``, which have one host."""
@@ -124,10 +123,10 @@ _OWNERS = msgspec.json.Decoder(Owner)
 
 
 def is_abandoned(owner: Owner | None, here: Owner, *, idle_secs: float | None, stale_after_secs: float) -> bool:
-    """Return whether a pending directory may be cleared. :func:`clear_leftovers` carries that out.
+    """Return whether ``owner`` is proven to be dead, or was silent for too long.
 
-    ``owner`` is None if there is no readable record. ``idle_secs`` is the time since the last heartbeat, by the file
-    system's clock: None if unknown, negative if the clock was set back.
+    ``owner`` is None if nothing tells it. ``idle_secs`` is the time since its last sign of life, by the file system's
+    clock: None if unknown, negative if the clock was set back.
     """
     if idle_secs is not None and idle_secs > stale_after_secs:
         return True
@@ -135,10 +134,7 @@ def is_abandoned(owner: Owner | None, here: Owner, *, idle_secs: float | None, s
 
 
 def pending_path(root: Path, owner: Owner, number: int) -> Path:
-    """Return the pending directory of save ``number`` of the owner's session.
-
-    Its name identifies the owner, too, because a crash may come before ``writer.json`` is written.
-    """
+    """Return the pending directory of save ``number`` of the owner's session. Its name tells the owner."""
     return root / PENDING_DIR / f"{owner.label}-{number}"
 
 
@@ -171,34 +167,9 @@ async def make_pending(storage: Storage, pending: Path) -> None:
             raise
 
 
-async def write_owner(storage: Storage, pending: Path, owner: Owner) -> None:
-    """Write the owner record of a pending directory, by which others judge whether its owner is dead."""
-    await storage.write_file(pending / OWNER_FILE, encoded_owner(owner))
-
-
 def encoded_owner(owner: Owner) -> bytes:
-    """Return the content of an owner record."""
+    """Return the content of a file that names an owner."""
     return msgspec.json.encode(owner)
-
-
-async def read_owner(storage: Storage, pending: Path) -> bytes:
-    """Return the encoded owner record of a pending directory."""
-    return await storage.read_file(pending / OWNER_FILE, max_bytes=MAX_OWNER_BYTES)
-
-
-async def keep_alive(storage: Storage, pending: Path, stale_after_secs: float) -> None:
-    """Renew the heartbeat of a pending directory, several times in ``stale_after_secs``, until cancelled.
-
-    A failed heartbeat fails no save: only the holder of the root's lock clears directories.
-    """
-    while True:
-        await anyio.sleep(stale_after_secs / _HEARTBEATS)
-        try:
-            await storage.touch(pending / OWNER_FILE)
-        except OSError as error:
-            if error.errno == errno.ENOENT:  # the directory is not made yet, or is committed
-                continue
-            _log.warning("%s: the heartbeat could not be renewed: %s", pending, error)
 
 
 async def make_engine_dirs(storage: Storage, root: Path) -> None:
@@ -242,43 +213,29 @@ async def restore_protected(storage: Storage, root: Path, names: StepNames) -> l
     return left
 
 
-async def clear_leftovers(
-    storage: Storage, root: Path, names: StepNames, *, here: Owner, stale_after_secs: float
-) -> list[str]:
-    """Remove trash, and the pending directories whose owners are dead. Return the names of the removed ones.
+async def clear_leftovers(storage: Storage, root: Path, names: StepNames, *, here: Owner) -> list[str]:
+    """Remove trash, and the pending directories of other writers. Return the names of the removed ones.
 
-    Only the lock's holder may call this. A directory that cannot be removed is logged; the next holder tries again.
+    Only the holder of the root's lock and claim may call this. A directory stays if its owner is a running process of
+    this host: an older engine of this process, or a writer that had no room for its claim and has lost its lock. A
+    directory that cannot be removed is logged; the next holder tries again.
     """
     trash = await restore_protected(storage, root, names)
     pending = [root / PENDING_DIR / name for name in await names_in(storage, root / PENDING_DIR)]
-    now = await now_of(storage, root) if pending else None
     cleared = []
     for path in (*pending, *trash):
         try:
             if path in trash:
                 await delete_trash(storage, path)
-            elif await _may_clear(storage, path, now, here, stale_after_secs):
-                # Renamed first, in one step. If the owner lives after all, it finds no directory, instead of an
-                # incomplete one.
-                await discard_pending(storage, path)
-            else:
+            elif (owner := owner_by_name(path.name, here)) is not None and owner.runs_here(here):
+                _log.info("%s stays: its owner, %s, runs", path, owner.process)
                 continue
+            else:
+                await discard_pending(storage, path)
             cleared.append(str(path.relative_to(root)))
         except (AioCkptError, OSError) as error:
             _log.warning("%s stays: it could not be cleared: %s", path, error)
     return cleared
-
-
-async def _may_clear(storage: Storage, pending: Path, now: float | None, here: Owner, stale_after_secs: float) -> bool:
-    seen = await _last_seen(storage, pending)
-    idle_secs = None if seen is None or now is None else now - seen
-    owner = await recorded_owner(storage, pending) or owner_by_name(pending.name, here)
-    if is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs):
-        return True
-    whose = "not told" if owner is None else owner.process
-    idle = "unknown" if idle_secs is None else f"{idle_secs:.0f} s ago"
-    _log.info("%s stays: owner %s, last sign of life %s", pending, whose, idle)
-    return False
 
 
 async def now_of(storage: Storage, root: Path) -> float | None:
@@ -292,25 +249,8 @@ async def now_of(storage: Storage, root: Path) -> float | None:
     return None if status is None else status.modified_unix
 
 
-async def _last_seen(storage: Storage, pending: Path) -> float | None:
-    """Return the time of the last heartbeat or change of the directory's names, by the file system's clock.
-
-    None if neither the directory nor its owner record exists.
-    """
-    found = [await storage.status(path) for path in (pending, pending / OWNER_FILE)]
-    return max((status.modified_unix for status in found if status is not None), default=None)
-
-
-async def recorded_owner(storage: Storage, pending: Path) -> Owner | None:
-    """Return the owner that the record of a pending directory names; None if the record is missing or unreadable."""
-    try:
-        return decoded_owner(await read_owner(storage, pending))
-    except (AioCkptError, OSError):
-        return None
-
-
 def decoded_owner(record: bytes) -> Owner | None:
-    """Return the owner of a record; None if it is torn, forged, or of another version."""
+    """Return the owner that a file names; None if it is torn, forged, or of another version."""
     try:
         return _OWNERS.decode(record)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import anyio
 
@@ -19,7 +17,6 @@ from aio_ckpt.commit.in_place import replace_by_pending
 from aio_ckpt.commit.trash import discard_pending, trash_of
 from aio_ckpt.errors import ReadError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_root_manifest
-from aio_ckpt.format.names import OWNER_FILE
 from aio_ckpt.storage.local import Storage, sync_or_undo
 
 _TIDY_SECS = 60.0
@@ -42,40 +39,6 @@ async def publish(storage: Storage, *, pending: Path, final: Path) -> None:
     Raises:
         WriteError: ``final`` exists, or the system failed.
     """
-    await _rename(storage, pending, final)
-    await _tidy(pending, final, _remove_owner(storage, final))
-
-
-async def publish_over(storage: Storage, *, pending: Path, final: Path, save_id: str) -> tuple[Path, ...]:
-    """Do :func:`publish`; but if ``final`` is a checkpoint or an empty directory, replace what it holds, in place.
-
-    Files of others in it stay. If the removal of the pending directory fails, the names where it may be are returned.
-    """
-    if not await _is_replaceable(storage, final):
-        await publish(storage, pending=pending, final=final)
-        return ()
-    await replace_by_pending(storage, pending, final, save_id)
-    is_tidy = await _tidy(pending, final, _discard(storage, pending, final))
-    return () if is_tidy else (pending, trash_of(pending))
-
-
-async def _is_replaceable(storage: Storage, path: Path) -> bool:
-    """Return whether ``path`` is a directory that holds a checkpoint, or was one of ours, or is empty. No link is.
-
-    A save that died when it was empty may have left its owner record there.
-    """
-    if await storage.is_link(path):
-        return False
-    try:
-        names = await storage.list_dir(path)
-    except ReadError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise
-        return False
-    return METADATA_FILE in names or any(map(save_of_root_manifest, names)) or {*names} <= {OWNER_FILE}
-
-
-async def _rename(storage: Storage, pending: Path, final: Path) -> None:
     try:
         await storage.rename(pending, final)
     except WriteError as error:
@@ -92,24 +55,34 @@ async def _rename(storage: Storage, pending: Path, final: Path) -> None:
     await sync_or_undo(storage, storage.rename, pending, final)
 
 
-async def _remove_owner(storage: Storage, final: Path) -> None:
-    """Remove the owner record. Only after the commit: a dead directory without one would never be cleared."""
-    await storage.remove_file(final / OWNER_FILE)
+async def publish_over(storage: Storage, *, pending: Path, final: Path, save_id: str) -> tuple[Path, ...]:
+    """Do :func:`publish`; but if ``final`` is a checkpoint or an empty directory, replace what it holds, in place.
 
-
-async def _discard(storage: Storage, pending: Path, final: Path) -> None:
-    await _remove_owner(storage, final)  # of a save that died when the directory was empty
-    await discard_pending(storage, pending)
-
-
-async def _tidy(pending: Path, final: Path, removal: Coroutine[Any, Any, None]) -> bool:
-    """Await ``removal``, shielded and with its own limit: the step is committed. Return False if that fails."""
+    Files of others in it stay. If the removal of the pending directory fails, the names where it may be are returned.
+    """
+    if not await _is_replaceable(storage, final):
+        await publish(storage, pending=pending, final=final)
+        return ()
+    await replace_by_pending(storage, pending, final, save_id)
     try:
+        # Shielded and with its own limit: the checkpoint is committed.
         with anyio.fail_after(_TIDY_SECS, shield=True):
-            await removal
-    except Exception as error:  # noqa: BLE001 - MemoryError, too: the step is committed, so that the save must not fail
-        _log.warning(
-            "%s is committed, but what is left of %s was not removed: %s", final, pending, str(error) or "too slow"
-        )
+            await discard_pending(storage, pending)
+    except Exception as error:  # noqa: BLE001 - MemoryError, too: the save must not fail
+        text = "%s is committed, but what is left of %s was not removed: %s"
+        _log.warning(text, final, pending, str(error) or "too slow")
+        return pending, trash_of(pending)
+    return ()
+
+
+async def _is_replaceable(storage: Storage, path: Path) -> bool:
+    """Return whether ``path`` is a directory that holds a checkpoint, or was one of ours, or is empty. No link is."""
+    if await storage.is_link(path):
         return False
-    return True
+    try:
+        names = await storage.list_dir(path)
+    except ReadError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        return False
+    return METADATA_FILE in names or any(map(save_of_root_manifest, names)) or not names

@@ -8,7 +8,6 @@ from pathlib import Path
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.names import OWNER_FILE
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.small_files import read_root
 
@@ -40,7 +39,7 @@ def check_files(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
 
 def is_of_checkpoint(name: str) -> bool:
     """Return whether a checkpoint's own files have such names."""
-    return name == OWNER_FILE or name.endswith(".distcp") or name.startswith((METADATA_FILE, "aio_ckpt."))
+    return name.endswith(".distcp") or name.startswith((METADATA_FILE, "aio_ckpt."))
 
 
 async def files_of_caller(storage: Storage, path: Path) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ async def writing(
         try:
             async with anyio.create_task_group() as beside:
                 beside.start_soon(claim.keep)
-                await clear_leftovers(storage, root, names, here=here, stale_after_secs=stale_after_secs)
+                await clear_leftovers(storage, root, names, here=here)
                 yield
                 beside.cancel_scope.cancel()
         except BaseExceptionGroup as errors:

@@ -11,7 +11,7 @@ import anyio
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit import owner, path_checkpoints, publish
+from aio_ckpt.commit import path_checkpoints, publish
 from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.manifests import (
     MetadataFile,
@@ -22,6 +22,7 @@ from aio_ckpt.commit.manifests import (
     render_root,
     written_names,
 )
+from aio_ckpt.commit.owner import make_pending
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import settle_failure
 from aio_ckpt.engine.context import EngineContext
@@ -77,8 +78,6 @@ class SavePipeline:
         """Write, vote, commit, with heartbeats."""
         ctx, group = self.ctx, job.round
         async with anyio.create_task_group() as beside:
-            if group.is_leader:
-                beside.start_soon(owner.keep_alive, ctx.storage, job.pending, ctx.config.stale_after_secs)
             if ctx.world_size > 1:
                 beside.start_soon(_send_heartbeats, ctx, job)
             try:
@@ -107,15 +106,13 @@ class SavePipeline:
         if self.ctx.world_size == 1:
             await storage.make_dir(job.pending)
         elif job.round.is_leader or not await storage.exists(job.pending):  # thousands of mkdirs of one name are slow
-            await owner.make_pending(storage, job.pending)
+            await make_pending(storage, job.pending)
 
     async def _write_rank(self, job: SaveJob) -> WrittenRank:
         """Write the data file and this rank's manifest, durable; ``.metadata``, too, if it depends on no other rank."""
         ctx, plan, storage, image = self.ctx, job.plan, self.ctx.storage, job.parts[0].image
         spans, metadata = object_spans(plan, job.objects), None
         async with anyio.create_task_group() as beside:
-            if job.round.is_leader:
-                beside.start_soon(owner.write_owner, storage, job.pending, ctx.owner)
             if plan.metadata is not None:
                 metadata = render_metadata_file(plan.metadata, spans, checkpoint_id=str(job.final), save_id=job.save_id)
                 beside.start_soon(storage.write_file, job.pending / METADATA_FILE, *metadata.parts)

@@ -304,9 +304,7 @@ class RootSession:
 
     async def _clear(self) -> list[str]:
         ctx = self._ctx
-        return await clear_leftovers(
-            ctx.storage, ctx.root, ctx.names, here=ctx.owner, stale_after_secs=ctx.config.stale_after_secs
-        )
+        return await clear_leftovers(ctx.storage, ctx.root, ctx.names, here=ctx.owner)
 
     # -- steps ----------------------------------------------------------------------------------------
 

@@ -22,10 +22,9 @@ PROTECTED_DIR = f"{ENGINE_DIR}/protected"
 ENGINE_DIRS = (PENDING_DIR, ABANDONED_DIR, CORRUPT_DIR, TRASH_DIR, PROTECTED_DIR)
 LOCK_FILE = f"{ENGINE_DIR}/lock"
 CLAIM_FILE = f"{ENGINE_DIR}/claim.json"
+"""Names the engine that may write under the root. Its modification time is the heartbeat."""
 SEGMENTS_FILE = f"{ENGINE_DIR}/segments.json"
 """Names the directories in which a writer with ``shm_path`` makes its segments. Removed when the writer ends well."""
-OWNER_FILE = "writer.json"
-"""Owner record of a pending directory."""
 
 _LITERAL = re.compile(r"\{step[^}]*\}")
 _FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")

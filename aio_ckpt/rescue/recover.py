@@ -14,7 +14,7 @@ from isal import isal_zlib
 
 from aio_ckpt.commit import publish
 from aio_ckpt.commit.manifests import metadata_file, render_root
-from aio_ckpt.commit.owner import Owner, pending_path, write_owner
+from aio_ckpt.commit.owner import Owner, pending_path
 from aio_ckpt.commit.trash import SETTLE_SECS
 from aio_ckpt.commit.writing import writing
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
@@ -145,7 +145,6 @@ async def _commit(
     pending, final = pending_path(root, here, number), root / record.directory
     await storage.make_dir(pending)
     try:
-        await write_owner(storage, pending, here)
         manifest, nbytes = await _write_data(storage, executor, pending, save)
         await storage.write_file(pending / METADATA_FILE, record.metadata)
         root_manifest = render_root(

@@ -60,12 +60,12 @@ def segments(maps: str | None = None) -> dict[int, tuple[int, int]]:
 
 
 def open_files() -> int:
-    """Without the small files that are written beside the data, which may be open or just closed now."""
+    """Without the small file that is written beside the data, which may be open or just closed now."""
     names = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             names.append(os.readlink(f"/proc/self/fd/{number}"))
-    return len([name for name in names if not name.endswith((".metadata", "writer.json"))])
+    return len([name for name in names if not name.endswith(".metadata")])
 
 
 # -- 1: allocated once ----------------------------------------------------------------------------

@@ -39,11 +39,10 @@ def test_cp_copies_files_of_the_caller_whatever_their_names_and_leaves_those_of_
         engine.save({"w": torch.ones(3)}, step=30, files={"data.replaced-1.json": b"{}"}).result()
     newest = root / "step_000000030"
     (newest / "below").mkdir()
-    (newest / "below/writer.json").write_text("mine")
+    (newest / "below/aio_ckpt.lock").write_text("mine")
     (newest / "below/.metadata.replaced-x").write_text("mine")
     whole = contents(newest)
     for name in (
-        "writer.json",
         "aio_ckpt.lock",
         "aio_ckpt.pending-x",
         ".metadata.tmp-x",
@@ -187,7 +186,7 @@ def test_cp_names_the_trainer_that_holds_the_other_root(root, tmp_path, capsys):
     assert "wait until it has ended" in err
 
 
-@pytest.mark.parametrize("name", ["aio_ckpt.pending-x", "aio_ckpt.lock", ".metadata.replaced-x", "writer.json"])
+@pytest.mark.parametrize("name", ["aio_ckpt.pending-x", "aio_ckpt.lock", ".metadata.replaced-x"])
 def test_cp_leaves_what_a_save_under_way_has_there(root, tmp_path, capsys, name):
     (root / STEP / name).write_text("")
     assert called(capsys, "cp", root / STEP, tmp_path / "new")[0] == 0

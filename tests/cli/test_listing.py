@@ -16,9 +16,9 @@ from saved_files import data_file, rank_manifest, root_manifest
 
 import aio_ckpt.dcp
 from aio_ckpt.cli.listing import best_rule
-from aio_ckpt.commit.owner import Owner, pending_path
+from aio_ckpt.commit.owner import Owner, encoded_owner, pending_path
 from aio_ckpt.config import EngineConfig, KeepBest
-from aio_ckpt.format.names import OWNER_FILE
+from aio_ckpt.format.names import CLAIM_FILE
 from aio_ckpt.sync import SyncCheckpointEngine
 
 STEP = "step_000000010"
@@ -241,31 +241,32 @@ def test_du_tells_the_parts_of_a_root(root, capsys):
     assert "abandoned" not in out
 
 
-@pytest.mark.parametrize("has_record", [True, False])
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "claims", "words"),
     [
-        ({}, "lives"),
-        ({"started_ticks": 1}, "is dead: the next engine clears it"),
-        ({"pid_namespace": "another"}, "may live: if it does not, an engine clears it after a time"),
+        ({}, False, "runs"),
+        ({}, True, "runs"),
+        ({"started_ticks": 1}, True, "is dead: the next engine that saves clears it"),
+        ({"pid_namespace": "another"}, True, "claims the root"),
+        ({"pid_namespace": "another"}, False, "has lost the root: the next engine that saves clears it"),
+        ({"host": "another"}, True, "claims the root"),
     ],
 )
-def test_ls_tells_whether_the_writer_of_a_pending_directory_lives(root, capsys, has_record, change, words):
+def test_ls_tells_whether_the_writer_of_a_pending_directory_lives(root, capsys, change, claims, words):
     owner = msgspec.structs.replace(Owner.of_this_process("s"), **change)
     pending = pending_path(root, owner, 1)
     pending.mkdir(parents=True)
-    if has_record:
-        (pending / OWNER_FILE).write_bytes(msgspec.json.encode(owner))
+    if claims:
+        (root / CLAIM_FILE).write_bytes(encoded_owner(owner))
     out = called(capsys, "ls", root)[1]
-    told = f"its writer, process {os.getpid()} on {os.uname().nodename}, {words}"
-    assert f"pending (not a checkpoint): {pending.relative_to(root)} ({told}" in out
-    assert document(capsys, "ls", root)[1]["pending_owners"][0].startswith(told)
+    told = f"its writer, process {os.getpid()} on {owner.host}, {words}"
+    assert f"pending (not a checkpoint): {pending.relative_to(root)} ({told})" in out
+    assert document(capsys, "ls", root)[1]["pending_owners"] == [told]
 
 
-def test_ls_of_a_pending_directory_without_a_record_says_so(root, capsys):
+def test_ls_of_a_pending_directory_whose_name_tells_nobody_says_so(root, capsys):
     (root / ".aio_ckpt/pending/x-1").mkdir(parents=True)
-    (root / ".aio_ckpt/pending/x-1/writer.json").write_text("{")
-    assert ".aio_ckpt/pending/x-1 (its writer is unknown: an engine clears it" in called(capsys, "ls", root)[1]
+    assert ".aio_ckpt/pending/x-1 (its writer is unknown: the next" in called(capsys, "ls", root)[1]
     assert "'aio-ckpt ls' tells whether a writer lives" in called(capsys, "du", root)[1]
 
 

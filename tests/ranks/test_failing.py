@@ -282,7 +282,7 @@ DEATHS = [
     (0, ("write", "*"), 1),
     (0, ("write_file", ".metadata"), 1),
     (0, ("rename", "*"), 1),
-    (0, ("remove_file", "writer.json"), 2),
+    (0, ("sync_dir", "pending"), 2),
 ]
 """Who dies, at which call, and which step is the newest afterwards."""
 SLOW_DEATHS = [DEATHS[0], DEATHS[3]]

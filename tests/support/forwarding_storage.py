@@ -25,7 +25,7 @@ class Call:
     name: str
     path: Path
     other: Path | None = None
-    """Second path of a rename or an exchange."""
+    """Second path of a rename."""
     data: bytes = field(default=b"", repr=False)
     """Content of a file that is written whole."""
 

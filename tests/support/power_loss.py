@@ -94,11 +94,11 @@ class Disk:
                     file.is_synced = call.name == "sync"
             case "sync_dir":
                 self.directory(call.path).sync()
-            case "rename" | "replace" | "exchange":
+            case "rename" | "replace":
                 assert call.other is not None
                 target = self.directory(call.other.parent)
-                node, other = parent.now(name), target.now(call.other.name)
-                parent.put(name, other if call.name == "exchange" else None)
+                node = parent.now(name)
+                parent.put(name, None)
                 target.put(call.other.name, node)
             case "remove_file":
                 parent.put(name, None)
@@ -136,15 +136,11 @@ def dropped(calls: Sequence[Call], index: int) -> list[Call]:
 
 def check_root_mode(calls: Sequence[Call], *, top: Path, final: Path, was_committed: bool = False) -> None:
     """A loss after any call leaves the step whole or invisible, never loses a committed one; the end is durable."""
-    disk, pending = Disk(top), final
+    disk, moved = Disk(top), list[Path]()
     for call in calls:
         disk.apply(call)
-        if call.name in ("rename", "exchange") and call.other == final:
-            pending = call.path
-        if call.name == "remove_file" and call.path.name == "writer.json":
-            names = disk.directory(pending.parent).after_loss(pending.name)
-            if len(names) != 1:  # without its owner nobody could tell that it is dead
-                raise NotDurableError(f"after {call}: a power loss may bring {pending.name} back")
+        if call.name == "rename" and call.other == final:
+            moved.append(call.path)
         seen = disk.directory(final.parent).after_loss(final.name)
         for node in seen:
             if node is not None:
@@ -153,6 +149,9 @@ def check_root_mode(calls: Sequence[Call], *, top: Path, final: Path, was_commit
                 raise NotDurableError(f"after {call}: a power loss loses the committed step")
         was_committed = was_committed or (len(seen) == 1 and seen[0] is not None)
     disk.check_survives(final)
+    for pending in moved:
+        if len(disk.directory(pending.parent).after_loss(pending.name)) != 1:
+            raise NotDurableError(f"a power loss may bring {pending} back, which the next writer clears")
 
 
 def _check_whole(node: Node, message: str) -> None:

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from aio_ckpt import CheckpointEngine
-from aio_ckpt.commit.owner import Owner
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, SaveCancelledError, StallError, WriteError
-from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE, PENDING_DIR, TRASH_DIR
+from aio_ckpt.format.names import LOCK_FILE, PENDING_DIR, TRASH_DIR
 from tests.campaigns.faults.clock import Clock
-from tests.campaigns.faults.ground import OTHER_SAVE, Ground, Outcome, explain, is_state, small_chunks, state_of
+from tests.campaigns.faults.ground import Ground, Outcome, explain, is_state, small_chunks, state_of
 from tests.campaigns.faults.store import CALLS, ERRORS, SYNCS, Call, Fault
 from tests.support.saved_files import data_file
 
@@ -112,12 +109,10 @@ def _ground(root: Path, saving: Saving, fault: Fault, clock: Clock) -> Iterator[
 
 
 def _leave(root: Path) -> None:
-    """What a dead writer leaves: a pending directory with its owner, and trash."""
-    dead = msgspec.structs.replace(Owner.of_this_process("dead"), started_ticks=1)
+    """What a dead writer leaves: a pending directory, and trash."""
     for name in (f"{PENDING_DIR}/dead-1", f"{TRASH_DIR}/step_000000007"):
         (root / name).mkdir(parents=True)
         data_file(root / name).write_bytes(bytes(100))
-    (root / PENDING_DIR / "dead-1" / OWNER_FILE).write_bytes(msgspec.json.encode(dead))
 
 
 def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Clock) -> Point | None:
@@ -138,19 +133,17 @@ def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Cl
     decision = Decision(ground, fault, outcome, hit, was_cancelled=any(accepted))
     problems = decision.problems()
     if fault.is_slow and saving.overwrites:
-        decision.strays = frozenset(
-            {OWNER_FILE, OTHER_SAVE}
-        )  # documented: nothing is called on a store that stands still
+        decision.other_saves = True  # documented: nothing is called on a store that stands still
     kept = decision.leftovers
     if saving.has_leftovers and outcome.error is not None:
         kept += ("pending/dead", "trash/")  # cleared when the engine becomes the writer
-    problems += ground.look(leftovers=kept, strays=decision.strays)
+    problems += ground.look(leftovers=kept, other_saves=decision.other_saves)
     again = ground.save(overwrite=saving.overwrites)  # else each point adds a step, and with it calls
     if again.error is not None:
         problems.append(f"the next save failed: {explain(again.error)}")
     else:
         ground.keep(again)
-    after = ground.look(leftovers=decision.leftovers, strays=decision.strays)
+    after = ground.look(leftovers=decision.leftovers, other_saves=decision.other_saves)
     problems += [f"after the next save: {text}" for text in after]
     return Point(name=f"{saving.name}, {fault.name}, {number}: {hit}", problems=tuple(problems))
 
@@ -177,7 +170,7 @@ class Decision:
         self._was_cancelled = was_cancelled
         self.leftovers: tuple[str, ...] = ()
         """Beginnings of names that may stay, as documented."""
-        self.strays: frozenset[str] = frozenset()
+        self.other_saves = False
         """Names that may stay in a checkpoint, as documented."""
         final = ground.root / f"step_{outcome.step:09d}"
         self._was_durable = _is_durable(ground.storage.done[: ground.storage.done_at_hit], final)
@@ -194,7 +187,7 @@ class Decision:
         if self._was_durable or self._fault.is_lasting:
             # What a commit replaces, an expired step, what a broken disk holds: logged, cleared by a later engine.
             self.leftovers = ("pending/", "trash/", *_expired(self._ground))
-            self.strays = frozenset({OWNER_FILE, OTHER_SAVE})
+            self.other_saves = True
         if self._was_clearing:  # documented: logged, the next holder of the lock tries again
             self.leftovers += ("pending/dead", "trash/")
         if error is None:
@@ -209,7 +202,7 @@ class Decision:
         found = [*self._wrong_error(error), *self._retried()]
         if isinstance(error, AioCkptError) and error.in_doubt:  # documented: it may become visible, whole
             self.leftovers += ("pending/",)
-            self.strays = frozenset({OWNER_FILE, OTHER_SAVE})
+            self.other_saves = True
             if self._shows():
                 self._ground.keep(self._outcome)
         return found

@@ -37,7 +37,6 @@ WAIT_SECS = 60.0
 """Deadline of every wait; none is reached unless something hangs, which the campaign must report."""
 CHUNK_BYTES = 64 << 10
 _STOP_SECS = 20.0
-OTHER_SAVE = "files of another save"
 """In the place of their names: a replacement in doubt leaves the files of both saves."""
 _WHOLE = {".metadata", DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST}
 
@@ -198,16 +197,16 @@ class Ground:
 
     # -- what must be found ---------------------------------------------------------------------------
 
-    def look(self, *, leftovers: tuple[str, ...] = (), strays: frozenset[str] = frozenset()) -> list[str]:
+    def look(self, *, leftovers: tuple[str, ...] = (), other_saves: bool = False) -> list[str]:
         """All that is wrong on the disk and in the process.
 
         Args:
             leftovers: beginnings of names under the root that may be there.
-            strays: names that may be in a checkpoint beside its own files.
+            other_saves: whether files of other saves may be in a checkpoint.
         """
-        return [*self._look_at_disk(leftovers, strays), *self._look_at_process()]
+        return [*self._look_at_disk(leftovers, other_saves=other_saves), *self._look_at_process()]
 
-    def _look_at_disk(self, leftovers: tuple[str, ...], strays: frozenset[str]) -> Iterator[str]:
+    def _look_at_disk(self, leftovers: tuple[str, ...], *, other_saves: bool) -> Iterator[str]:
         # The call that makes the root may be the one that fails.
         here = set(os.listdir(self.root) if self.root.exists() else ()) - {ENGINE_DIR}
         own = self.root / ENGINE_DIR
@@ -229,8 +228,8 @@ class Ground:
             committed = save_of_metadata((path / ".metadata").read_bytes()) if ".metadata" in names else None
             others = {name for name in names if save_of_file(name) not in (None, committed)}
             odd = set(map(without_save_id, {*names} - others)) ^ _WHOLE
-            odd |= set() if OTHER_SAVE in strays else others
-            if odd - strays:
+            odd |= set() if other_saves else others
+            if odd:
                 yield f"step {step} holds or lacks {sorted(odd)}"
             if _digest(path) != self._digests[step]:
                 yield f"step {step} changed"

@@ -128,7 +128,7 @@ def _strace(child: Child, root: Path, step: int, injection: Injection, number: i
     trash = root / TRASH_DIR / pending.name
     save_id = f"{child.pending.partition('-')[0]}-{child.saves + 1}"
     own = data_file_name(save_id, 0), rank_manifest_name(save_id, 0), root_manifest_name(save_id)
-    names = ("", ".metadata", *own, new_metadata_name(save_id), "writer.json")
+    names = ("", ".metadata", *own, new_metadata_name(save_id))
     paths = [
         root,
         *(root / name for name in ENGINE_DIRS),

@@ -23,7 +23,6 @@ from aio_ckpt.commit import trash as undo
 from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.format.constants import PAGE_BYTES
-from aio_ckpt.format.names import OWNER_FILE
 from aio_ckpt.leaves import objects as encoding
 from aio_ckpt.memory import arena, lifetime
 from aio_ckpt.runtime import portal
@@ -99,14 +98,13 @@ def _judged(
         ground.keep(outcome)
         if not may_show:
             problems.append(f"the step is visible, though its save failed: {explain(outcome.error)}")
-    strays = frozenset({OWNER_FILE} if may_show or leftovers else ())
-    problems += ground.look(leftovers=leftovers, strays=strays)
+    problems += ground.look(leftovers=leftovers)
     again = ground.save()
     if again.error is None:
         ground.keep(again)
     else:
         problems.append(f"the next save failed: {explain(again.error)}")
-    problems += [f"after the next save: {text}" for text in ground.look(leftovers=leftovers, strays=strays)]
+    problems += [f"after the next save: {text}" for text in ground.look(leftovers=leftovers)]
     return Point(name=name, problems=tuple(problems))
 
 

@@ -1,4 +1,4 @@
-"""Owners of pending directories: who is dead, who lives, what is cleared; several hosts are faked with real files."""
+"""Owners: who is dead, who lives, and what is cleared of what they left."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import anyio
 import msgspec
 import pytest
 from builders import listing, weights
@@ -24,8 +23,8 @@ from property_examples import examples
 from saved_files import DATA_FILE
 from warm_python import WarmPython
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit.owner import Owner, clear_leftovers, is_abandoned, keep_alive, pending_path
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.commit.owner import Owner, clear_leftovers, decoded_owner, is_abandoned, owner_by_name, pending_path
 from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import (
@@ -33,7 +32,6 @@ from aio_ckpt.format.names import (
     CORRUPT_DIR,
     ENGINE_DIRS,
     LOCK_FILE,
-    OWNER_FILE,
     PENDING_DIR,
     TRASH_DIR,
     StepNames,
@@ -64,16 +62,11 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def leave_pending(root: Path, owner: Owner | bytes | None, *, idle_secs: float = 0, name: str = "old-1") -> Path:
-    """What a writer left, last seen by the file system so long ago."""
+def leave_pending(root: Path, name: str) -> Path:
+    """What a writer left."""
     pending = root / PENDING_DIR / name
     pending.mkdir(parents=True)
     (pending / DATA).write_bytes(b"half")
-    if owner is not None:
-        (pending / OWNER_FILE).write_bytes(owner if isinstance(owner, bytes) else msgspec.json.encode(owner))
-    seen = time.time() - idle_secs
-    for path in (*pending.iterdir(), pending):
-        os.utime(path, (seen, seen))
     return pending
 
 
@@ -82,99 +75,77 @@ def changed(**fields: object) -> Owner:
 
 
 def dead_pid() -> int:
-    child = subprocess.Popen([sys.executable, "-c", ""])
+    child = subprocess.Popen(["true"])
     child.wait(TIMEOUT)
     return child.pid
 
 
-async def clear(storage: GatedStorage, root: Path, *, here: Owner = HERE, stale_after_secs: float = STALE) -> list[str]:
-    names = StepNames("step_{step:09d}")
-    cleared = await clear_leftovers(storage, root, names, here=here, stale_after_secs=stale_after_secs)
+async def clear(storage: GatedStorage, root: Path) -> list[str]:
+    cleared = await clear_leftovers(storage, root, StepNames("step_{step:09d}"), here=HERE)
     return [Path(name).name for name in cleared]
 
 
 # -- who is dead ------------------------------------------------------------------------------------
 
-PROOFS: dict[str, tuple[Callable[[], Owner | bytes | None], bool]] = {
-    "a process that is gone": (lambda: changed(pid=dead_pid()), True),
-    "this very process": (lambda: changed(), False),
-    "a pid that another process has now": (lambda: changed(started_ticks=HERE.started_ticks - 1), True),
-    "a start that was not learned": (lambda: changed(started_ticks=0), False),
-    "an earlier boot of this machine": (lambda: changed(boot_id="another", machine_id=HERE.machine_id), True),
-    "another machine of the same name": (lambda: changed(boot_id="another", machine_id="another"), False),
-    "a machine that has no identity": (lambda: changed(boot_id="another", machine_id=""), False),
-    "another host": (lambda: changed(host="another", pid=dead_pid()), False),
-    "another host, whatever its boot": (lambda: changed(host="another", boot_id="another"), False),
-    "another container of this host": (lambda: changed(pid_namespace="pid:[7]", pid=dead_pid()), False),
-    "a boot that was not learned": (lambda: changed(boot_id="", pid=dead_pid()), False),
-    "no owner": (lambda: None, False),
-    "an owner that is no JSON": (lambda: b"{", False),
-    "an owner of another version": (lambda: b'{"host": "here", "pid": 1}', False),
-    "an owner with a pid that none has": (lambda: msgspec.json.encode(changed()).replace(b'"pid":', b'"pid":-'), False),
-    "a pid as large as an integer gets": (lambda: b'{"pid": 1' + b"0" * 5000 + b"}", False),
+PROOFS: dict[str, tuple[Owner, bool]] = {
+    "a process that is gone": (changed(pid=dead_pid()), True),
+    "this very process": (changed(), False),
+    "a pid that another process has now": (changed(started_ticks=HERE.started_ticks - 1), True),
+    "a start that was not learned": (changed(started_ticks=0), False),
+    "an earlier boot of this machine": (changed(boot_id="another"), True),
+    "another machine of the same name": (changed(boot_id="another", machine_id="another"), False),
+    "a machine that has no identity": (changed(boot_id="another", machine_id=""), False),
+    "another host": (changed(host="another", pid=dead_pid()), False),
+    "another host, whatever its boot": (changed(host="another", boot_id="another"), False),
+    "another container of this host": (changed(pid_namespace="pid:[7]", pid=dead_pid()), False),
+    "a boot that was not learned": (changed(boot_id="", pid=dead_pid()), False),
 }
+RUNNING = ("this very process", "a start that was not learned")
 
 
 @pytest.mark.parametrize("case", PROOFS)
-async def test_only_what_this_host_proves_to_be_dead_is_cleared_at_once(
-    storage: GatedStorage, root: Path, case: str
-) -> None:
-    make, is_cleared = PROOFS[case]
+def test_a_name_tells_of_the_owner_what_a_record_tells(case: str) -> None:
+    owner, is_dead = PROOFS[case]
     if "machine" in case and not HERE.machine_id:
         pytest.skip("this machine has no /etc/machine-id")
-    pending = leave_pending(root, make())
-    assert await clear(storage, root) == ([pending.name] if is_cleared else [])
-    assert pending.exists() is not is_cleared
+    named = owner_by_name(pending_path(Path("root"), owner, 7).name, HERE)
+    for told in (owner, *([named] if named is not None else [])):
+        assert told.is_proven_dead(HERE) is is_dead
+        assert told.runs_here(HERE) is (case in RUNNING)
+
+
+@pytest.mark.parametrize("case", PROOFS)
+async def test_what_the_holder_of_the_root_finds_is_cleared_unless_its_owner_runs_on_this_host(
+    storage: GatedStorage, root: Path, case: str
+) -> None:
+    owner, _ = PROOFS[case]
+    pending = leave_pending(root, pending_path(root, owner, 7).name)
+    assert await clear(storage, root) == ([] if case in RUNNING else [pending.name])
+    assert pending.exists() is (case in RUNNING)
     assert not list(root.glob(".aio_ckpt/trash/*"))
 
 
-NAMES = [case for case in PROOFS if not case.startswith(("no owner", "an owner", "a pid as large"))]
+@pytest.mark.parametrize("name", ["old-1", f"a-{changed(pid=9_999_999_999).tag}-1"], ids=["no owner", "no pid"])
+async def test_what_tells_no_owner_is_cleared(storage: GatedStorage, root: Path, name: str) -> None:
+    leave_pending(root, name)
+    assert owner_by_name(name, HERE) is None
+    assert await clear(storage, root) == [name]
 
 
-@pytest.mark.parametrize("record", [None, b"", b'{"session": "ol'])
-@pytest.mark.parametrize("case", NAMES)
-async def test_a_pending_save_that_died_before_its_record_was_whole_is_known_by_its_name(
-    storage: GatedStorage, root: Path, case: str, record: bytes | None
-) -> None:
-    make, is_cleared = PROOFS[case]
-    owner = make()
-    assert isinstance(owner, Owner)
-    if "machine" in case and not HERE.machine_id:
-        pytest.skip("this machine has no /etc/machine-id")
-    name = pending_path(root, owner, 7).name
-    leave_pending(root, record, name=name)
-    assert await clear(storage, root) == ([name] if is_cleared else [])
-
-
-async def test_a_pid_that_no_process_can_have_proves_nothing(storage: GatedStorage, root: Path) -> None:
-    leave_pending(root, None, name=f"a-{changed(pid=9_999_999_999).tag}-1")
-    assert await clear(storage, root) == []
-
-
-@pytest.mark.parametrize("case", PROOFS)
-async def test_whoever_gave_no_sign_of_life_for_too_long_is_cleared(
-    storage: GatedStorage, root: Path, case: str
-) -> None:
-    make, is_cleared = PROOFS[case]
-    kept = leave_pending(root, make(), idle_secs=STALE - 60, name="a")
-    gone = leave_pending(root, make(), idle_secs=STALE + 60, name="b")
-    cleared = await clear(storage, root)
-    assert gone.name in cleared
-    assert (kept.name in cleared) is (kept.exists() is False)
-    if not is_cleared:
-        assert kept.exists()
-
-
-@pytest.mark.parametrize("alive", ["the record", "the directory"])
-async def test_the_last_sign_of_life_counts_wherever_it_was_given(
-    storage: GatedStorage, root: Path, alive: str
-) -> None:
-    """A heartbeat changes the record, the first minutes of a save only the directory."""
-    pending = leave_pending(root, changed(host="another"), idle_secs=YEAR)
-    os.utime(pending / OWNER_FILE if alive == "the record" else pending)
-    assert await clear(storage, root) == []
-    os.utime(pending, (0, 0)), os.utime(pending / OWNER_FILE, (0, 0))
-    assert await clear(storage, root) == [pending.name]
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"{",
+        b'{"host": "here", "pid": 1}',
+        b'{"pid": 1' + b"0" * 5000 + b"}",
+        msgspec.json.encode(HERE).replace(b'"pid":', b'"pid":-'),
+    ],
+    ids=["empty", "torn", "another version", "a pid as large as an integer gets", "a pid that none has"],
+)
+def test_a_record_that_is_torn_forged_or_of_another_version_names_nobody(record: bytes) -> None:
+    assert decoded_owner(record) is None
+    assert decoded_owner(msgspec.json.encode(HERE)) == HERE
 
 
 def test_the_owner_record_says_who_writes() -> None:
@@ -246,66 +217,6 @@ def test_a_living_owner_is_never_abandoned(
     assert got == (is_earlier_boot or not is_fresh)
 
 
-# -- clocks -----------------------------------------------------------------------------------------
-
-
-class OddClock(GatedStorage):
-    """A file system whose server's clock is not this host's: it stamps what is touched by its own."""
-
-    def __init__(self, executor: Executor, *, ahead_secs: float, is_stopped: bool = False) -> None:
-        super().__init__(executor)
-        self.ahead_secs = ahead_secs
-        self._stopped_at = time.time() if is_stopped else None
-
-    async def touch(self, path: Path) -> None:
-        await super().touch(path)
-        now = (self._stopped_at or time.time()) + self.ahead_secs
-        os.utime(path, (now, now))
-
-
-@pytest.mark.parametrize("ahead_secs", [YEAR, -YEAR, 0.0])
-@pytest.mark.parametrize("host_ahead_secs", [YEAR, -YEAR, 0.0])
-async def test_only_the_file_systems_own_clock_counts(
-    root: Path, monkeypatch: pytest.MonkeyPatch, ahead_secs: float, host_ahead_secs: float
-) -> None:
-    """The server's clock and this host's may be a year apart, and the dead writer's another year."""
-    executor = Executor("test", 2)
-    storage = OddClock(executor, ahead_secs=ahead_secs)
-    living = leave_pending(root, changed(host="another"), idle_secs=60 - ahead_secs, name="living")
-    dead = leave_pending(root, changed(host="another"), idle_secs=STALE + 60 - ahead_secs, name="dead")
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + host_ahead_secs)
-    storage.ahead_secs -= host_ahead_secs  # the test's own stamp goes by the clock that was just set
-    assert await clear(storage, root) == [dead.name]
-    assert living.exists()
-    assert executor.close(TIMEOUT)
-
-
-async def test_a_stopped_clock_clears_nothing_that_is_not_proven_dead(root: Path) -> None:
-    executor = Executor("test", 2)
-    storage = OddClock(executor, ahead_secs=0, is_stopped=True)
-    foreign = leave_pending(root, changed(host="another"), name="foreign")
-    proven = leave_pending(root, changed(pid=dead_pid()), name="proven")
-    assert await clear(storage, root) == [proven.name]
-    assert foreign.exists()
-    assert executor.close(TIMEOUT)
-
-
-async def test_a_sign_of_life_from_the_future_is_one(storage: GatedStorage, root: Path) -> None:
-    """The clock was a year ahead when the heartbeat was given, and was set right since."""
-    pending = leave_pending(root, changed(host="another"), idle_secs=-YEAR)
-    assert await clear(storage, root) == []
-    assert pending.exists()
-
-
-async def test_without_a_clock_only_proven_deaths_count(storage: GatedStorage, root: Path) -> None:
-    foreign = leave_pending(root, changed(host="another"), idle_secs=YEAR, name="foreign")
-    proven = leave_pending(root, changed(pid=dead_pid()), name="proven")
-    storage.fail("touch", LOCK_FILE, WriteError(errno.EACCES, "not yours", LOCK_FILE))
-    assert await clear(storage, root) == [proven.name]
-    assert foreign.exists()
-
-
 @pytest.mark.parametrize("made", range(len(ENGINE_DIRS)))
 def test_a_writer_that_died_while_it_made_its_directories_leaves_the_rest_to_the_next(
     tmp_path: Path, made: int
@@ -351,7 +262,7 @@ async def test_protected_steps_that_a_dead_writer_left_as_trash_stand_again(stor
 
 async def test_a_directory_is_cleared_by_one_rename_first(storage: GatedStorage, root: Path) -> None:
     """An owner that lives all the same finds it gone, and fails; it never commits what is half removed."""
-    pending = leave_pending(root, changed(pid=dead_pid()))
+    pending = leave_pending(root, "old-1")
     storage.fail("remove_tree", "*", WriteError(errno.EIO, "broken", "x"))
     assert await clear(storage, root) == []
     assert not pending.exists()
@@ -362,8 +273,8 @@ async def test_a_directory_is_cleared_by_one_rename_first(storage: GatedStorage,
 async def test_what_cannot_be_cleared_is_logged_and_hides_nothing_else(
     storage: GatedStorage, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = leave_pending(root, changed(pid=dead_pid()), name="a")
-    second = leave_pending(root, changed(pid=dead_pid()), name="b")
+    first = leave_pending(root, "a")
+    second = leave_pending(root, "b")
     storage.fail("rename", first.name, WriteError(errno.EACCES, "not yours", str(first)))
     assert await clear(storage, root) == [second.name]
     assert "could not be cleared" in caplog.text
@@ -371,72 +282,10 @@ async def test_what_cannot_be_cleared_is_logged_and_hides_nothing_else(
 
 
 def test_leftovers_that_cannot_be_cleared_fail_no_save(root: Path) -> None:
-    leave_pending(root, changed(pid=dead_pid()))
+    leave_pending(root, "old-1")
     with gated_engine(root) as (engine, storage):
         storage.fail("rename", "pending/old-1", WriteError(errno.EACCES, "not yours", "x"))
         assert engine.save(weights(1), step=1).result(TIMEOUT).step == 1
-
-
-def test_a_writer_of_another_host_is_cleared_after_stale_after_secs_and_not_before(tmp_path: Path) -> None:
-    root = tmp_path / "shared"
-    root.mkdir()
-    living = leave_pending(root, changed(host="another"), idle_secs=100, name="living")
-    for stale_after_secs, is_cleared in ((600, False), (50, True)):
-        with SyncCheckpointEngine(root, EngineConfig(stale_after_secs=stale_after_secs)) as engine:
-            assert engine.steps() == ([1] if is_cleared else [])
-            assert living.exists(), "a reader clears nothing"
-            engine.save(weights(1)).result(TIMEOUT)
-        assert living.exists() is not is_cleared
-
-
-# -- the heartbeat ----------------------------------------------------------------------------------
-
-
-def seen(path: Path) -> float:
-    return path.stat().st_mtime
-
-
-def test_a_pending_save_renews_its_heartbeat(root: Path) -> None:
-    with gated_engine(root, stale_after_secs=0.06) as (engine, storage):
-        beat, gate = storage.hold("touch", OWNER_FILE), storage.hold("sync", "*.distcp")
-        ticket = engine.save(weights(1), step=1)
-        gate.wait_reached(), beat.wait_reached()
-        (pending,) = root.glob(f"{PENDING_DIR}/*")
-        storage.wait_for("write_file", OWNER_FILE)
-        os.utime(pending / OWNER_FILE, (0, 0))
-        beat.open()
-        storage.wait_for("touch", OWNER_FILE)
-        assert seen(pending / OWNER_FILE) > time.time() - 3600
-        gate.open()
-        ticket.result(TIMEOUT)
-
-
-def test_a_save_that_takes_less_than_a_sixth_of_the_time_gives_no_sign_of_life(root: Path) -> None:
-    """Nothing is added to a save of milliseconds: neither a call nor an fsync."""
-    with gated_engine(root) as (engine, storage):
-        engine.save(weights(1), step=1).result(TIMEOUT)
-        assert not [call for call in storage.begun if call.path.name == OWNER_FILE and call.name == "touch"]
-
-
-async def test_a_heartbeat_that_fails_is_logged_and_goes_on(
-    storage: GatedStorage, root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pending = leave_pending(root, changed())
-    storage.fail("touch", OWNER_FILE, WriteError(errno.EIO, "broken", "x"))
-    async with anyio.create_task_group() as group:
-        group.start_soon(keep_alive, storage, pending, 0.06)
-        await anyio.to_thread.run_sync(storage.wait_for, "touch", OWNER_FILE)  # one that ended well, after the failed
-        group.cancel_scope.cancel()
-    assert "heartbeat could not be renewed" in caplog.text
-
-
-def test_a_hung_heartbeat_delays_no_commit(root: Path) -> None:
-    with gated_engine(root, stale_after_secs=0.06) as (engine, storage):
-        beat, gate = storage.hold("touch", OWNER_FILE), storage.hold("sync", "*.distcp")
-        ticket = engine.save(weights(1), step=1)
-        gate.wait_reached(), beat.wait_reached()
-        gate.open()
-        assert ticket.result(TIMEOUT).step == 1
 
 
 async def test_the_status_of_a_file_tells_its_replacement_from_itself(storage: GatedStorage, tmp_path: Path) -> None:

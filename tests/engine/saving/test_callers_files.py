@@ -10,7 +10,6 @@ from gated_storage import TIMEOUT, gated_engine
 from saved_files import ROOT_MANIFEST, without_save_id
 
 from aio_ckpt import ConfigError, SyncCheckpointEngine, WriteError
-from aio_ckpt.format.names import OWNER_FILE
 
 
 def test_files_are_visible_and_durable_with_the_checkpoint(root: Path, tmp_path: Path) -> None:
@@ -49,7 +48,7 @@ def test_if_a_file_cannot_be_written_nothing_is_visible(root: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "name", ["", "a/b", ".metadata", ".x", "__0_0.distcp", "aio_ckpt.json", OWNER_FILE, "n" * 256, "\ud800", 1]
+    "name", ["", "a/b", ".metadata", ".x", "__0_0.distcp", "aio_ckpt.json", "n" * 256, "\ud800", 1]
 )
 def test_a_name_of_the_checkpoints_own_files_is_refused(root: Path, name: str) -> None:
     with SyncCheckpointEngine(root) as engine, pytest.raises(ConfigError, match="files"):

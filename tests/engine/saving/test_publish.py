@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 from builders import listing, value, weights
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
@@ -16,9 +15,9 @@ from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 from saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST, without_save_id
 
 from aio_ckpt.commit import discovery
-from aio_ckpt.commit.owner import Owner
+from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
-from aio_ckpt.format.names import ABANDONED_DIR, ENGINE_DIR, ENGINE_DIRS, OWNER_FILE, PENDING_DIR, StepNames
+from aio_ckpt.format.names import ABANDONED_DIR, ENGINE_DIR, ENGINE_DIRS, PENDING_DIR, StepNames
 from aio_ckpt.runtime.portal import Executor
 
 STEP = "step_000000005"
@@ -51,12 +50,12 @@ def shown(calls: Sequence[Call]) -> list[str]:
 def labelled(calls: Sequence[Call]) -> dict[str, int]:
     """Every fsync and rename of the log that a checkpoint's durability rests on."""
     lines = [(f"{shown([call])[0]}", index) for index, call in enumerate(calls) if call.name in DURABILITY]
-    return {line: index for line, index in lines if "writer.json" not in line and "trash" not in line}
+    return {line: index for line, index in lines if "trash" not in line}
 
 
 # -- root mode ------------------------------------------------------------------------------------
 
-BESIDE = ["write_file writer.json", f"write_file {META}"]
+BESIDE = [f"write_file {META}"]
 """Written while the data is, in any order: nothing of a pending directory counts before the rename."""
 ROOT_MODE = [
     "make_dir pending/*",
@@ -70,9 +69,8 @@ ROOT_MODE = [
     f"rename pending/* -> {STEP}",
     "sync_dir root",
     "sync_dir pending",
-    "remove_file writer.json",
 ]
-ROOT_STEPS = [line for line in ROOT_MODE if line.startswith(DURABILITY) and "writer.json" not in line]
+ROOT_STEPS = [line for line in ROOT_MODE if line.startswith(DURABILITY)]
 
 
 def make_engine_dirs(root: Path) -> None:
@@ -189,14 +187,15 @@ async def test_until_it_is_visible_a_pending_save_says_whose_it_is(tmp_path: Pat
         ticket = engine.save(weights(1), step=5)
         gate.wait_reached()
         (pending,) = (tmp_path / "root").glob(f"{PENDING_DIR}/*")
-        owner = msgspec.json.decode((pending / OWNER_FILE).read_bytes(), type=Owner)
+        owner = owner_by_name(pending.name, Owner.of_this_process("another"))
+        assert owner is not None
         assert owner.pid == os.getpid()
         gate.open()
         ticket.result(TIMEOUT)
         assert {without_save_id(path.name) for path in (tmp_path / "root" / STEP).iterdir()} == CHECKPOINT
 
 
-@pytest.mark.parametrize("call", [("remove_file", "writer.json"), ("remove_tree", "trash/*")])
+@pytest.mark.parametrize("call", [("rename", "pending/*"), ("remove_tree", "trash/*")])
 def test_what_cannot_be_removed_after_the_commit_fails_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, call: tuple[str, str]
 ) -> None:
@@ -211,7 +210,7 @@ def test_what_cannot_be_removed_after_the_commit_fails_no_save(
 # -- overwrite ------------------------------------------------------------------------------------
 
 OVERWRITE = [
-    *ROOT_MODE[:-4],
+    *ROOT_MODE[:-3],
     "write_file aio_ckpt.pending-*",
     f"replace {DATA} -> {DATA}",
     f"replace {RANK} -> {RANK}",
@@ -221,13 +220,12 @@ OVERWRITE = [
     f"replace {META}.tmp-* -> {META}",
     f"sync_dir {STEP}",
 ]
-OVERWRITE_STEPS = [line for line in OVERWRITE if line.startswith(DURABILITY) and "writer.json" not in line]
+OVERWRITE_STEPS = [line for line in OVERWRITE if line.startswith(DURABILITY)]
 OVERWRITE += [
     "remove_file aio_ckpt.pending-*",
     f"remove_file {DATA}",
     f"remove_file {RANK}",
     f"remove_file {ROOT}",
-    "remove_file writer.json",
     "rename pending/* -> trash/*",
     "remove_tree trash/*",
 ]

@@ -9,7 +9,6 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import pytest
 import torch
 from builders import listing, weights
@@ -19,7 +18,6 @@ from saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST, without_save_id
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.path_checkpoints import refusal
 from aio_ckpt.errors import (
     BusyError,
@@ -30,7 +28,7 @@ from aio_ckpt.errors import (
     SaveCancelledError,
     WriteError,
 )
-from aio_ckpt.format.names import ENGINE_DIRS, OWNER_FILE, PENDING_DIR, TRASH_DIR, StepNames
+from aio_ckpt.format.names import ENGINE_DIRS, PENDING_DIR, TRASH_DIR, StepNames
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor
 
@@ -534,10 +532,11 @@ def crashes(top: Path, *, removes: bool) -> list[Path]:
 
 
 def die(root: Path) -> None:
-    """Let all owner records below ``root`` name a process that has ended."""
-    for record in root.glob(f"{PENDING_DIR}/*/{OWNER_FILE}"):
-        owner = msgspec.json.decode(record.read_bytes(), type=Owner)
-        record.write_bytes(msgspec.json.encode(msgspec.structs.replace(owner, started_ticks=owner.started_ticks + 1)))
+    """Let the names of all pending directories below ``root`` tell a process that has ended."""
+    for pending in root.glob(f"{PENDING_DIR}/*"):
+        owner, _, rest = pending.name.rpartition("-")
+        process, _, started_ticks = owner.rpartition("-")
+        pending.rename(pending.with_name(f"{process}-{int(started_ticks) + 1}-{rest}"))
 
 
 def test_a_crash_at_any_call_leaves_the_old_checkpoint_or_the_new_one_and_the_next_writer_tidies(

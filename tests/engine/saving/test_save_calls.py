@@ -143,7 +143,7 @@ def test_a_save_cancelled_before_its_commit_leaves_nothing(root: Path, stage: tu
         assert engine.save(weights(2)).result(TIMEOUT).step == 1, "a cancelled save raises nothing and uses up no step"
 
 
-@pytest.mark.parametrize("name", ["writer.json", ".metadata", RANK_MANIFEST])
+@pytest.mark.parametrize("name", [".metadata", RANK_MANIFEST])
 def test_a_cancelled_save_is_cleared_away_after_its_last_thread_is_done(
     root: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

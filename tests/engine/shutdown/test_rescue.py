@@ -213,7 +213,7 @@ def overwrite_until_killed(root: Path, shm: Path, call: str, where: str, value: 
     ("call", "where", "rescued", "reasons"),
     [
         ("replace", ".metadata.tmp-*", [1], ["a later snapshot of step 1 is there"]),
-        ("remove_file", "writer.json", [], ["another step 1 was committed since", "it is committed"]),
+        ("rename", "pending/*", [], ["another step 1 was committed since", "it is committed"]),
     ],
     ids=["both were killed before", "the later one was killed behind it"],
 )

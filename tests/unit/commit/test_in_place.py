@@ -266,12 +266,11 @@ async def test_a_pending_directory_replaces_a_checkpoint_and_the_callers_files_o
     (pending / META).write_bytes(made.metadata)
     (pending / "model_card.md").write_bytes(b"new")
     (final / "model_card.md").write_bytes(b"old")
-    (pending / "writer.json").write_bytes(b"{}")
     await replace_by_pending(storage, pending, final, "s2")
     assert names_in(final) == {META, "notes.txt", "model_card.md", *made.files}
     assert (final / META).read_bytes() == made.metadata
     assert (final / "model_card.md").read_bytes() == b"new"
-    assert names_in(pending) == {"writer.json"}
+    assert names_in(pending) == set()
 
 
 async def test_a_pending_directory_waits_for_nobody_who_holds_the_place(storage: GatedStorage, tmp_path: Path) -> None:
