@@ -59,13 +59,13 @@ def segments(maps: str | None = None) -> dict[int, tuple[int, int]]:
     return found
 
 
-def open_files() -> int:
-    """Without the small file that is written beside the data, which may be open or just closed now."""
+def open_data_files() -> int:
+    """Descriptors of data files: others may be open or just closed now."""
     names = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             names.append(os.readlink(f"/proc/self/fd/{number}"))
-    return len([name for name in names if not name.endswith(".metadata")])
+    return len([name for name in names if name.endswith(".distcp")])
 
 
 # -- 1: allocated once ----------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_values_changed_in_place_reach_their_own_file_through_one_segment(tmp_pa
         for _ in range(3):
             torch._foreach_add_(list(state.values()), 1.0)
             assert engine.save(state).result(TIMEOUT) is not None
-            seen.append((segments(), open_files()))
+            seen.append((segments(), open_data_files()))
     assert len(seen[0][0]) == 1
     assert seen[0] == seen[1] == seen[2]
     assert segments() == {}
@@ -165,10 +165,10 @@ def test_five_thousand_tensors_take_as_many_files_and_segments_as_five(tmp_path:
         gate = storage.gate()
         storage.on_write = lambda write, gate=gate: gate.hold()
         with watched_engine(tmp_path / str(count), storage, staging="shm") as engine:
-            before = open_files()
+            before = open_data_files()
             ticket = engine.save(uniform(count, 4, 1.0), step=1)
             gate.wait_held()
-            taken.append((open_files() - before, len(segments())))
+            taken.append((open_data_files() - before, len(segments())))
             gate.open()
             assert ticket.result(TIMEOUT) is not None
     assert taken[0] == taken[1]
@@ -258,7 +258,7 @@ def test_after_a_change_of_structure_the_data_is_right_and_the_old_segment_is_go
             assert nbytes == engine.lifetime.arena_bytes
             assert nbytes - report.image_bytes < HUGE_PAGE_BYTES
             seen.append(inode)
-            files.append(open_files())
+            files.append(open_data_files())
     assert len(set(files)) == 1
     assert [seen[0] == seen[1], *(a != b for a, b in itertools.pairwise(seen[1:]))] == [True] * 4
     for step, state in enumerate(states, start=1):

@@ -266,6 +266,7 @@ def test_ls_tells_whether_the_writer_of_a_pending_directory_lives(root, capsys, 
 
 def test_ls_of_a_pending_directory_whose_name_tells_nobody_says_so(root, capsys):
     (root / ".aio_ckpt/pending/x-1").mkdir(parents=True)
+    (root / ".aio_ckpt/pending/x-1/data").write_bytes(b"half")
     assert ".aio_ckpt/pending/x-1 (its writer is unknown: the next" in called(capsys, "ls", root)[1]
     assert "'aio-ckpt ls' tells whether a writer lives" in called(capsys, "du", root)[1]
 

@@ -191,8 +191,8 @@ OVERWRITER = """
     from aio_ckpt.runtime.portal import Executor
 
     sealing, storage = RecordGate(), GatedStorage(Executor("gated", 6))
-    gate = storage.hold(*sys.argv[3:5])
     engine = CheckpointEngine(sys.argv[1], EngineConfig(staging="shm", shm_path=sys.argv[2]), storage=storage)
+    gate = storage.hold(sys.argv[3], sys.argv[4].format(own=engine._ctx.owner.label))
     engine.save(state(float(sys.argv[5])), step=1, overwrite=True)
     gate.wait_reached()
     sealing.wait_for(1)
@@ -213,7 +213,7 @@ def overwrite_until_killed(root: Path, shm: Path, call: str, where: str, value: 
     ("call", "where", "rescued", "reasons"),
     [
         ("replace", ".metadata.tmp-*", [1], ["a later snapshot of step 1 is there"]),
-        ("rename", "pending/*", [], ["another step 1 was committed since", "it is committed"]),
+        ("rename", "pending/{own}-1", [], ["another step 1 was committed since", "it is committed"]),
     ],
     ids=["both were killed before", "the later one was killed behind it"],
 )
