@@ -1,4 +1,4 @@
-"""The trials of one mount, inside of the machine: ``python -m tests.campaigns.hosts.guest MOUNT RESULTS TRIAL...``."""
+"""The trials of one mount, inside of the machine: ``guest MOUNT RESULTS LOADS SECS TRIAL...``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.campaigns.hosts.trials import TRIALS, Cluster, Measured
 def main() -> None:
     """Write one line of JSON a trial to the file that the command line names."""
     mount = next(mount for mount in MOUNTS if mount.name == sys.argv[1])
-    wanted = set(sys.argv[3:])
-    cluster = Cluster(Host(1, mount), Host(2, mount), mount.name)
+    wanted = set(sys.argv[5:])
+    cluster = Cluster(Host(1, mount), Host(2, mount), mount.name, int(sys.argv[3]), float(sys.argv[4]))
     with open(sys.argv[2], "w", buffering=1) as results:
         for trial in TRIALS:
             if wanted and trial.__name__ not in wanted:

@@ -23,7 +23,6 @@ from tests.campaigns.hosts.cluster import EXPORTED, SHARED, Call, Host, calls_be
 
 _PORTS = itertools.count(29555)
 _STALE_SECS = 180.0
-_PAIRED_LOADS = 60
 _LEASE_SECS = 60.0
 
 
@@ -44,6 +43,10 @@ class Cluster:
     first: Host
     second: Host
     mount: str
+    loads: int
+    """Loads beside a writer that removes steps."""
+    training_secs: float
+    """Time for which two ranks train."""
 
 
 def state(step: int) -> dict[str, object]:
@@ -74,7 +77,7 @@ def readers_load_beside_retention(cluster: Cluster, root: Path) -> Measured:
     """No load fails while a writer on another host saves and removes steps."""
     enough = _signal("enough")
     writer = cluster.first.start(_save_until, root, enough)
-    loads = cluster.second.call(_load_often, root, _PAIRED_LOADS, timeout=240.0)
+    loads = cluster.second.call(_load_often, root, cluster.loads, timeout=60.0 + 3.0 * cluster.loads)
     enough.touch()
     saved = writer.outcome()
     if loads.error or saved.error:
@@ -106,6 +109,22 @@ def a_checkpoint_is_replaced(cluster: Cluster, root: Path) -> Measured:
 def two_ranks_save_and_load(cluster: Cluster, root: Path) -> Measured:
     """Two ranks on two hosts save and load, also by path, right after the save."""
     return _of_both(cluster, _group, (root, root))
+
+
+def two_ranks_train_beside_a_reader(cluster: Cluster, root: Path) -> Measured:
+    """Two ranks on two hosts save, overwrite, save by path and load for a while; a reader loads the newest step."""
+    enough = _signal("enough")
+    reader = cluster.second.start(_load_newest, root, enough)
+    trained = _of_both(
+        cluster, _train, (root, root), cluster.training_secs, timeout=200.0 + 2.0 * cluster.training_secs
+    )
+    enough.touch()
+    loads = reader.outcome()
+    if not trained.good or loads.error:
+        return Measured(False, f"{trained.found}; {loads.error}")
+    good, errors = _counted(loads.value)
+    text = f"{trained.found}; {good} of {good + len(errors)} loads of the reader were good"
+    return Measured(not errors and good > 0, "; ".join([text, *errors[:2]]), trained.figures | {"loads": good})
 
 
 def ranks_mount_at_different_paths(cluster: Cluster, root: Path) -> Measured:
@@ -232,6 +251,7 @@ TRIALS: tuple[Callable[[Cluster, Path], Measured], ...] = (
     readers_load_beside_retention,
     a_checkpoint_is_replaced,
     two_ranks_save_and_load,
+    two_ranks_train_beside_a_reader,
     ranks_mount_at_different_paths,
     a_probe_finds_what_the_mount_keeps,
     second_writer_is_refused,
@@ -387,20 +407,22 @@ def _group_state(rank: int, step: int) -> dict[str, object]:
 
 
 @contextmanager
-def _rank(root: Path, rank: int, address: str, port: int) -> Iterator[SyncCheckpointEngine]:
+def _rank(
+    root: Path, rank: int, address: str, port: int, **settings: object
+) -> Iterator[tuple[SyncCheckpointEngine, torch.distributed.TCPStore]]:
     torch.set_num_threads(1)
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
         address, port, 2, is_master=rank == 0, timeout=timedelta(seconds=100)
     )
     coordinator = StoreCoordinator(store, rank=rank, world_size=2)
-    with SyncCheckpointEngine(root, config(keep_last=2), coordinator=coordinator) as engine:
-        yield engine
+    with SyncCheckpointEngine(root, config(keep_last=2, **settings), coordinator=coordinator) as engine:
+        yield engine, store
 
 
 def _group(root: Path, rank: int, address: str, port: int) -> dict[str, object]:
     os.path.exists(root)  # The client keeps the answer that the name is missing.
     figures: dict[str, object] = {}
-    with _rank(root, rank, address, port) as engine:
+    with _rank(root, rank, address, port) as (engine, _):
         for step in range(1, 5):
             before = remote_calls()
             engine.save(_group_state(rank, step), step=step).result()
@@ -422,8 +444,52 @@ def _group(root: Path, rank: int, address: str, port: int) -> dict[str, object]:
     return figures
 
 
+def _train(root: Path, rank: int, address: str, port: int, secs: float) -> dict[str, object]:
+    begun, step = time.monotonic(), 0
+    with _rank(root, rank, address, port) as (engine, store):
+        while True:
+            step += 1
+            if rank == 0:  # which alone looks at the clock
+                store.set(f"round {step}", "on" if time.monotonic() - begun < secs else "end")
+            if store.get(f"round {step}") == b"end":
+                return {"steps": step - 1}
+            engine.save(_group_state(rank, step), step=step).result()
+            if step % 3 == 0:
+                engine.save(_group_state(rank, step), step=step, overwrite=True).result()
+                engine.save(_group_state(rank, step), path=root / "best").result()
+            if step % 5 == 0:
+                for path in (None, *([root / "best"] if step >= 3 else [])):
+                    loaded = _group_state(rank, 0)
+                    engine.load(loaded, path=path)
+                    saved = step if path is None else step // 3 * 3
+                    if loaded["step"] != saved or float(loaded["replicated"][0, 0]) != saved:  # type: ignore[index]
+                        raise AssertionError(f"{path or 'the newest step'} holds {loaded['step']}, not {saved}")
+
+
+def _load_newest(root: Path, enough: Path) -> tuple[int, list[str]]:
+    """Load all of the ranks' shards, in one process, until there is ``enough``."""
+    good, errors, newest = 0, [], 0
+    with _engine(root) as engine:
+        while not enough.exists():
+            if engine.latest_step() is None:
+                time.sleep(0.05)
+                continue
+            loaded = {"sharded": torch.zeros(2048, 1024), "replicated": torch.zeros(512, 1024), "step": 0}
+            try:
+                engine.load(loaded)
+            except AioCkptError as error:
+                errors.append(f"{type(error).__name__}: {error}"[:300])
+                continue
+            step = int(loaded["step"])  # type: ignore[call-overload]
+            rows = [float(loaded["sharded"][0, 0]), float(loaded["sharded"][-1, -1]), float(loaded["replicated"][0, 0])]  # type: ignore[index]
+            if rows != [step * 10, step * 10 + 1, step] or step < newest:
+                errors.append(f"step {step} after {newest} holds {rows}")
+            good, newest = good + 1, step
+    return good, errors
+
+
 def _group_save_only(root: Path, rank: int, address: str, port: int) -> dict[str, object]:
-    with _rank(root, rank, address, port) as engine:
+    with _rank(root, rank, address, port) as (engine, _):
         engine.save(_group_state(rank, 1), step=1).result()
         loaded = _group_state(rank, 0)
         engine.load(loaded)
@@ -436,15 +502,16 @@ def _of_both(
     cluster: Cluster,
     function: Callable[..., object],
     roots: tuple[Path, Path],
-    *,
+    *given: object,
     mounted_at: tuple[Path, ...] = (SHARED, SHARED),
+    timeout: float = 200.0,
 ) -> Measured:
     port = next(_PORTS)
     calls: list[Call] = []
     for rank, host in enumerate((cluster.first, cluster.second)):
-        arguments = (roots[rank], rank, cluster.first.address, port)
+        arguments = (roots[rank], rank, cluster.first.address, port, *given)
         calls.append(host.start(function, *arguments, mounted_at=mounted_at[rank]))
-    outcomes = [call.outcome(200.0) for call in calls]
+    outcomes = [call.outcome(timeout) for call in calls]
     errors = [outcome.error for outcome in outcomes if outcome.error]
     figures = {f"rank {rank}": outcome.value for rank, outcome in enumerate(outcomes)}
     return Measured(not errors, "; ".join(errors) or f"good: {figures}", figures)
