@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed
@@ -409,7 +410,7 @@ def _group_state(rank: int, step: int) -> dict[str, object]:
 @contextmanager
 def _rank(
     root: Path, rank: int, address: str, port: int, **settings: object
-) -> Iterator[tuple[SyncCheckpointEngine, torch.distributed.TCPStore]]:
+) -> Iterator[tuple[SyncCheckpointEngine, Any]]:
     torch.set_num_threads(1)
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
         address, port, 2, is_master=rank == 0, timeout=timedelta(seconds=100)
