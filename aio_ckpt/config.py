@@ -174,7 +174,7 @@ class EngineConfig:
     """Name of a committed directory; must contain ``{step}`` once."""
 
     stale_after_secs: float = 600.0
-    """A writer without a heartbeat for so long, by the file system's clock, is taken for dead, so that another may write.
+    """A writer without a heartbeat for so long by the file system's clock is taken for dead, so that another may write.
     A heartbeat comes every 10 s. At least 180 s on a shared file system, whose clients keep times for 60 s."""
 
     drain_timeout_secs: float = 60.0
