@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
 from aio_ckpt.engine.outcomes import explain_failure
 from aio_ckpt.engine.run_job import JobRunner
-from aio_ckpt.errors import AioCkptError
+from aio_ckpt.errors import AioCkptError, ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, rank_manifest_name
 from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.plan.global_plan import places
@@ -41,6 +42,7 @@ from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.write.result import WriteResult, check_complete
 
+_GONE = frozenset({errno.ENOENT, errno.ESTALE})
 _TELL_SECS = 1.0
 """Time after its deadline within which a save ends: a living leader answers in milliseconds."""
 
@@ -243,6 +245,8 @@ class SavePipeline:
 
     async def clean_up(self, job: SaveJob, cause: BaseException, stage: str) -> BaseException:
         """Tell the other ranks of a failure, then delete the files of the save. Returns the first error."""
+        if job.round.is_leader and isinstance(cause, WriteError | ReadError) and cause.errno in _GONE:
+            cause = await self._lost_claim(cause)
         await explain_failure(cause, self.ctx, job.image_bytes, job.target)
         end = await job.round.end(cause, stage=stage, limit_secs=_tell_secs(job.deadline))
         await settle_failure(
@@ -256,6 +260,15 @@ class SavePipeline:
             are_several=self.ctx.world_size > 1,
         )
         return end.cause
+
+    async def _lost_claim(self, cause: WriteError | ReadError) -> BaseException:
+        """Return why the pending directory is gone, if another writer has taken over and cleared it; else ``cause``."""
+        try:
+            await self.claim.check()
+        except RootError as error:
+            error.__cause__ = cause
+            return error
+        return cause
 
 
 def _tell_secs(deadline: Deadline) -> float:

@@ -7,13 +7,9 @@ hang, what is cancelled when, the deadlines, and the instants of power losses.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextvars
-import logging
 import random
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +38,7 @@ from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.checkpoint_files import data_file_name
-from aio_ckpt.format.names import ENGINE_DIRS, PENDING_DIR, StepNames
+from aio_ckpt.format.names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR, StepNames
 from aio_ckpt.leaves.objects import ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
@@ -62,14 +58,13 @@ from aio_ckpt.state.flatten import flatten
 from aio_ckpt.storage.mounts import UNKNOWN
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.throttle import WriteThrottle
-from tests.campaigns.common import log
-from tests.campaigns.simulation.world import HANG_SECS, Chances, Directory, SimStorage, SimThreads, virtual_loop
+from tests.campaigns.simulation.world import HANG_SECS, Chances, Directory, File, SimStorage, SimThreads, virtual_loop
 
-__all__ = ["BrokenPromiseError", "Run", "main", "simulate"]
+__all__ = ["BrokenPromiseError", "Run", "simulate"]
 
 Ts = TypeVarTuple("Ts")
-_ROOT = Path("/simulated")
-_CHUNK_BYTES = 64 << 10
+ROOT = Path("/simulated")
+CHUNK_BYTES = 64 << 10
 _BUDGET_BYTES = 1 << 30
 _STALL_SECS = 30.0
 _SETTLE_SECS = 20.0
@@ -163,27 +158,29 @@ def _root_of_a_writer() -> Directory:
             below = at.now(part)
             assert isinstance(below, Directory)
             at = below
+    own = root.now(Path(LOCK_FILE).parts[0])
+    assert isinstance(own, Directory)
+    own.put(Path(LOCK_FILE).name, File())
+    own.sync()
     return root
 
 
 class World:
     """One run: an engine without its face, driven by one task."""
 
+    stall_secs = _STALL_SECS
+    host = "h"
+
     def __init__(self, seed: int, loop: asyncio.AbstractEventLoop) -> None:
         self.run = Run(seed=seed)
         self.rng = rng = random.Random(seed)
         self.loop = loop
-        chances = Chances(
-            fails=rng.choice((0.0, 0.0, 0.01, 0.05)),
-            hangs=rng.choice((0.0, 0.0, 0.0, 0.01)),
-            slow=rng.choice((0.0, 0.05)),
-        )
-        self.chances = chances
+        self.chances = self.draw_chances()
         workers = rng.randrange(1, 5)
-        self.threads = SimThreads(loop, rng, workers + 4, chances)
+        self.threads = SimThreads(loop, rng, workers + 4, self.chances)
         self.disk = _root_of_a_writer()
-        self.storage = SimStorage(self.threads, rng, chances, self.disk, _ROOT)
-        config = EngineConfig(workers=workers, max_in_flight=rng.randrange(1, 4), stall_timeout_secs=_STALL_SECS)
+        self.storage = self.mount(self.threads)
+        config = EngineConfig(workers=workers, max_in_flight=rng.randrange(1, 4), stall_timeout_secs=self.stall_secs)
         self.ctx = self._ctx(self.storage, self.threads, config)
         self.portal = SimPortal("simulated", 1)
         self.lifetime = CountingLifetime(self.threads)
@@ -191,11 +188,28 @@ class World:
         self.encoder = ObjectEncoder(trusted=False)
         self.attempts: list[Attempt] = []
 
+    def draw_chances(self) -> Chances:
+        """What may go wrong in this run."""
+        rng = self.rng
+        return Chances(
+            fails=rng.choice((0.0, 0.0, 0.01, 0.05)),
+            hangs=rng.choice((0.0, 0.0, 0.0, 0.01)),
+            slow=rng.choice((0.0, 0.05)),
+        )
+
+    def draw_limit(self) -> float | None:
+        """The deadline of the next save, in seconds."""
+        return self.rng.choice((None, None, self.rng.expovariate(5.0) + 0.01))
+
+    def mount(self, threads: SimThreads) -> SimStorage:
+        """The disk as the writer sees it."""
+        return SimStorage(threads, self.rng, self.chances, self.disk, ROOT)
+
     def _ctx(self, storage: SimStorage, threads: SimThreads, config: EngineConfig) -> EngineContext:
         owner = Owner(
-            session="s",
-            host="h",
-            machine_id="m",
+            session=f"s{self.host}",
+            host=self.host,
+            machine_id=self.host,
             boot_id="b",
             pid_namespace="n",
             pid=1,
@@ -203,11 +217,11 @@ class World:
             heartbeat_unix=0.0,
         )
         return EngineContext(
-            root=_ROOT,
+            root=ROOT,
             names=StepNames(config.step_dir),
             owner=owner,
             storage=storage,
-            members=Membership(SoloCoordinator(), owner, stall_secs=_STALL_SECS),
+            members=Membership(SoloCoordinator(), owner, stall_secs=self.stall_secs),
             executor=threads,
             config=config,
             rank=0,
@@ -219,23 +233,7 @@ class World:
     async def train(self) -> None:
         """A few saves, then everything that must hold."""
         async with anyio.create_task_group() as group:
-            self.portal.attach(self.loop, group, self.threads)
-            claim = Claim(self.storage, _ROOT, self.ctx.owner, stale_after_secs=self.ctx.config.stale_after_secs)
-            pipeline = SavePipeline(
-                ctx=self.ctx,
-                claim=claim,
-                runner=JobRunner(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
-                quarantine=Quarantine(),
-            )
-            await claim.take(UNKNOWN, is_locked=True)
-            queue = JobQueue(
-                self.ctx,
-                self.portal,
-                pipeline.runner,
-                pipeline.quarantine,
-                CaptureSession(self.ctx, None),
-                mock.create_autospec(OutcomeRecorder, instance=True),
-            )
+            queue, pipeline = await self.open(group)
             for number in range(1, self.rng.randrange(2, 6)):
                 while (settled := queue.settled_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
@@ -256,11 +254,29 @@ class World:
             await self.lose_power()
             await self._check_disk(self.disk.copy(), "at the end")
 
+    def claim(self) -> Claim:
+        """The claim that this writer makes."""
+        return Claim(self.storage, ROOT, self.ctx.owner, stale_after_secs=self.ctx.config.stale_after_secs)
+
+    async def open(self, group: anyio.abc.TaskGroup) -> tuple[JobQueue, SavePipeline]:
+        """The engine of a writer that has the root."""
+        self.portal.attach(self.loop, group, self.threads)
+        pipeline = SavePipeline(
+            ctx=self.ctx,
+            claim=self.claim(),
+            runner=JobRunner(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
+            quarantine=Quarantine(),
+        )
+        await pipeline.claim.take(UNKNOWN, is_locked=True)
+        outcomes = mock.create_autospec(OutcomeRecorder, instance=True)
+        session = CaptureSession(self.ctx, None)
+        return JobQueue(self.ctx, self.portal, pipeline.runner, pipeline.quarantine, session, outcomes), pipeline
+
     async def _learn(self, queue: JobQueue) -> None:
         while not queue.steps.are_known:
             try:
                 with anyio.fail_after(_STALL_SECS):
-                    found = await discovery.discover(self.storage, _ROOT, self.ctx.names)
+                    found = await discovery.discover(self.storage, ROOT, self.ctx.names)
             except (OSError, TimeoutError):
                 continue
             queue.steps.learn(lambda: [checkpoint.step for checkpoint in found])  # noqa: B023 - called at once
@@ -281,7 +297,7 @@ class World:
             timeout_secs=_STALL_SECS,
             limit_secs=_STALL_SECS,
         )
-        deadline = Deadline(secs=rng.choice((None, None, rng.expovariate(5.0) + 0.01)), began=now)
+        deadline = Deadline(secs=self.draw_limit(), began=now)
         call = queue.next_number()
         step = queue.claim_step(call, max(committed) if overwrite else None)
         queue.steps.check(step, queue.pending_steps, overwrite=overwrite, read=lambda: committed)
@@ -290,7 +306,7 @@ class World:
                 target=step,
                 round=SaveRound(self.ctx.members, self.ctx.executor, topic=Topic("save", 1)),
                 timer=SaveTimer(now, waited_secs=0.0),
-                place=_ROOT,
+                place=ROOT,
                 number=call,
                 deadline=deadline,
                 call=SaveCall(overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
@@ -351,24 +367,23 @@ class World:
         promised = {a.save.stored_step: a for a in self.attempts if a.save.ticket.committed.state == "reached"}
         possible = {a.state["number"]: a for a in self.attempts if a.may_be_visible}
         calm = SimThreads(self.loop, random.Random(0), 8, Chances())
-        storage = SimStorage(calm, random.Random(0), Chances(), disk, _ROOT)
+        storage = SimStorage(calm, random.Random(0), Chances(), disk, ROOT)
         ctx = self._ctx(storage, calm, self.ctx.config)
         loader = Loader(ctx=ctx, quarantine=Quarantine())
-        found = {checkpoint.step for checkpoint in await discovery.discover(storage, _ROOT, ctx.names)}
+        found = {checkpoint.step for checkpoint in await discovery.discover(storage, ROOT, ctx.names)}
         if not promised.keys() <= found:
             raise BrokenPromiseError(
                 f"{when}: steps {sorted(promised.keys() - found)} were committed and are not there"
             )
         for step in sorted(found):
-            state: Any = await loader.read(Wanted(step=step), None, before=_nothing_pending)
+            state: Any = await loader.read(Wanted(step=step), None, before=nothing_pending)
             attempt = possible.get(state["number"])
             if attempt is None or attempt.save.stored_step != step:
                 raise BrokenPromiseError(f"{when}: step {step} shows save {state['number']}, which was not committed")
             if step in promised and attempt.state["number"] < promised[step].state["number"]:
                 raise BrokenPromiseError(f"{when}: step {step} went back to save {attempt.state['number']}")
-            for name, value in attempt.state.items():
-                if not (torch.equal(value, state[name]) if isinstance(value, torch.Tensor) else value == state[name]):
-                    raise BrokenPromiseError(f"{when}: step {step}: {name} is not what was saved")
+            if names := differing(attempt.state, state):
+                raise BrokenPromiseError(f"{when}: step {step}: {names} are not what was saved")
 
     def _check_settled(self) -> None:
         for attempt in self.attempts:
@@ -407,52 +422,27 @@ class World:
             raise BrokenPromiseError(f"left behind: {leftovers}")
 
 
+def differing(saved: dict[str, Any], loaded: dict[str, Any]) -> list[str]:
+    """Names whose values are not equal."""
+    return [
+        name
+        for name, value in saved.items()
+        if not (torch.equal(value, loaded[name]) if isinstance(value, torch.Tensor) else value == loaded[name])
+    ]
+
+
 def simulate(seed: int) -> Run:
     """One run.
 
     Raises:
         BrokenPromiseError, DeadlockError: something that must hold does not; the seed replays it.
     """
-    with mock.patch.object(layout, "chunk_bytes_for", return_value=_CHUNK_BYTES), virtual_loop() as loop:
+    with mock.patch.object(layout, "chunk_bytes_for", return_value=CHUNK_BYTES), virtual_loop() as loop:
         world = World(seed, loop)
         anyio.run(world.train, backend="asyncio", backend_options={"loop_factory": lambda: loop})
         world.run.trace = world.storage.trace
         return world.run
 
 
-def main() -> None:
-    """Run; exit code 1 if anything that must hold did not."""
-    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.simulation", description=__doc__)
-    parser.add_argument("--runs", type=int, default=5_000)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first run")
-    parser.add_argument("--seed", type=int, help="only this one, with everything that it did")
-    options = parser.parse_args()
-    logging.getLogger("aio_ckpt").setLevel(logging.CRITICAL)
-    if options.seed is not None:
-        run = simulate(options.seed)
-        log("\n".join([*run.trace, f"seed {run.seed}: {', '.join(run.outcomes)}; {run.losses} power losses"]))
-        return
-    began, failures, outcomes, losses = time.perf_counter(), list[str](), dict[str, int](), 0
-    for seed in range(options.first, options.first + options.runs):
-        try:
-            run = simulate(seed)
-        except Exception as error:  # noqa: BLE001 - the seeds after it are worth knowing too
-            failures.append(f"seed {seed}: {_deepest(error)!r}")
-            log(failures[-1])
-            continue
-        losses += run.losses
-        for outcome in run.outcomes:
-            outcomes[outcome] = outcomes.get(outcome, 0) + 1
-    log(f"{options.runs} runs, {losses} power losses, saves: {outcomes}; {time.perf_counter() - began:.0f} s")
-    log(f"{len(failures)} failed; replay one by: python -m tests.campaigns.simulation --seed N")
-    sys.exit(bool(failures))
-
-
-def _deepest(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-async def _nothing_pending() -> None:
+async def nothing_pending() -> None:
     """What a load awaits first, where no save of its engine is pending."""

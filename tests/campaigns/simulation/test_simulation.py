@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from aio_ckpt.commit import publish
+from aio_ckpt.commit.claim import Claim
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.format.checkpoint_files import root_manifest_name
 from aio_ckpt.memory.lifetime import Lease
-from tests.campaigns.simulation import runs as simulation
+from tests.campaigns.simulation import __main__ as simulation
+from tests.campaigns.simulation import hosts
+from tests.campaigns.simulation.hosts import simulate_a_reader, simulate_a_takeover
 from tests.campaigns.simulation.runs import BrokenPromiseError, simulate
-from tests.campaigns.simulation.world import DeadlockError, SimStorage, virtual_loop
+from tests.campaigns.simulation.world import DeadlockError, HostStorage, SimStorage, virtual_loop
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -22,13 +26,13 @@ SHORT = range(12)
 """Seeds that the gate tries."""
 
 
-def failure_of(seeds: range) -> BaseException | None:
+def failure_of(seeds: range, run: Callable[[int], object] = simulate) -> BaseException | None:
     """The first broken promise."""
     for seed in seeds:
         try:
-            simulate(seed)
+            run(seed)
         except BaseExceptionGroup as error:
-            return simulation._deepest(error)
+            return simulation.deepest(error)
         except (BrokenPromiseError, DeadlockError) as error:
             return error
     return None
@@ -54,6 +58,24 @@ def test_a_seed_replays_what_it_did() -> None:
 def test_a_loop_where_nobody_will_do_anything_any_more_is_found() -> None:
     with virtual_loop() as loop, pytest.raises(DeadlockError):
         loop.run_until_complete(loop.create_future())
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [pytest.param(range(6), id="few"), pytest.param(range(6, SEEDS), id="more", marks=pytest.mark.campaign)],
+)
+def test_a_reader_on_another_host_gets_whole_steps_however_old_its_answers_are(seeds: range) -> None:
+    runs = [simulate_a_reader(seed) for seed in seeds]
+    assert all(loads for loads, _ in runs)
+    assert sum(old_answers for _, old_answers in runs), "it shows too little"
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [pytest.param(range(12), id="few"), pytest.param(range(12, SEEDS), id="more", marks=pytest.mark.campaign)],
+)
+def test_a_writer_that_was_taken_over_changes_nothing_any_more_and_says_why(seeds: range) -> None:
+    assert {simulate_a_takeover(seed) for seed in seeds} == {"committed", "RootError"}
 
 
 # -- the simulation fails for an engine that is wrong -----------------------------------------------
@@ -95,6 +117,20 @@ def test_the_simulation_finds_a_save_that_is_committed_before_an_earlier_one(mon
 
     monkeypatch.setattr(JobQueue, "enter", waits_for_nobody)
     assert "before one that came earlier" in str(failure_of(range(SEEDS)))
+
+
+def test_the_simulation_finds_a_search_that_believes_old_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostStorage, "fresh_status", HostStorage.status)
+    assert failure_of(range(SEEDS), simulate_a_reader) is not None
+
+
+def test_the_simulation_finds_a_writer_that_was_taken_over_and_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def clear_nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    monkeypatch.setattr(hosts, "clear_leftovers", clear_nothing)
+    monkeypatch.setattr(Claim, "check", clear_nothing)
+    assert "changed the root of the second one" in str(failure_of(range(SEEDS), simulate_a_takeover))
 
 
 def test_the_command_replays_one_seed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""What a simulated save runs on: a virtual clock, threads that end in a drawn order, a disk that knows what is durable.
+"""What a simulated save runs on: a virtual clock, threads that end in a drawn order, a disk that knows what is durable,
+and other hosts, whose answers about the disk may be old.
 
 The loop is asyncio's own over a selector that never sleeps. Two libraries were looked at: ``aiotools.VirtualClock``
 spins for ever where nothing is scheduled any more, which here must be found; ``looptime`` waits in real time for
@@ -29,7 +30,16 @@ from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import FileStatus, Storage
 from aio_ckpt.storage.lock import RootLock
 
-__all__ = ["Chances", "DeadlockError", "Directory", "File", "SimStorage", "SimThreads", "virtual_loop"]
+__all__ = [
+    "Chances",
+    "DeadlockError",
+    "Directory",
+    "File",
+    "HostStorage",
+    "SimStorage",
+    "SimThreads",
+    "virtual_loop",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -103,6 +113,12 @@ class SimThreads(Executor):
         self._chances = chances
         self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
         self.has_hung = False
+        self.paused_until = 0.0
+        """No call takes effect before this time, as on a host that is cut off from the file server."""
+
+    def now(self) -> float:
+        """Time of the loop, in seconds."""
+        return self._loop.time()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue ``fn`` and tell the context's watcher."""
@@ -141,6 +157,9 @@ class SimThreads(Executor):
         return secs * 100 if draw < self._chances.hangs + self._chances.slow else secs
 
     def _end(self, future: Future[Any], work: Callable[[], Any]) -> None:
+        if self.now() < self.paused_until:
+            self._loop.call_at(self.paused_until + self._rng.random(), self._end, future, work)
+            return
         self._free += 1
         self._busy -= 1
         try:
@@ -161,6 +180,10 @@ class File:
 
     data: bytearray = field(default_factory=bytearray)
     durable: bytes | None = None
+    modified: float = 0.0
+    """When it was made or touched, by the virtual clock."""
+    is_removed: bool = False
+    """Whether it has no name any more. Another host cannot read it then (ESTALE)."""
 
     def after_loss(self, rng: random.Random) -> File:
         """One of the things that a power loss may leave."""
@@ -176,6 +199,7 @@ class Directory:
     """A directory: for each name all that it may be after a power loss; the last is what it is now."""
 
     names: dict[str, list[Node]] = field(default_factory=dict)
+    modified: float = 0.0
 
     def now(self, name: str) -> Node:
         """What the name means, or None."""
@@ -265,7 +289,7 @@ class SimStorage(Storage):
         parent = self.directory(path.parent)
         if parent.now(path.name) is not None:
             raise _system_error(errno.EEXIST, path)
-        file = File(bytearray(data), durable)
+        file = File(bytearray(data), durable, modified=self._threads.now())
         parent.put(path.name, file)
         return file
 
@@ -279,6 +303,9 @@ class SimStorage(Storage):
         """See :class:`~aio_ckpt.storage.local.Storage`, here and below."""
         file = await self.run("create", path, WriteError, lambda: self._new_file(path, bytes(nbytes)))
         return SimDataFile(self, path, file)
+
+    def check_handle(self, file: File, path: Path) -> None:
+        """Raise what a read of an open file gives; nothing here."""
 
     async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         """Open."""
@@ -324,17 +351,12 @@ class SimStorage(Storage):
         return await self.run("exists", path, ReadError, lambda: self.at(path) is not None)
 
     async def status(self, path: Path) -> FileStatus | None:
-        """Nothing here looks at times."""
-
-        def act() -> FileStatus | None:
-            node = self.at(path)
-            return None if node is None else FileStatus(identity=(id(node), 0, 0), modified_unix=0.0, mode=0o644)
-
-        return await self.run("status", path, ReadError, act)
+        """What is there."""
+        return await self.run("status", path, ReadError, lambda: _status(self.at(path)))
 
     async def fresh_status(self, path: Path) -> FileStatus | None:
         """There is one host, whose answers are not old."""
-        return await self.status(path)
+        return await self.run("fresh_status", path, ReadError, lambda: _status(self.at(path)))
 
     async def is_link(self, path: Path) -> bool:
         """There are no links."""
@@ -345,8 +367,15 @@ class SimStorage(Storage):
         return await self.run("free_bytes", path, ReadError, lambda: 1 << 40)
 
     async def touch(self, path: Path) -> None:
-        """There are no times."""
-        await self.run("touch", path, WriteError, lambda: self.at(path))
+        """Now."""
+
+        def act() -> None:
+            node = self.at(path)
+            if node is None:
+                raise _system_error(errno.ENOENT, path)
+            node.modified = self._threads.now()
+
+        await self.run("touch", path, WriteError, act)
 
     async def set_mode(self, path: Path, mode: int) -> None:
         """There are no permissions."""
@@ -378,12 +407,88 @@ class SimStorage(Storage):
             raise _system_error(errno.ENOENT, src)
         if not replaces and self.at(dst) is not None:
             raise _system_error(errno.EEXIST, dst)
+        _unname(self.at(dst))
         self.directory(src.parent).put(src.name, None)
         self.directory(dst.parent).put(dst.name, node)
 
     def _remove(self, path: Path) -> None:
-        if self.at(path) is not None:
+        node = self.at(path)
+        if node is not None:
+            _unname(node)
             self.directory(path.parent).put(path.name, None)
+
+
+class HostStorage(SimStorage):
+    """The disk as a host sees it over a network: what it has seen once, it may believe for 60 s.
+
+    As over NFS, a name that is not found is asked for anew, and so is a name that is opened. A file that another host
+    removes after it was opened cannot be read any more (ESTALE).
+    """
+
+    _OLD_SECS = 60.0
+
+    def __init__(self, threads: SimThreads, rng: random.Random, chances: Chances, top: Directory, root: Path) -> None:
+        super().__init__(threads, rng, chances, top, root)
+        self._seen: dict[Path, tuple[float, Node]] = {}
+        self.old_answers = 0
+        """Answers that were not true any more, and handles that were stale."""
+
+    def check_handle(self, file: File, path: Path) -> None:
+        """Refuse to read what another host has removed."""
+        if file.is_removed:
+            self.old_answers += 1
+            raise _system_error(errno.ESTALE, path)
+
+    async def status(self, path: Path) -> FileStatus | None:
+        """What is there, or what was seen there within 60 s."""
+
+        def act() -> FileStatus | None:
+            node, (when, seen) = self.at(path), self._seen.get(path, (0.0, None))
+            if seen is not None and self._threads.now() - when < self._OLD_SECS and self._rng.random() < 0.7:
+                self.old_answers += seen is not node
+                return _status(seen)
+            return _status(self._see(path, node))
+
+        return await self.run("status", path, ReadError, act)
+
+    async def exists(self, path: Path) -> bool:
+        """From :meth:`status`."""
+        return await self.status(path) is not None
+
+    async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
+        """Open, then read."""
+        file = await self.run("open", path, ReadError, lambda: self._file(path))
+        return await self.run("read_file", path, ReadError, lambda: self._content(file, path)[: max_bytes + 1])
+
+    async def read_end(self, path: Path, nbytes: int) -> bytes:
+        """Open, then read the end."""
+        file = await self.run("open", path, ReadError, lambda: self._file(path))
+        return await self.run("read_end", path, ReadError, lambda: self._content(file, path)[-nbytes:])
+
+    def _content(self, file: File, path: Path) -> bytes:
+        self.check_handle(file, path)
+        return bytes(file.data)
+
+    async def fresh_status(self, path: Path) -> FileStatus | None:
+        """What is there, as an open tells."""
+        return await self.run("fresh_status", path, ReadError, lambda: _status(self._see(path, self.at(path))))
+
+    def _see(self, path: Path, node: Node) -> Node:
+        self._seen[path] = self._threads.now(), node
+        return node
+
+
+def _status(node: Node) -> FileStatus | None:
+    return None if node is None else FileStatus(identity=(id(node), 0, 0), modified_unix=node.modified, mode=0o644)
+
+
+def _unname(node: Node) -> None:
+    """Note of each file below that it has no name any more."""
+    if isinstance(node, File):
+        node.is_removed = True
+    elif node is not None:
+        for name in node.listing():
+            _unname(node.now(name))
 
 
 class SimLock(RootLock):
@@ -443,6 +548,7 @@ class SimReadFile(ReadFile):
         """One range."""
 
         def act() -> int:
+            self._storage.check_handle(self._file, self.path)
             at = offset
             for view in views:
                 data = self._file.data[at : at + len(view)]

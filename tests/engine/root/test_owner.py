@@ -24,11 +24,20 @@ from saved_files import DATA_FILE
 from warm_python import WarmPython
 
 from aio_ckpt import SyncCheckpointEngine
-from aio_ckpt.commit.owner import Owner, clear_leftovers, decoded_owner, is_abandoned, owner_by_name, pending_path
+from aio_ckpt.commit.owner import (
+    Owner,
+    clear_leftovers,
+    decoded_owner,
+    encoded_owner,
+    is_abandoned,
+    owner_by_name,
+    pending_path,
+)
 from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import (
     ABANDONED_DIR,
+    CLAIM_FILE,
     CORRUPT_DIR,
     ENGINE_DIRS,
     LOCK_FILE,
@@ -279,6 +288,20 @@ async def test_what_cannot_be_cleared_is_logged_and_hides_nothing_else(
     assert await clear(storage, root) == [second.name]
     assert "could not be cleared" in caplog.text
     assert first.exists()
+
+
+def test_a_save_whose_directory_another_writer_has_cleared_tells_who_has_taken_over(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        ticket = engine.save(weights(1), step=1)
+        gate.wait_reached()
+        (pending,) = root.glob(f"{PENDING_DIR}/*")
+        (root / CLAIM_FILE).write_bytes(encoded_owner(changed(session="other", host="elsewhere")))
+        shutil.move(pending, root / TRASH_DIR)
+        gate.open()
+        with pytest.raises(RootError, match="on elsewhere has taken over as the writer"):
+            ticket.result(TIMEOUT)
+        assert not list(root.glob("step_*"))
 
 
 def test_leftovers_that_cannot_be_cleared_fail_no_save(root: Path) -> None:
