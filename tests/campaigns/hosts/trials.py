@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from tests.campaigns.hosts.cluster import EXPORTED, SHARED, Call, Host, calls_be
 _PORTS = itertools.count(29555)
 _STALE_SECS = 180.0
 _LEASE_SECS = 60.0
+_CUT_SECS = 40.0
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,29 @@ def a_killed_writer_is_followed(cluster: Cluster, root: Path) -> Measured:
     return Measured(good, f"{text}; steps {steps.value or steps.error}")
 
 
+def a_writer_that_is_cut_off_says_so_and_goes_on(cluster: Cluster, root: Path) -> Measured:
+    """A writer that does not reach the server for 40 s logs that within 60 s; what it called durable is there."""
+    begun, enough = _signal("begun"), _signal("enough")
+    writer = cluster.first.start(_save_and_listen, root, begun, enough)
+    _await(begun)
+    cluster.first.cut_off()
+    try:
+        time.sleep(_CUT_SECS)
+    finally:
+        cluster.first.connect()
+    time.sleep(_CUT_SECS)
+    enough.touch()
+    saved = writer.outcome(240.0)
+    steps = cluster.second.call(_verified_steps, root)
+    if saved.error or steps.error:
+        return Measured(False, saved.error or steps.error)
+    assert isinstance(saved.value, Saved)
+    last, lines = saved.value.durable[-1], saved.value.lines
+    good = bool(lines) and last in steps.value  # type: ignore[operator]
+    text = f"durable to step {last}, steps that verify {steps.value}; {saved.value.failures}; logged: {lines[:2]}"
+    return Measured(good, text)
+
+
 def a_paused_writer_is_fenced(cluster: Cluster, root: Path) -> Measured:
     """A writer that stood still while another one took over fails, and nothing of its save is visible.
 
@@ -258,6 +283,7 @@ TRIALS: tuple[Callable[[Cluster, Path], Measured], ...] = (
     second_writer_is_refused,
     second_writer_of_the_same_name_is_refused,
     a_killed_writer_is_followed,
+    a_writer_that_is_cut_off_says_so_and_goes_on,
     a_paused_writer_is_fenced,
     a_restarted_server_loses_nothing,
     a_full_server_is_reported,
@@ -308,6 +334,34 @@ def _save_until(root: Path, enough: Path, keep_last: int = 1) -> int:
             step += 1
             engine.save(state(step), step=step).result()
         return step
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a writer did."""
+
+    durable: list[int] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """Warnings in the log."""
+
+
+def _save_and_listen(root: Path, begun: Path, enough: Path) -> Saved:
+    saved, step = Saved(), 0
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: saved.lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("aio_ckpt").addHandler(handler)
+    with _engine(root, keep_last=3) as engine:
+        while not enough.exists():
+            step += 1
+            try:
+                engine.save(state(step), step=step).result()
+                saved.durable.append(step)
+            except AioCkptError as error:
+                saved.failures.append(f"step {step}: {type(error).__name__}: {error}"[:200])
+            if step == 2:
+                _stamp(begun)
+    return saved
 
 
 def _load_often(root: Path, count: int) -> tuple[int, list[str]]:
