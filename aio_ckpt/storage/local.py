@@ -336,8 +336,9 @@ async def names_in(storage: Storage, path: Path) -> list[str]:
     """Return the names in a directory, sorted; an empty list if the directory does not exist."""
     try:
         return await storage.list_dir(path)
-    except ReadError:
-        if await storage.exists(path):
+    except ReadError as error:
+        # It may be made in this moment, so that "not found" counts whatever a second look would tell.
+        if error.errno != errno.ENOENT and await storage.exists(path):
             raise
         return []
 
