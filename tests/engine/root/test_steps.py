@@ -29,7 +29,6 @@ from aio_ckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
-    ReadError,
     RootError,
     SaveCancelledError,
     StepOrderError,
@@ -530,11 +529,3 @@ def test_steps_written_before_step_dir_was_changed_are_still_found(engine: SyncC
 def test_the_name_of_a_step_gives_the_step_again(step: int, step_dir: str) -> None:
     names = StepNames(step_dir)
     assert names.step(names.name(step)) == step
-
-
-def test_a_root_that_is_made_while_its_steps_are_listed_has_none_yet(root: Path) -> None:
-    with gated_engine(root) as (engine, storage):
-        gone = ReadError(errno.ENOENT, os.strerror(errno.ENOENT), str(root))
-        storage.fail("list_dir", root.name, gone)  # and by the time of the next look it is there
-        root.mkdir(exist_ok=True)
-        assert engine.steps().result() == []

@@ -1157,3 +1157,21 @@ def test_a_lock_that_cannot_be_looked_at_is_a_root_error(tmp_path: Path, monkeyp
             lock.renew()
         assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / "lock"))
         lock.renew()
+
+
+async def test_a_directory_that_is_made_in_the_moment_in_which_it_is_listed_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader on another host looks for steps while the writer makes the root."""
+    executor, root, listdir = Executor("test", 1), tmp_path / "root", os.listdir
+
+    def list_then_make(path: Path) -> list[str]:
+        try:
+            return listdir(path)
+        finally:
+            root.mkdir(exist_ok=True)
+
+    monkeypatch.setattr(os, "listdir", list_then_make)
+    assert await storage.names_in(Storage(executor), root) == []
+    assert root.exists()
+    assert executor.close(TIMEOUT)
