@@ -151,6 +151,10 @@ async def _step_directories(
                     is_stale = True
                 else:
                     bare.append(CommittedCheckpoint(step=step, path=root / name))
+        if bare and not is_stale:
+            # A client of a shared file system looks into a directory of this name even after another host has renamed
+            # it to trash, for a minute. It asks the server for the names of the root.
+            is_stale = not {each.path.name for each in bare} <= {*await names_in(storage, root)}
         if not is_stale:
             break  # a step that vanished was deleted by a writer, so newer steps may not be in this listing
     check_any_readable(found, passed)
@@ -187,7 +191,7 @@ async def step_at(storage: Storage, path: Path, step: int) -> CommittedCheckpoin
         CheckpointNotFoundError: the directory is gone.
     """
     status = await storage.status(path / METADATA_FILE)
-    if status is None and not await storage.exists(path):
+    if status is None and path.name not in await names_in(storage, path.parent):  # see _step_directories
         raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: the directory does not exist", str(path))
     return CommittedCheckpoint(step=step, path=path, identity=() if status is None else status.identity)
 

@@ -63,7 +63,7 @@ class _WriterAndReader(_Host):
         super().__init__(seed, loop)
         self.loads = 0
         self._is_over = False
-        self._threads = SimThreads(loop, self.rng, 4, self.chances)
+        self._threads = SimThreads(loop, self.rng, 4, self.chances, mean_secs=self.rng.choice((0.01, 0.1)))
         self.seen = HostStorage(self._threads, self.rng, self.chances, self.disk, ROOT)
 
     async def train(self) -> None:

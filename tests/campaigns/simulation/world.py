@@ -105,12 +105,21 @@ class SimThreads(Executor):
     Work that has begun goes on when its await was cancelled, as that of a thread does.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, threads: int, chances: Chances) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        rng: random.Random,
+        threads: int,
+        chances: Chances,
+        *,
+        mean_secs: float = 0.01,
+    ) -> None:
         # Not the base class's: it would start threads.
         self._loop = loop
         self._rng = rng
         self._free = threads
         self._chances = chances
+        self._mean_secs = mean_secs
         self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
         self.has_hung = False
         self.paused_until = 0.0
@@ -153,7 +162,7 @@ class SimThreads(Executor):
         if draw < self._chances.hangs:
             self.has_hung = True
             return HANG_SECS
-        secs = self._rng.expovariate(100.0)
+        secs = self._rng.expovariate(1.0 / self._mean_secs)
         return secs * 100 if draw < self._chances.hangs + self._chances.slow else secs
 
     def _end(self, future: Future[Any], work: Callable[[], Any]) -> None:
@@ -200,6 +209,7 @@ class Directory:
 
     names: dict[str, list[Node]] = field(default_factory=dict)
     modified: float = 0.0
+    is_removed: bool = False
 
     def now(self, name: str) -> Node:
         """What the name means, or None."""
@@ -433,6 +443,22 @@ class HostStorage(SimStorage):
         self.old_answers = 0
         """Answers that were not true any more, and handles that were stale."""
 
+    def at(self, path: Path) -> Node:
+        """What is at ``path``, if the directories on the way are where this host has seen them."""
+        node: Node = self._top
+        place = self._root
+        for part in path.relative_to(self._root).parts:
+            place /= part
+            node = node.now(part) if isinstance(node, Directory) else None
+            when, seen = self._seen.get(place, (0.0, None))
+            is_kept = (
+                isinstance(seen, Directory) and not seen.is_removed and self._threads.now() - when < self._OLD_SECS
+            )
+            if is_kept and seen is not node and self._rng.random() < 0.7:
+                self.old_answers += 1
+                node = seen  # which was renamed
+        return node
+
     def check_handle(self, file: File, path: Path) -> None:
         """Refuse to read what another host has removed."""
         if file.is_removed:
@@ -450,6 +476,17 @@ class HostStorage(SimStorage):
             return _status(self._see(path, node))
 
         return await self.run("status", path, ReadError, act)
+
+    async def list_dir(self, path: Path) -> list[str]:
+        """The names now, as an open of the directory tells. What they name is seen, too."""
+
+        def act() -> list[str]:
+            names = sorted(self.directory(path).listing())
+            for name in names:
+                self._see(path / name, self.directory(path).now(name))
+            return names
+
+        return await self.run("list_dir", path, ReadError, act)
 
     async def exists(self, path: Path) -> bool:
         """From :meth:`status`."""
@@ -473,6 +510,19 @@ class HostStorage(SimStorage):
         """What is there, as an open tells."""
         return await self.run("fresh_status", path, ReadError, lambda: _status(self._see(path, self.at(path))))
 
+    def _move(self, src: Path, dst: Path, *, replaces: bool) -> None:
+        super()._move(src, dst, replaces=replaces)
+        self._forget(src)
+        self._forget(dst)
+
+    def _remove(self, path: Path) -> None:
+        super()._remove(path)
+        self._forget(path)
+
+    def _forget(self, path: Path) -> None:
+        """A host knows what it has changed itself."""
+        self._seen = {place: seen for place, seen in self._seen.items() if not place.is_relative_to(path)}
+
     def _see(self, path: Path, node: Node) -> Node:
         self._seen[path] = self._threads.now(), node
         return node
@@ -483,10 +533,11 @@ def _status(node: Node) -> FileStatus | None:
 
 
 def _unname(node: Node) -> None:
-    """Note of each file below that it has no name any more."""
-    if isinstance(node, File):
-        node.is_removed = True
-    elif node is not None:
+    """Note of all below that it has no name any more."""
+    if node is None:
+        return
+    node.is_removed = True
+    if isinstance(node, Directory):
         for name in node.listing():
             _unname(node.now(name))
 
