@@ -16,13 +16,15 @@ MAX_SECS = 1e9
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 """Start of a URL. One slash is enough, because ``pathlib`` merges those of ``Path("s3://bucket")``."""
 _COPIED_BY = {
-    "s3": "aws s3 sync",
-    "gs": "gcloud storage rsync",
+    "s3": "aio-ckpt cp",
+    "gs": "aio-ckpt cp",
+    "az": "aio-ckpt cp",
+    "abfss": "aio-ckpt cp",
     "hf": "hf download",
     "http": "curl",
     "https": "curl",
 }
-"""By scheme, a tool of the vendor that copies files."""
+"""By scheme, a command that copies files."""
 _REPR = reprlib.Repr()
 _REPR.maxother = 200
 
@@ -94,8 +96,8 @@ def local_name(text: str) -> str:
     if scheme != "file":
         tool = f" ({_COPIED_BY[scheme]})" if scheme in _COPIED_BY else ""
         raise ValueError(
-            f"a URL ({scheme}:), and only local file systems are supported: mount it and give the directory, or copy "
-            f"with the vendor's tool{tool}"
+            f"a URL ({scheme}:), and only local file systems are supported here: mount it and give the directory, or "
+            f"copy the files{tool}"
         )
     if not text[match.end() :].startswith("/"):
         raise ValueError("a file URL has two slashes before its host: give file:///absolute/path, as a str")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from aio_ckpt.checks import check_callback, check_flag, check_kind, check_path, shown
+from aio_ckpt.checks import check_callback, check_flag, check_kind, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.loader import load_report, read_report, selection
@@ -28,7 +28,8 @@ from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.objects import AnyStorage
+from aio_ckpt.storage.remote_path import check_place
 
 __all__ = ["load", "read"]
 
@@ -55,7 +56,8 @@ def load(
     Each rank loads by itself: the ranks do not agree whether all have loaded.
 
     Args:
-        path: directory of a checkpoint, of an engine or of stock ``dcp.save``; of a root, give one of its steps.
+        path: directory of a checkpoint, of an engine or of stock ``dcp.save``; of a root, give one of its steps. It may
+            be the URL of an object store (``s3://``, ``gs://``, ``az://``; needs ``aio-ckpt[remote]``).
         state: the template, as for :meth:`CheckpointEngine.load`.
         strict: refuse names of the checkpoint that the template lacks.
         allow_missing: leave template names that the checkpoint lacks as they are.
@@ -113,7 +115,8 @@ def read(
     It has the names of all ranks that saved, and of ``PerRank`` values those of this rank.
 
     Args:
-        path: directory of a checkpoint, of an engine or of stock ``dcp.save``; of a root, give one of its steps.
+        path: directory of a checkpoint, of an engine or of stock ``dcp.save``; of a root, give one of its steps. It may
+            be the URL of an object store (``s3://``, ``gs://``, ``az://``; needs ``aio-ckpt[remote]``).
         only: names of leaves, or of branches above them.
         skip_untrusted: put an :class:`UntrustedObject` in the place of objects that only running code reads.
         with_report: return a tuple of the state and a :class:`ReadReport`.
@@ -156,11 +159,11 @@ def _run(
     check_kind("config", config, EngineConfig)
     check_callback("progress", progress)
     settings = config or EngineConfig()
-    directory, given_up = check_path("path", path), Future[None]()
+    directory, given_up = check_place("path", path), Future[None]()
     portal = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", settings.workers + HOUSEKEEPING_THREADS)
 
     async def work() -> T:
-        storage = Storage(portal.executor, settings.direct_io)
+        storage = AnyStorage(portal.executor, settings.direct_io)
         ctx = ReadContext.of(settings, storage, portal.executor, rank=rank, world_size=world_size)
         found = await checkpoint_at(storage, directory, StepNames(settings.step_dir))
         async with metered(progress, portal.executor) as meter:

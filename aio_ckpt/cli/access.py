@@ -21,6 +21,7 @@ from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.objects import AnyStorage
 from aio_ckpt.storage.small_files import saves_in
 
 T = TypeVar("T")
@@ -29,12 +30,12 @@ _CLOSE_SECS = 5.0
 _HELD = (errno.EAGAIN, errno.EACCES, errno.EBUSY)
 
 
-def call(work: Callable[[Storage, Executor], Coroutine[Any, Any, T]], *, readers: int = 4) -> T:
+def call(work: Callable[[AnyStorage, Executor], Coroutine[Any, Any, T]], *, readers: int = 4) -> T:
     """Return the result of ``work``. It may be called inside of a running loop."""
     portal = Portal("aio_ckpt-cli", readers + _HOUSEKEEPING_THREADS)
     try:
         portal.start()
-        return portal.call(work, Storage(portal.executor), portal.executor, timeout=None)
+        return portal.call(work, AnyStorage(portal.executor), portal.executor, timeout=None)
     finally:
         portal.close(_CLOSE_SECS)
 

@@ -15,6 +15,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.names import ENGINE_DIR, StepNames
+from aio_ckpt.storage.remote_path import check_place, is_remote
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,23 +29,26 @@ class Directory(click.Path):
 
     name = "directory"
 
-    def __init__(self, *, must_exist: bool = True, of_a_file: str = "give a directory") -> None:
+    def __init__(
+        self, *, must_exist: bool = True, may_be_remote: bool = False, of_a_file: str = "give a directory"
+    ) -> None:
         """``of_a_file``: remedy if a file is given."""
         super().__init__(file_okay=False)
         self._must_exist, self._of_a_file = must_exist, of_a_file
+        self._check = check_place if may_be_remote else check_path
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return the path.
+        """Return the path. Whether a place in an object store exists shows when it is read.
 
         Raises:
-            MistypedPathError: it is a URL, a file, or does not exist.
+            MistypedPathError: it is a URL that is not taken here, a file, or does not exist.
         """
         del ctx
         try:
-            path = check_path(param.human_readable_name if param else "path", value)
+            path = self._check(param.human_readable_name if param else "path", value)
         except ConfigError as error:
             raise MistypedPathError(str(error)) from error
-        if path.is_dir():
+        if is_remote(path) or path.is_dir():
             return path
         if path.exists():
             raise MistypedPathError(f"{value}: is a file: {self._of_a_file}")
@@ -65,9 +69,13 @@ def _suggestion(path: Path) -> str:
 def check_root(path: Path, names: StepNames) -> Path:
     """Return ``path`` if it is a root: it holds a step, or the directory of an engine. Creates nothing.
 
+    A place in an object store is returned as it is.
+
     Raises:
         MistypedPathError: it is a checkpoint, is empty, or holds other things.
     """
+    if is_remote(path):
+        return path
     entries = os.listdir(path)
     if ENGINE_DIR in entries or any(names.step(name) is not None for name in entries):
         return path
@@ -80,7 +88,7 @@ def check_root(path: Path, names: StepNames) -> Path:
 
 
 def root_argument(command: F) -> F:
-    """Add the argument ROOT."""
+    """Add the argument ROOT, a directory of this host."""
     return click.argument("root", type=Directory())(command)
 
 

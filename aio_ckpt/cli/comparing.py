@@ -85,8 +85,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @click.command("diff", epilog="Example: aio-ckpt diff runs/a runs/b --values")
-@click.argument("a", type=Directory())
-@click.argument("b", type=Directory())
+@click.argument("a", type=Directory(may_be_remote=True))
+@click.argument("b", type=Directory(may_be_remote=True))
 @click.option("--values", is_flag=True, help="Read both, and show how far tensors of one name differ.")
 @step_dir_option
 @json_option

@@ -26,14 +26,16 @@ from aio_ckpt.errors import (
     StepOrderError,
     WriteError,
 )
-from aio_ckpt.format.checkpoint_files import METADATA_FILE
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, StepNames
 from aio_ckpt.reports import amount
+from aio_ckpt.storage.remote_path import RemotePath, is_remote
 
 if TYPE_CHECKING:
     from aio_ckpt.checkpoint.verify import Fault
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
+    from aio_ckpt.storage.objects import AnyStorage
 
 _READERS = 4
 _PART_BYTES = 64 << 20
@@ -53,8 +55,8 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @click.command("cp", epilog="Example: aio-ckpt cp runs/ckpt/step_000000100 /backup/ckpt")
-@click.argument("path", type=Directory())
-@click.argument("root", type=Directory(must_exist=False))
+@click.argument("path", type=Directory(may_be_remote=True))
+@click.argument("root", type=Directory(must_exist=False, may_be_remote=True))
 @click.option("--step", type=click.IntRange(0), help="Its step there, if neither manifest nor directory tells it.")
 @step_dir_option
 @json_option
@@ -62,11 +64,15 @@ def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as
     """Copy a checkpoint into another ROOT, and verify the copy.
 
     If PATH is a root, its newest checkpoint is copied. The copy becomes visible as a whole, once every
-    byte is durable and was read back. ROOT is made if its parent exists.
+    byte is durable and was read back. ROOT is made if its parent exists. One of both may be
+    in an object store: s3://BUCKET/RUN, gs://..., az://...
     """
     from aio_ckpt.cli.access import call, use_newest
 
-    if not root.exists():
+    if is_remote(root):
+        if is_remote(path):
+            raise MistypedPathError(f"{root}: both are in an object store: copy to a disk first, and from there")
+    elif not root.exists():
         if not root.parent.is_dir():
             raise MistypedPathError(f"{root}: {root.parent} does not exist either: make it first")
     elif os.listdir(root):
@@ -74,9 +80,10 @@ def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as
     screen = Screen(as_json=as_json)
     with bytes_progress(screen, "copy and verify") as on_progress:
 
-        async def work(storage: Storage, executor: Executor) -> Copied:
+        async def work(storage: AnyStorage, executor: Executor) -> Copied:
             async def copy(newest: Path) -> Copied:
-                return await _copy(storage, executor, newest, root, names, step=step, on_progress=on_progress)
+                copied = _copy_to_store if is_remote(root) else _copy
+                return await copied(storage, executor, newest, root, names, step=step, on_progress=on_progress)
 
             return await use_newest(storage, path, names, copy)
 
@@ -90,7 +97,7 @@ def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as
 
 
 async def _copy(
-    storage: Storage,
+    storage: AnyStorage,
     executor: Executor,
     source: Path,
     root: Path,
@@ -122,7 +129,7 @@ async def _copy(
     from aio_ckpt.storage.paths import make_dirs
 
     number = await _step_of(storage, source, names, step)
-    files = await run_blocking(executor, copied_files, source)
+    files = await copied_files(storage, executor, source)
     total, done = 2 * sum(files.values()), 0
 
     def advance(more: int) -> None:
@@ -143,7 +150,10 @@ async def _copy(
             await storage.make_dir(pending)
             try:
                 for name in files:
-                    await run_blocking(executor, _copy_file, source / name, pending / name, advance)
+                    if isinstance(source, RemotePath):
+                        await storage.store_of(source).get_file(source / name, pending / name, advance)
+                    else:
+                        await run_blocking(executor, _copy_file, source / name, pending / name, advance)
                 await run_blocking(executor, _sync_dirs, pending)
                 faults = await verify_checkpoint(
                     storage, pending, step=number, executor=executor, readers=_READERS, on_progress=advance
@@ -158,6 +168,71 @@ async def _copy(
     except BaseException:
         if is_new:
             _remove_if_empty(storage, root)
+        raise
+    on_progress(total, total)
+    return Copied(step=number, source=str(source), path=str(final), nbytes=sum(files.values()))
+
+
+async def _copy_to_store(
+    storage: AnyStorage,
+    executor: Executor,
+    source: Path,
+    root: Path,
+    names: StepNames,
+    *,
+    step: int | None,
+    on_progress: OnProgress,
+) -> Copied:
+    """Do :func:`_copy` into an object store. Root manifest and ``.metadata`` are put last, once all else was read back.
+
+    Raises:
+        CheckpointExistsError: ``root`` holds the step, or another copy was faster.
+        StepOrderError, CorruptCheckpointError, WriteError, ReadError: see :func:`_copy`.
+    """
+    import anyio
+
+    from aio_ckpt.checkpoint.verify import verify_checkpoint
+    from aio_ckpt.storage.objects import Unpublished
+
+    assert isinstance(root, RemotePath)
+    store = storage.store_of(root)
+    number = await _step_of(storage, source, names, step)
+    files = await copied_files(storage, executor, source)
+    total, done = 2 * sum(files.values()), 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done = min(done + more, total)
+        on_progress(done, total)
+
+    await _check_free(storage, root, names, number)
+    final = root / names.name(number)
+    last = [*filter(save_of_root_manifest, files), METADATA_FILE]
+    small = {name: await storage.read_file(source / name, max_bytes=files.get(name, 0)) for name in last}
+    others = [name for name in files if name not in small]
+    try:
+        for name in others:
+            await store.put_file(source / name, final / name, advance)
+        unpublished = Unpublished(store, {final / name: data for name, data in small.items()})
+        faults = await verify_checkpoint(
+            unpublished, final, step=number, executor=executor, readers=_READERS, on_progress=advance
+        )
+        _check_none(faults, source)
+        try:
+            for name, data in small.items():
+                if name == METADATA_FILE or not await store.exists(final / name):
+                    await store.write_file(final / name, data)
+        except WriteError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            raise CheckpointExistsError(f"{final}: another copy of step {number} was faster") from error
+    except CheckpointExistsError:
+        raise  # what was put is what the other copy has put, too
+    except BaseException:
+        with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
+            if not await store.exists(final / METADATA_FILE):  # the answer to the last call may be lost
+                for name in (*others, *small):
+                    await store.remove_file(final / name)
         raise
     on_progress(total, total)
     return Copied(step=number, source=str(source), path=str(final), nbytes=sum(files.values()))
@@ -206,13 +281,23 @@ async def _check_free(storage: Storage, root: Path, names: StepNames, step: int)
             raise CheckpointExistsError(f"{found.path}: step {step} is there already: delete it, or copy elsewhere")
 
 
-def copied_files(source: Path) -> dict[str, int]:
+async def copied_files(storage: AnyStorage, executor: Executor, source: Path) -> dict[str, int]:
     """Return name and length of each file below ``source``, but of those that a save under way there has made.
 
     Raises:
         ReadError: a directory cannot be listed, or a file cannot be looked at.
         WriteError: a symbolic link, a device, a pipe or a socket lies there; names it.
     """
+    from aio_ckpt.runtime.portal import run_blocking
+
+    if isinstance(source, RemotePath):
+        found = await storage.store_of(source).all_lengths(source)
+    else:
+        found = await run_blocking(executor, _files_below, source)
+    return {name: nbytes for name, nbytes in found.items() if not _is_of_save(name)}
+
+
+def _files_below(source: Path) -> dict[str, int]:
     from aio_ckpt.storage.data_file import translate_errors
 
     def fail(error: OSError) -> None:
@@ -230,7 +315,7 @@ def copied_files(source: Path) -> dict[str, int]:
                     what = "a symbolic link" if path.is_symlink() else "no regular file"
                     remedy = "cp copies files alone, so that a copy needs nothing beside it: replace it by its file"
                     raise WriteError(errno.EINVAL, f"is {what}, and {remedy}, or move it away", str(path))
-    return {name: nbytes for name, nbytes in found.items() if not _is_of_save(name)}
+    return found
 
 
 def _is_of_save(name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
+from aio_ckpt.cli.arguments import Directory, check_root, json_option, root_argument, step_dir_option
 from aio_ckpt.cli.console import (
     Cells,
     Screen,
@@ -26,6 +26,7 @@ from aio_ckpt.errors import ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR, StepNames
 from aio_ckpt.reports import amount
+from aio_ckpt.storage.remote_path import is_remote
 
 if TYPE_CHECKING:
     from aio_ckpt.cli.root_table import RootRow, RootTable
@@ -51,7 +52,7 @@ def best_rule(_: click.Context, __: click.Parameter, value: str | None) -> KeepB
 
 
 @click.command("ls", epilog="Example: aio-ckpt ls runs/ckpt --best accuracy:max")
-@root_argument
+@click.argument("root", type=Directory(may_be_remote=True))
 @click.option(
     "--best",
     "rule",
@@ -111,7 +112,7 @@ def advice(root: Path, names: StepNames, damaged: Sequence[Path], good: Sequence
         good: steps that are not damaged; None if nobody looked.
     """
     found = {path: step for path in damaged if (step := names.step(path.name)) is not None}
-    if not found:
+    if not found or is_remote(root):  # no command of ours deletes there
         return ""
     committed = [names.step(name) for name in os.listdir(root) if (root / name / METADATA_FILE).exists()]
     newest = max((step for step in committed if step is not None), default=-1)

@@ -26,7 +26,6 @@ from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, StepNames
 from aio_ckpt.format.root_manifest import FileEntry, RootManifest, data_file_of
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.data_file import open_regular_file
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import read_root
 
@@ -159,13 +158,13 @@ async def _row(
 async def _row_now(
     storage: Storage, executor: Executor, found: CommittedCheckpoint, *, is_protected: bool
 ) -> RootRow | None:
-    lengths = await run_blocking(executor, file_lengths, found.path)
+    lengths = await storage.lengths(found.path)
     root: RootManifest | None = None
     fault, is_damaged = None, False
     try:
         root = await read_root(storage, found.path)
         if root is not None:
-            await run_blocking(executor, check_files, found.path, root, found.step, lengths)
+            await check_files(storage, found.path, root, found.step, lengths)
         elif not await storage.exists(found.path):
             return None
         else:
@@ -209,7 +208,7 @@ async def _plain_fault(storage: Storage, executor: Executor, path: Path, lengths
     for name, nbytes in sorted(needed.items()):
         there = lengths.get(name)
         if there is None:  # below a directory, or a link
-            there = await run_blocking(executor, _length, path / name)
+            there = await _length(storage, path / name)
         if there is None:
             return f"{name}: missing, although {METADATA_FILE} names it"
         if there < nbytes:
@@ -217,11 +216,15 @@ async def _plain_fault(storage: Storage, executor: Executor, path: Path, lengths
     return ""
 
 
-def _length(path: Path) -> int | None:
+async def _length(storage: Storage, path: Path) -> int | None:
     try:
-        return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
+        file = await storage.open_data_file(path)
+    except ReadError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
         return None
+    await file.close()
+    return file.nbytes
 
 
 # -- marks ------------------------------------------------------------------------------------------
@@ -334,31 +337,25 @@ def _tree_bytes(path: str | Path) -> int:
 # What it finds is damage. What it does not find may still be damaged: only ``verify`` reads every byte.
 
 
-def file_lengths(directory: Path) -> dict[str, int]:
-    """Return the length of each regular file in ``directory``, in bytes."""
-    with os.scandir(directory) as entries:
-        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
-
-
-def check_files(path: Path, root: RootManifest, step: int, lengths: Mapping[str, int]) -> None:
+async def check_files(storage: Storage, path: Path, root: RootManifest, step: int, lengths: Mapping[str, int]) -> None:
     """Check the files of the checkpoint at ``path`` against its root manifest and its rank manifests.
 
     Args:
         step: step in the name of the directory.
-        lengths: from :func:`file_lengths`.
+        lengths: from :meth:`Storage.lengths`.
 
     Raises:
         CorruptCheckpointError: a file is missing, has another length, or a manifest has another CRC32; names the file.
         FormatVersionError: a newer version wrote a rank's manifest.
-        OSError: a file cannot be read.
+        ReadError: a file cannot be read.
     """
     if root.step != step:
         raise MismatchError(
             f"{root_manifest_name(root.save_id)}: holds step {root.step}: the directory was renamed or swapped"
         )
-    _read(path, root.metadata, lengths)
+    await _read(storage, path, root.metadata, lengths)
     for entry in root.ranks:
-        file = data_file_of(_read(path, entry, lengths), name=entry.name)
+        file = data_file_of(await _read(storage, path, entry, lengths), name=entry.name)
         if file is not None:
             _check_length(file, lengths)
 
@@ -372,10 +369,9 @@ def _check_length(entry: FileEntry, lengths: Mapping[str, int]) -> None:
         raise MismatchError(f"{entry.name}: {nbytes} bytes long, {entry.nbytes} were written")
 
 
-def _read(path: Path, entry: FileEntry, lengths: Mapping[str, int]) -> bytes:
+async def _read(storage: Storage, path: Path, entry: FileEntry, lengths: Mapping[str, int]) -> bytes:
     _check_length(entry, lengths)
-    with open(open_regular_file(path / entry.name), "rb") as file:
-        data = file.read(entry.nbytes + 1)
+    data = await storage.read_file(path / entry.name, max_bytes=entry.nbytes)
     if not entry.vouches_for(data):
         raise MismatchError(f"{entry.name}: does not match its CRC32 in the root manifest")
     return data

@@ -14,7 +14,7 @@ from aio_ckpt.cli.arguments import Directory, json_option, step_dir_option
 from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, printable
 from aio_ckpt.cli.listing import advice
 from aio_ckpt.config import MAX_WORKERS
-from aio_ckpt.errors import AioCkptError
+from aio_ckpt.errors import AioCkptError, ReadError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.reports import amount
 
@@ -39,7 +39,7 @@ class _Verified(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @click.command("verify", epilog="Example: aio-ckpt verify runs/ckpt --workers 8")
-@click.argument("path", type=Directory())
+@click.argument("path", type=Directory(may_be_remote=True))
 @click.option(
     "--workers", type=click.IntRange(1, MAX_WORKERS), default=4, show_default=True, help="Reads in flight at once."
 )
@@ -51,8 +51,6 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
     Exit code 1 if any byte is not as it was written.
     """
     from aio_ckpt.cli.access import call, locate
-    from aio_ckpt.cli.root_table import file_lengths
-    from aio_ckpt.runtime.portal import run_blocking
 
     screen = Screen(as_json=as_json)
     results: list[_Verified] = []
@@ -62,8 +60,8 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
         sizes: list[int] = []
         for checkpoint in found:
             try:
-                sizes.append(sum((await run_blocking(executor, file_lengths, checkpoint)).values()))
-            except (FileNotFoundError, PermissionError):  # deleted since it was listed, or to be reported by verify
+                sizes.append(sum((await storage.lengths(checkpoint)).values()))
+            except ReadError:  # deleted since it was listed, or to be reported by verify
                 sizes.append(0)
         total, done = sum(sizes), 0
         for checkpoint, nbytes in zip(found, sizes, strict=True):

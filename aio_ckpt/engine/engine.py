@@ -61,6 +61,7 @@ from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, P
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.objects import AnyStorage
 from aio_ckpt.ticket import Milestone, PendingCall, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
 
@@ -130,7 +131,7 @@ class BaseEngine:
             root=root,
             names=StepNames(config.step_dir),
             owner=owner,
-            storage=storage or Storage(executor, config.direct_io),
+            storage=storage or AnyStorage(executor, config.direct_io),
             members=members,
             executor=executor,
             config=config,

@@ -32,6 +32,7 @@ from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.snapshot.save_progress import CapturedRun, StallTimer
+from aio_ckpt.storage.remote_path import is_remote
 from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.write.part import Part
 
@@ -42,7 +43,12 @@ def sent_target(target: Target, root: Path) -> int | str:
 
 
 def sent_path(path: Path, root: Path) -> str:
-    """Return a path as the ranks send it to each other: from the root, which hosts may mount at different places."""
+    """Return a path as the ranks send it to each other: from the root, which hosts may mount at different places.
+
+    A place in an object store has one name on all hosts.
+    """
+    if is_remote(path):
+        return str(path)
     return os.path.join("ROOT", os.path.relpath(path, root))
 
 

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import anyio
 
-from aio_ckpt.checks import check_path, shown
+from aio_ckpt.checks import shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number
@@ -40,6 +40,7 @@ from aio_ckpt.restore.load import LoadOutcome, Matched, match_checkpoint
 from aio_ckpt.restore.load_progress import Meter, metered
 from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
+from aio_ckpt.storage.remote_path import check_place
 from aio_ckpt.ticket import PendingCall
 
 BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]
@@ -219,7 +220,7 @@ def wanted_checkpoint(step: object, path: object) -> Wanted:
         return Wanted(step=None if step is None else check_step_number(step))
     if step is not None:
         raise ConfigError(f"step={shown(step)} and path={shown(path)} each name a checkpoint: give one of them")
-    return Wanted(path=check_path("path", path))
+    return Wanted(path=check_place("path", path))
 
 
 def selection(only: Any) -> list[str] | None:

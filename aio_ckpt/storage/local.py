@@ -138,6 +138,10 @@ class Storage:
         """Return the names in ``path``, sorted."""
         return sorted(await self._run(ReadError, path, found_afresh, os.listdir, path))
 
+    def lengths(self, path: Path) -> Coro[dict[str, int]]:
+        """Return the length in bytes of each regular file in a directory, by its name. Links are left out."""
+        return self._run(ReadError, path, _lengths, path)
+
     async def exists(self, path: Path) -> bool:
         """Return whether ``path`` exists. Links are followed. Only "not found" counts as False; other errors raise."""
         return await self.status(path) is not None
@@ -235,6 +239,11 @@ def _read_end(path: Path, nbytes: int) -> bytes:
     with open(found_afresh(open_regular_file, path), "rb", buffering=0) as file:
         file.seek(max(os.fstat(file.fileno()).st_size - nbytes, 0))
         return file.read(nbytes)
+
+
+def _lengths(directory: Path) -> dict[str, int]:
+    with os.scandir(directory) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
 
 
 def _status(path: Path) -> FileStatus | None:

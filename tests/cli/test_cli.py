@@ -443,6 +443,6 @@ def test_a_file_url_is_taken_and_another_url_refused_by_name(root, capsys, comma
     code, out, _ = called(capsys, command, root.as_uri())
     assert code == 0
     assert "step" in out or "rescue" in out
-    code, _, err = called(capsys, command, "s3://bucket/x")
+    code, _, err = called(capsys, command, "hf://bucket/x")
     assert code != 0
-    assert "'s3://bucket/x': a URL (s3:), and only local file systems are supported" in err
+    assert "'hf://bucket/x': a URL (hf:), and only local file systems are supported" in err

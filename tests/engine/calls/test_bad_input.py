@@ -283,13 +283,25 @@ def test_a_url_is_refused_as_a_root_and_as_a_checkpoint(
     for opens in (CheckpointEngine, SyncCheckpointEngine, Writer, Reader):
         with pytest.raises(RootError, match=remedy):
             opens(url)
-    with pytest.raises(ConfigError, match=remedy):
-        aio_ckpt.read(url)
-    with SyncCheckpointEngine("root") as engine:
-        for use in (lambda: engine.load({}, path=url), lambda: engine.read(path=url)):
-            with pytest.raises(ConfigError, match=remedy):
-                use()
+    with SyncCheckpointEngine("root") as engine, pytest.raises(ConfigError, match=remedy):
+        engine.save({"w": torch.ones(2)}, path=url)
     assert not Path("s3:").exists()
+
+
+@pytest.mark.parametrize("url", ["hf://org/x", "https://host/x"])
+def test_a_url_of_no_object_store_is_refused_as_a_checkpoint(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with SyncCheckpointEngine("root") as engine:
+        for use in (
+            lambda: engine.load({}, path=url),
+            lambda: engine.read(path=url),
+            lambda: aio_ckpt.read(url),
+            lambda: aio_ckpt.load(url, {}),
+        ):
+            with pytest.raises(ConfigError, match=r"a URL \(\w+:\), and only local file systems"):
+                use()
 
 
 async def test_a_file_url_is_taken_as_a_root_and_as_a_checkpoint(tmp_path: Path) -> None:

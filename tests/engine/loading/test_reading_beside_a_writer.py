@@ -262,7 +262,7 @@ def called(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object], at: i
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(access, "Storage", make)
+        patch.setattr(access, "AnyStorage", make)
         code = cli.run([str(argument) for argument in arguments])
     disturbed.reached = sum(storage.count for storage in made) >= at  # type: ignore[attr-defined]
     return code

@@ -1,0 +1,391 @@
+"""Object stores: the calls of :class:`~aio_ckpt.storage.local.Storage` that read, and those that make an object.
+
+Every call is one of obstore's *blocking* calls, in a thread of the engine. (Its async calls abort the interpreter at
+exit: a thread of its runtime wakes while the interpreter is finalized.) A store has no directories: a directory exists
+while it holds an object. An object is durable once the call that put it has returned.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
+
+from aio_ckpt.config import DirectIO
+from aio_ckpt.errors import AioCkptError, ConfigError, MismatchError, ReadError, RootError, WriteError
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.data_file import DataFile, ReadFile, translate_errors
+from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.durability import sync_file
+from aio_ckpt.storage.local import Coro, FileStatus, Storage
+from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.remote_path import RemotePath
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+_MODE = 0o644
+_QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s)\"']*")
+"""URL with a query, which may hold a signature."""
+_ANSWER = re.compile(
+    r"status code: (?P<status>\d+ [^:]*):.*<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>",
+    re.DOTALL,
+)
+_PART_BYTES, _PARTS, _UPLOADS = 16 << 20, 9_000, 4
+"""Least bytes of a part of an object, most parts (a store takes 10,000), and parts that are sent at once."""
+_CODES = {
+    "NotFoundError": errno.ENOENT,
+    "FileNotFoundError": errno.ENOENT,
+    "AlreadyExistsError": errno.EEXIST,
+    "PreconditionError": errno.ESTALE,
+    "PermissionDeniedError": errno.EACCES,
+    "UnauthenticatedError": errno.EACCES,
+    "NotSupportedError": errno.EOPNOTSUPP,
+}
+"""By name of an error of obstore, the code of the error that is raised."""
+
+
+def open_store(place: RemotePath) -> Any:
+    """Return the store of a bucket. Its credentials, its region and its endpoint come from the environment.
+
+    Raises:
+        ConfigError: obstore is missing, or refuses the URL.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as error:
+        raise ConfigError(f"{place}: object stores need obstore: pip install 'aio-ckpt[remote]'") from error
+    try:
+        return from_url(place.bucket_url)
+    except (BaseError, OSError, ValueError) as error:
+        raise ConfigError(f"{place}: {_text(error)}") from error
+
+
+class ObjectStorage(Storage):
+    """Objects of one bucket, by the paths of :class:`~aio_ckpt.storage.remote_path.RemotePath`.
+
+    A path is the same object on every host, and the store's answers are never old.
+    """
+
+    def __init__(self, executor: Executor, store: Any) -> None:
+        """``store`` is any store of obstore."""
+        super().__init__(executor)
+        self._store = store
+
+    async def _run(self, kind: type[WriteError | ReadError], path: Path, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        return await super()._run(kind, path, _raising_os_errors, path, fn, *args)
+
+    def read_file(self, path: Path, *, max_bytes: int) -> Coro[bytes]:
+        """Get a whole object."""
+        return self._run(ReadError, path, self._get, path, max_bytes)
+
+    def _get(self, path: Path, max_bytes: int) -> bytes:
+        import obstore
+
+        found = obstore.get(self._store, _key(path))
+        if found.meta["size"] > max_bytes:
+            raise MismatchError(f"{path}: {found.meta['size']} bytes long, at most {max_bytes} are expected")
+        return bytes(found.bytes())
+
+    def read_end(self, path: Path, nbytes: int) -> Coro[bytes]:
+        """Get the end of an object."""
+        return self._run(ReadError, path, self._get_end, path, nbytes)
+
+    def _get_end(self, path: Path, nbytes: int) -> bytes:
+        import obstore
+
+        length = obstore.head(self._store, _key(path))["size"]
+        if not length or not nbytes:
+            return b""
+        found = obstore.get(self._store, _key(path), options={"range": (max(length - nbytes, 0), length)})
+        return bytes(found.bytes())
+
+    async def list_dir(self, path: Path) -> list[str]:
+        """List what lies directly below a prefix. If nothing does, the directory does not exist."""
+        return await self._run(ReadError, path, self._names, path)
+
+    def _names(self, path: Path) -> list[str]:
+        import obstore
+
+        found = obstore.list_with_delimiter(self._store, _key(path) or None)
+        keys = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+        if not keys and _key(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return sorted(key.rpartition("/")[2] for key in keys)
+
+    def lengths(self, path: Path) -> Coro[dict[str, int]]:
+        """Return the length in bytes of each object directly below a prefix, by its name."""
+        return self._run(ReadError, path, self._lengths, path)
+
+    def _lengths(self, path: Path) -> dict[str, int]:
+        import obstore
+
+        found = obstore.list_with_delimiter(self._store, _key(path) or None)
+        return {each["path"].rpartition("/")[2]: each["size"] for each in found["objects"]}
+
+    def status(self, path: Path) -> Coro[FileStatus | None]:
+        """Return the status of an object, or of a directory that holds one; None if there is neither."""
+        return self._run(ReadError, path, self._status, path)
+
+    def fresh_status(self, path: Path) -> Coro[FileStatus | None]:
+        """Return :meth:`status`: no answer is old."""
+        return self.status(path)
+
+    def _status(self, path: Path) -> FileStatus | None:
+        import obstore
+
+        try:
+            found = obstore.head(self._store, _key(path))
+        except FileNotFoundError:
+            listed = obstore.list_with_delimiter(self._store, _key(path))
+            is_directory = bool(listed["common_prefixes"] or listed["objects"])
+            return FileStatus(identity=(0, 0, 0), modified_unix=0.0, mode=_MODE) if is_directory else None
+        modified_unix = found["last_modified"].timestamp()
+        tag = zlib.crc32((found["e_tag"] or "").encode())
+        return FileStatus(
+            identity=(tag, found["size"], int(modified_unix * 1e9)), modified_unix=modified_unix, mode=_MODE
+        )
+
+    async def is_link(self, path: Path) -> bool:
+        """Return False: a store has no links."""
+        del path
+        return False
+
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
+        """Look at an object, whose ranges are then read. ``page_cache`` counts for disks."""
+        del page_cache
+        nbytes, tag = await self._run(ReadError, path, self._head, path)
+        return _ObjectFile(self, path, nbytes, tag)
+
+    def _head(self, path: Path) -> tuple[int, str | None]:
+        import obstore
+
+        found = obstore.head(self._store, _key(path))
+        return found["size"], found["e_tag"]
+
+    def read_range(self, path: Path, tag: str | None, offset: int, views: list[memoryview]) -> int:
+        """Fill ``views`` from ``offset`` of an object, and return the number of bytes. Blocks.
+
+        Raises:
+            OSError: ESTALE if the object is not the one of the ETag ``tag`` any more.
+        """
+        import obstore
+
+        end = offset + sum(view.nbytes for view in views)
+        options: Any = {"range": (offset, end)} | ({} if tag is None else {"if_match": tag})
+        data = memoryview(obstore.get(self._store, _key(path), options=options).bytes())
+        rest = data
+        for view in views:
+            view[: min(view.nbytes, rest.nbytes)] = rest[: view.nbytes]
+            rest = rest[view.nbytes :]
+        return data.nbytes
+
+    # -- changes ----------------------------------------------------------------------------------------
+
+    def write_file(self, path: Path, *parts: bytes) -> Coro[None]:
+        """Put an object, which must not exist."""
+        return self._run(WriteError, path, self._put, path, b"".join(parts))
+
+    def _put(self, path: Path, data: bytes) -> None:
+        import obstore
+
+        obstore.put(self._store, _key(path), data, mode="create")
+
+    def put_file(self, source: Path, path: Path, advance: Callable[[int], None]) -> Coro[None]:
+        """Put a file of this host, or replace an object by it. ``advance`` is called with the bytes read since."""
+        return self._run(WriteError, path, self._put_file, source, path, advance)
+
+    def _put_file(self, source: Path, path: Path, advance: Callable[[int], None]) -> None:
+        import obstore
+
+        with source.open("rb", buffering=0) as file:
+            part_bytes = max(_PART_BYTES, -(-os.fstat(file.fileno()).st_size // _PARTS))
+
+            def parts() -> Iterator[bytes]:
+                while data := file.read(part_bytes):
+                    yield data
+                    advance(len(data))
+
+            obstore.put(self._store, _key(path), parts(), chunk_size=part_bytes, max_concurrency=_UPLOADS)
+
+    def all_lengths(self, path: Path) -> Coro[dict[str, int]]:
+        """Return the length in bytes of each object below a prefix, at whatever depth, by its name below it."""
+        return self._run(ReadError, path, self._all_lengths, path)
+
+    def _all_lengths(self, path: Path) -> dict[str, int]:
+        import obstore
+
+        begin = len(_key(path)) + 1
+        listed = (each for batch in obstore.list(self._store, _key(path)) for each in batch)
+        return {each["path"][begin:]: each["size"] for each in listed}
+
+    def get_file(self, path: Path, target: Path, advance: Callable[[int], None]) -> Coro[None]:
+        """Get an object as a new file of this host, durably. ``advance`` is called with the bytes written since."""
+        return self._run(ReadError, path, self._get_file, path, target, advance)
+
+    def _get_file(self, path: Path, target: Path, advance: Callable[[int], None]) -> None:
+        import obstore
+
+        found = obstore.get(self._store, _key(path))
+        with translate_errors(WriteError, target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("xb") as file:
+                for part in found.stream(_PART_BYTES):
+                    file.write(part)
+                    advance(memoryview(part).nbytes)
+                file.flush()
+                sync_file(file.fileno())
+
+    def remove_file(self, path: Path) -> Coro[None]:
+        """Delete an object. Do nothing if it does not exist."""
+        return self._run(WriteError, path, self._delete, [path])
+
+    def _delete(self, paths: list[Path]) -> None:
+        import obstore
+
+        obstore.delete(self._store, [_key(path) for path in paths])
+
+    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
+        """Do nothing: a directory exists while it holds an object."""
+        del path, parents
+
+    async def sync_dir(self, path: Path) -> None:
+        """Do nothing: an object is durable once it is put."""
+        del path
+
+    def lock(self, path: Path) -> RootLock:
+        """Refuse: a store has no locks."""
+        raise RootError(errno.EOPNOTSUPP, _NO_ROOT, str(path))
+
+    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
+        """Refuse, as no engine saves here."""
+        del nbytes
+        raise WriteError(errno.EOPNOTSUPP, _NO_ROOT, str(path))
+
+
+_NO_ROOT = "an engine does not save into an object store: save to a disk, and copy steps by `aio-ckpt cp STEP URL`"
+
+
+class Unpublished(Storage):
+    """A checkpoint in a store of which some files are not put yet: they are read from memory, all others from there."""
+
+    def __init__(self, store: ObjectStorage, files: Mapping[Path, bytes]) -> None:
+        """``files``: what is to be put, by its place."""
+        super().__init__(store._executor)
+        self._inner = store
+        self._files = files
+
+    async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
+        return self._files[path] if path in self._files else await self._inner.read_file(path, max_bytes=max_bytes)
+
+    async def read_end(self, path: Path, nbytes: int) -> bytes:
+        return self._files[path][-nbytes:] if path in self._files else await self._inner.read_end(path, nbytes)
+
+    async def list_dir(self, path: Path) -> list[str]:
+        return await self._inner.list_dir(path)
+
+    async def status(self, path: Path) -> FileStatus | None:
+        return await self._inner.status(path.parent if path in self._files else path)
+
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
+        return await self._inner.open_data_file(path, page_cache=page_cache)
+
+
+class _ObjectFile(ReadFile):
+    """Object whose ranges several tasks read at once."""
+
+    def __init__(self, storage: ObjectStorage, path: Path, nbytes: int, tag: str | None) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.is_direct = False
+        self._storage = storage
+        self._tag = tag
+
+    async def read_into(self, offset: int, *views: memoryview) -> int:
+        left = [view.cast("B") for view in views if view.nbytes]
+        if not left or offset >= self.nbytes:
+            return 0
+        return await self._storage._run(
+            ReadError, self.path, self._storage.read_range, self.path, self._tag, offset, left
+        )
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class AnyStorage(Storage):
+    """The file systems of this host, and each object store that a path names. It reads in both, and changes disks."""
+
+    def __init__(self, executor: Executor, direct_io: DirectIO = "auto") -> None:
+        super().__init__(executor, direct_io)
+        self._disks = Storage(executor, direct_io)
+        self._stores: dict[str, ObjectStorage] = {}
+
+    def store_of(self, place: RemotePath) -> ObjectStorage:
+        """Return the storage of a bucket, which is opened at its first use.
+
+        Raises:
+            ConfigError: see :func:`open_store`.
+        """
+        if place.bucket_url not in self._stores:
+            self._stores[place.bucket_url] = ObjectStorage(self._executor, open_store(place))
+        return self._stores[place.bucket_url]
+
+    def _at(self, path: Path) -> Storage:
+        return self.store_of(path) if isinstance(path, RemotePath) else self._disks
+
+    def read_file(self, path: Path, *, max_bytes: int) -> Coro[bytes]:
+        return self._at(path).read_file(path, max_bytes=max_bytes)
+
+    def read_end(self, path: Path, nbytes: int) -> Coro[bytes]:
+        return self._at(path).read_end(path, nbytes)
+
+    async def list_dir(self, path: Path) -> list[str]:
+        return await self._at(path).list_dir(path)
+
+    def lengths(self, path: Path) -> Coro[dict[str, int]]:
+        return self._at(path).lengths(path)
+
+    def status(self, path: Path) -> Coro[FileStatus | None]:
+        return self._at(path).status(path)
+
+    def fresh_status(self, path: Path) -> Coro[FileStatus | None]:
+        return self._at(path).fresh_status(path)
+
+    async def is_link(self, path: Path) -> bool:
+        return await self._at(path).is_link(path)
+
+    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
+        return await self._at(path).open_data_file(path, page_cache=page_cache)
+
+
+def _key(path: Path) -> str:
+    assert isinstance(path, RemotePath), f"{path!s} is on a disk"
+    return path.key
+
+
+def _raising_os_errors(path: Path, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Return ``fn(*args)``. Raise an error of obstore as OSError, without the query of any URL."""
+    try:
+        return fn(*args)
+    except (AioCkptError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        code = _CODES.get(type(error).__name__)
+        if code is None:
+            raise OSError(errno.EIO, _text(error), str(path)) from None
+        raise OSError(code, os.strerror(code), str(path)) from None
+
+
+def _text(error: Exception) -> str:
+    """Return what an error of obstore tells a user: what the server answered, else its first line."""
+    text = str(error).strip()
+    if answer := _ANSWER.search(text):
+        return f"the server answered {answer['status']}: {answer['message']} ({answer['code']})"
+    return _QUERY.sub(r"\1", text.splitlines()[0]) if text else type(error).__name__

@@ -1,0 +1,89 @@
+"""Places in an object store, as paths: ``s3://bucket/run/step_000000100``."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PosixPath
+from typing import NoReturn
+
+from aio_ckpt.checks import check_path
+from aio_ckpt.errors import ConfigError
+
+SCHEMES = ("s3", "gs", "az", "abfss")
+"""Schemes of URLs that name an object store."""
+_ONE_SLASH = re.compile(rf"^({'|'.join(SCHEMES)}):/(?!/)")
+"""Begin of a URL of which ``pathlib`` has merged the slashes."""
+_URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<bucket>[^/?#]+)(?P<key>[^?#]*)", re.IGNORECASE)
+
+
+class RemotePath(PosixPath):
+    """Place in an object store. It is joined and taken apart like any path, and no call of the system takes it.
+
+    Its text is the URL. It holds no credentials: a store gets them from the environment.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, url: str) -> RemotePath | None:
+        """Return the place that ``url`` names; None if it names none in an object store.
+
+        Raises:
+            ValueError: it names no bucket, or holds credentials or a query. The message does not repeat them.
+        """
+        scheme = url.partition("://")[0].lower()
+        if scheme not in SCHEMES or "://" not in url:
+            return None
+        match = _URL.fullmatch(url)
+        if match is None:
+            raise ValueError(f"no place in a bucket: give {scheme}://BUCKET/PATH, without a query")
+        if "@" in match["bucket"] and scheme != "abfss":
+            raise ValueError("a URL with credentials: give them by the environment, as the store's own tools take them")
+        return cls(f"{scheme}:/{match['bucket']}", *[part for part in match["key"].split("/") if part])
+
+    @property
+    def bucket_url(self) -> str:
+        """URL of the bucket."""
+        return f"{self.parts[0]}//{self.parts[1]}"
+
+    @property
+    def key(self) -> str:
+        """Name below the bucket; empty for the bucket itself."""
+        return "/".join(self.parts[2:])
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text.replace(":/", "://", 1) if self.parts[:1] and self.parts[0].endswith(":") else text
+
+    def __fspath__(self) -> NoReturn:
+        raise TypeError(f"{self} is in an object store: no call of the system takes it")
+
+    def absolute(self) -> RemotePath:
+        """Return it as it is."""
+        return self
+
+    def is_absolute(self) -> bool:
+        """Return whether it names a bucket."""
+        return self.parts[:1] != () and self.parts[0].endswith(":")
+
+
+def is_remote(path: Path) -> bool:
+    """Return whether ``path`` is a place in an object store."""
+    return isinstance(path, RemotePath)
+
+
+def check_place(name: str, value: object, *, of: str = "a checkpoint's directory") -> Path:
+    """Return ``value``, called ``name``, as an absolute path or as a place in an object store.
+
+    Raises:
+        ConfigError: it is no path, or a URL of something else.
+    """
+    if isinstance(value, RemotePath):
+        return value
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    try:
+        remote = RemotePath.of(_ONE_SLASH.sub(r"\1://", text)) if isinstance(text, str) else None
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return check_path(name, value, of=of) if remote is None else remote
