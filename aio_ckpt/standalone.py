@@ -21,6 +21,7 @@ from aio_ckpt.format.names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.match.rename import Rename
+from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress
 from aio_ckpt.restore.load import match_checkpoint
 from aio_ckpt.restore.load_progress import Meter, metered
@@ -29,7 +30,6 @@ from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal
 from aio_ckpt.storage.objects import AnyStorage
-from aio_ckpt.storage.remote_path import check_place
 
 __all__ = ["load", "read"]
 

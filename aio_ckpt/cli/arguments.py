@@ -15,7 +15,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.names import ENGINE_DIR, StepNames
-from aio_ckpt.storage.remote_path import check_place, is_remote
+from aio_ckpt.remote_path import check_place, is_remote
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -28,8 +28,8 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, StepNames
+from aio_ckpt.remote_path import RemotePath, is_remote
 from aio_ckpt.reports import amount
-from aio_ckpt.storage.remote_path import RemotePath, is_remote
 
 if TYPE_CHECKING:
     from aio_ckpt.checkpoint.verify import Fault

@@ -25,8 +25,8 @@ from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR, StepNames
+from aio_ckpt.remote_path import is_remote
 from aio_ckpt.reports import amount
-from aio_ckpt.storage.remote_path import is_remote
 
 if TYPE_CHECKING:
     from aio_ckpt.cli.root_table import RootRow, RootTable

@@ -635,7 +635,8 @@ class CheckpointEngine(BaseEngine):
         Args:
             state: the template, with the names, shapes and dtypes of the saved state.
             step: step of the checkpoint; None takes the newest that verifies.
-            path: the directory of a checkpoint, which may lie anywhere, in the place of a step.
+            path: the directory of a checkpoint, which may lie anywhere, in the place of a step; or its URL in an object
+                store (``s3://``, ``gs://``, ``az://``; needs ``aio-ckpt[remote]``).
             strict: refuse names of the checkpoint that the template lacks.
             allow_missing: leave template names that the checkpoint lacks as they are, also keys of modules and other
                 Stateful values: these get them from their own ``state_dict()``.

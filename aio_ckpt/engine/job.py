@@ -27,12 +27,12 @@ from aio_ckpt.plan.local_plan import Plan
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.remote_path import is_remote
 from aio_ckpt.reports import Progress, Stage, StageTimings, Target, title
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.snapshot.save_progress import CapturedRun, StallTimer
-from aio_ckpt.storage.remote_path import is_remote
 from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.write.part import Part
 

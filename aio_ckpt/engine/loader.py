@@ -35,12 +35,12 @@ from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.ranks.messages import Topic
+from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, Matched, match_checkpoint
 from aio_ckpt.restore.load_progress import Meter, metered
 from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
-from aio_ckpt.storage.remote_path import check_place
 from aio_ckpt.ticket import PendingCall
 
 BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]

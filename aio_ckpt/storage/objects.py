@@ -17,13 +17,13 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from aio_ckpt.config import DirectIO
 from aio_ckpt.errors import AioCkptError, ConfigError, MismatchError, ReadError, RootError, WriteError
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import DataFile, ReadFile, translate_errors
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_file
 from aio_ckpt.storage.local import Coro, FileStatus, Storage
 from aio_ckpt.storage.lock import RootLock
-from aio_ckpt.storage.remote_path import RemotePath
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -66,7 +66,7 @@ def open_store(place: RemotePath) -> Any:
 
 
 class ObjectStorage(Storage):
-    """Objects of one bucket, by the paths of :class:`~aio_ckpt.storage.remote_path.RemotePath`.
+    """Objects of one bucket, by the paths of :class:`~aio_ckpt.remote_path.RemotePath`.
 
     A path is the same object on every host, and the store's answers are never old.
     """

@@ -17,9 +17,9 @@ from obstore.store import from_url
 import aio_ckpt
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, ReadError
+from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.objects import ObjectStorage
-from aio_ckpt.storage.remote_path import RemotePath, check_place
 from tests.remote.conftest import SECRET
 
 STEPS = (10, 20)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.storage.remote_path import RemotePath, check_place
+from aio_ckpt.remote_path import RemotePath, check_place
 
 URL = "s3://bucket/runs/a/step_000000001"
 
