@@ -43,10 +43,11 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
-from aio_ckpt.reports import EngineStats, LoadReport, Progress, ReadReport, SaveReport
+from aio_ckpt.reports import CopyReport, EngineStats, LoadReport, Progress, ReadReport, SaveReport
 
 if TYPE_CHECKING:
     from aio_ckpt import progress
+    from aio_ckpt.copying import copy
     from aio_ckpt.engine.engine import CheckpointEngine
     from aio_ckpt.every import Every
     from aio_ckpt.leaves.values import PerRank, Shard, UntrustedObject
@@ -66,6 +67,7 @@ _MODULES = {
     "StoreCoordinator": "aio_ckpt.ranks.store_coordinator",
     "SyncCheckpointEngine": "aio_ckpt.sync",
     "UntrustedObject": "aio_ckpt.leaves.values",
+    "copy": "aio_ckpt.copying",
     "load": "aio_ckpt.standalone",
     "read": "aio_ckpt.standalone",
 }
@@ -79,6 +81,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "ConfigError",
+    "CopyReport",
     "CorruptCheckpointError",
     "DuplicateNameError",
     "EmptyStateError",
@@ -120,6 +123,7 @@ __all__ = [
     "WriteError",
     "WrongThreadError",
     "__version__",
+    "copy",
     "load",
     "progress",
     "read",

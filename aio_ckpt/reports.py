@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 from aio_ckpt.errors import AioCkptError
 
 __all__ = [
+    "CopyReport",
     "EngineStats",
     "LoadReport",
     "OnProgress",
@@ -152,6 +153,20 @@ class LoadReport:
     ``verify="never"``, and if stock DCP stored none for a part: it has one for a whole tensor, or none."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """JSON values that ``save(extra=)`` stored with the step; empty if it stored none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """Report of one ``copy()``."""
+
+    step: int
+    """Step of the copy."""
+    source: Path
+    """Directory that was copied."""
+    path: Path
+    """Directory of the copy, which is committed and verified."""
+    nbytes: int
+    """Length of all its files, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,18 +5,13 @@ Commands import this module in their bodies, because ``--help`` and the completi
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
-from aio_ckpt.commit.owner import Owner
-from aio_ckpt.commit.writing import writing
-from aio_ckpt.config import EngineConfig
-from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ReadError, RootError
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.runtime.portal import Executor, Portal
@@ -109,26 +104,3 @@ async def unless_replaced(
         if before == after or is_good(found):
             break
     return found
-
-
-@contextlib.asynccontextmanager
-async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: str) -> AsyncIterator[Owner]:
-    """Hold the root as its writer, with the directories of an engine made and those of dead writers cleared.
-
-    Args:
-        instead: call of the engine that does the same inside of the trainer, for the message.
-
-    Raises:
-        RootError: a living writer holds the root; names its process and host.
-    """
-    here, stale_after_secs = Owner.of_this_process(f"cli{os.getpid()}"), EngineConfig().stale_after_secs
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            held = writing(storage, root, names, here, stale_after_secs=stale_after_secs)
-            await stack.enter_async_context(held)
-        except RootError as error:
-            if error.errno not in _HELD:
-                raise
-            message = f"{error.strerror}: call {instead} in it, or wait until it has ended"
-            raise RootError(error.errno, message, error.filename or str(root)) from error
-        yield here

@@ -94,7 +94,8 @@ def rm_command(root: Path, steps: tuple[int, ...], names: StepNames, *, allow_ne
 
     No trainer may save there meanwhile: inside of it, call engine.delete(step).
     """
-    from aio_ckpt.cli.access import as_writer, call
+    from aio_ckpt.cli.access import call
+    from aio_ckpt.commit.writing import as_writer
 
     check_root(root, names)
 
@@ -204,9 +205,10 @@ def prune_command(
     not count; if the newest does, nothing is deleted. No trainer may save there meanwhile: give it
     EngineConfig(keep_last=...) instead.
     """
-    from aio_ckpt.cli.access import as_writer, call
+    from aio_ckpt.cli.access import call
     from aio_ckpt.cli.root_table import rows_of
     from aio_ckpt.commit.retention import Policy, protected_steps
+    from aio_ckpt.commit.writing import as_writer
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
@@ -286,9 +288,10 @@ def rollback_command(root: Path, step: int, names: StepNames, *, as_json: bool) 
     A run resumes from STEP then. Nothing is deleted. No trainer may save there meanwhile: inside of it, call
     engine.rollback(step).
     """
-    from aio_ckpt.cli.access import as_writer, call
+    from aio_ckpt.cli.access import call
     from aio_ckpt.commit.discovery import abandon_after
     from aio_ckpt.commit.retention import unprotect_after
+    from aio_ckpt.commit.writing import as_writer
 
     check_root(root, names)
 

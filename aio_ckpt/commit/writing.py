@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,11 +13,14 @@ import anyio
 from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.trash import check_engine_dirs
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import RootError
 from aio_ckpt.format.names import LOCK_FILE, StepNames
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.mounts import mount_of
+
+_HELD = (errno.EAGAIN, errno.EACCES, errno.EBUSY)
 
 
 @contextlib.asynccontextmanager
@@ -52,3 +57,26 @@ async def writing(
             raise first_cause(errors) from None
         finally:
             await claim.release()
+
+
+@contextlib.asynccontextmanager
+async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: str) -> AsyncIterator[Owner]:
+    """Hold the root as its writer, with the directories of an engine made and those of dead writers cleared.
+
+    Args:
+        instead: call of the engine that does the same inside of the trainer, for the message.
+
+    Raises:
+        RootError: a living writer holds the root; names its process and host.
+    """
+    here, stale_after_secs = Owner.of_this_process(f"cli{os.getpid()}"), EngineConfig().stale_after_secs
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            held = writing(storage, root, names, here, stale_after_secs=stale_after_secs)
+            await stack.enter_async_context(held)
+        except RootError as error:
+            if error.errno not in _HELD:
+                raise
+            message = f"{error.strerror}: call {instead} in it, or wait until it has ended"
+            raise RootError(error.errno, message, error.filename or str(root)) from error
+        yield here

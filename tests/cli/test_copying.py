@@ -11,7 +11,7 @@ import torch
 from command_line import called, document, flip, save_by_dcp
 
 import aio_ckpt
-from aio_ckpt.cli import copying
+from aio_ckpt import copying
 from aio_ckpt.errors import WriteError
 from aio_ckpt.sync import SyncCheckpointEngine
 

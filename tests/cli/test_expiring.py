@@ -10,7 +10,8 @@ import torch
 from command_line import called, state
 
 import aio_ckpt
-from aio_ckpt.cli import comparing, copying, sources
+from aio_ckpt import copying
+from aio_ckpt.cli import comparing, sources
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.sync import SyncCheckpointEngine
 

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import obstore
@@ -16,7 +17,14 @@ from obstore.store import from_url
 
 import aio_ckpt
 from aio_ckpt import SyncCheckpointEngine
-from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, ReadError
+from aio_ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    ReadError,
+    StepOrderError,
+)
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.objects import ObjectStorage
@@ -150,7 +158,7 @@ def test_a_copy_that_was_killed_is_no_checkpoint_and_the_next_one_goes_through(r
 
 def test_a_copy_from_store_to_store_is_refused_by_name(copied: str, capsys) -> None:
     code, _, err = called(capsys, "cp", copied, f"{copied}2")
-    assert (code, "both are in an object store" in err) == (1, True)
+    assert (code, "both are in an object store" in err) == (2, True)
 
 
 # -- reading ----------------------------------------------------------------------------------------
@@ -277,3 +285,26 @@ def test_a_short_process_that_reads_from_a_store_exits_cleanly(copied: str, coun
         command = [sys.executable, "-c", EXITING, f"{copied}/step_000000010"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
         assert (done.returncode, done.stdout) == (0, "0.1\n"), done.stderr
+
+
+def test_a_trainer_copies_its_steps_in_a_thread_of_its_own(tmp_path: Path, bucket: str) -> None:
+    with ThreadPoolExecutor(1) as uploads, SyncCheckpointEngine(tmp_path / "root") as engine:
+        copies = []
+        for step in STEPS:
+            report = engine.save(state(step), step=step).result()
+            assert report is not None
+            copies.append(uploads.submit(aio_ckpt.copy, report.path, f"{bucket}/run"))
+        reports = [copy.result() for copy in copies]
+    assert [(report.step, str(report.path)) for report in reports] == [
+        (step, f"{bucket}/run/step_{step:09d}") for step in STEPS
+    ]
+    back = aio_ckpt.copy(reports[1].path, tmp_path / "back")
+    assert aio_ckpt.read(back.path)["lr"] == 0.2
+    with pytest.raises(CheckpointExistsError, match="step 20 is there already"):
+        aio_ckpt.copy(tmp_path / "root/step_000000020", f"{bucket}/run")
+    with pytest.raises(ConfigError, match="both are in an object store"):
+        aio_ckpt.copy(f"{bucket}/run/step_000000020", f"{bucket}/other")
+    with pytest.raises(CheckpointNotFoundError, match="it is a root; give one of its steps"):
+        aio_ckpt.copy(tmp_path / "root", f"{bucket}/other")
+    with pytest.raises(StepOrderError, match="is step 20 by its manifest"):
+        aio_ckpt.copy(tmp_path / "root/step_000000020", f"{bucket}/other", step=3)

@@ -31,11 +31,11 @@ def test_a_file_url_names_its_path_and_a_path_itself(text: str, path: str) -> No
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [
-        ("s3://bucket/x", r"URL \(s3:\).*mount it.*aws s3 sync"),
-        ("gs://bucket/x", "mount it.*gcloud storage rsync"),
+        ("s3://bucket/x", r"URL \(s3:\).*mount it.*aio-ckpt cp"),
+        ("gs://bucket/x", "mount it.*aio-ckpt cp"),
         ("hf://org/model", "mount it.*hf download"),
         ("https://host/x", "mount it.*curl"),
-        ("az://container/x", "mount it.*with the vendor's tool"),
+        ("az://container/x", "mount it.*aio-ckpt cp"),
         (str(Path("s3://bucket/x")), "mount it"),
         ("file://host/x", "'host'.*file:///absolute/path"),
         ("file://runs/ckpt", "'runs'.*file:///absolute/path"),

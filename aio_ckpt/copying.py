@@ -1,0 +1,355 @@
+"""Copy a checkpoint into another root, on a disk or in an object store: pending first, read back, then published."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeAlias
+
+import anyio
+
+from aio_ckpt.checkpoint.verify import Fault, verify_checkpoint
+from aio_ckpt.commit.discovery import checkpoint_at, discover
+from aio_ckpt.commit.in_place import LOCK, PENDING
+from aio_ckpt.commit.owner import pending_path
+from aio_ckpt.commit.publish import publish
+from aio_ckpt.commit.step_numbers import check_step_number
+from aio_ckpt.commit.writing import as_writer
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.errors import (
+    AioCkptError,
+    CheckpointExistsError,
+    ConfigError,
+    CorruptCheckpointError,
+    ReadError,
+    StepOrderError,
+    WriteError,
+)
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
+from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, StepNames
+from aio_ckpt.remote_path import RemotePath, check_place, is_remote
+from aio_ckpt.reports import CopyReport
+from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
+from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, Portal, run_blocking
+from aio_ckpt.storage.data_file import translate_errors
+from aio_ckpt.storage.durability import sync_dir, sync_file
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.objects import AnyStorage, Unpublished
+from aio_ckpt.storage.paths import make_dirs
+from aio_ckpt.storage.small_files import read_root
+
+__all__ = ["copy"]
+
+OnProgress: TypeAlias = Callable[[int, int], object]
+"""Function that gets the bytes done so far, and those in all."""
+_READERS = 4
+_PART_BYTES = 64 << 20
+"""Bytes that one call of the system copies."""
+
+
+def copy(
+    path: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    step_dir: str = EngineConfig().step_dir,
+) -> CopyReport:
+    """Copy the checkpoint in the directory ``path`` into another root, durably, and read the copy back. Blocks.
+
+    One of both may be the URL of an object store (``s3://``, ``gs://``, ``az://``; needs ``aio-ckpt[remote]``).
+    The copy becomes visible as a whole, once every byte of it was verified. It may run in a thread of a trainer.
+
+    Args:
+        path: directory of a checkpoint, of an engine or of stock ``dcp.save``; of a root, give one of its steps.
+        root: the other root. It is made if it does not exist.
+        step: its step there, if neither manifest nor directory tells it.
+        step_dir: names of the steps of both roots, as in :class:`EngineConfig`.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` holds no checkpoint, or its writer deleted it meanwhile.
+        CheckpointExistsError: ``root`` holds the step.
+        StepOrderError: nothing tells the step, or the manifest tells another one than ``step``.
+        CorruptCheckpointError: the copy does not verify; nothing becomes visible.
+        RootError, WriteError, ReadError: the root is held by a writer, or the system failed.
+        ConfigError: a path is none, or both are in an object store.
+    """
+    source, target = check_place("path", path), check_place("root", root, of="a root")
+    names = StepNames(EngineConfig(step_dir=step_dir).step_dir)
+    number = None if step is None else check_step_number(step)
+    portal, given_up = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", _READERS + HOUSEKEEPING_THREADS), Future[None]()
+
+    async def work() -> CopyReport:
+        storage = AnyStorage(portal.executor)
+        await checkpoint_at(storage, source, names)
+        return await copy_checkpoint(
+            storage, portal.executor, source, target, names, step=number, on_progress=lambda done, total: None
+        )
+
+    try:
+        portal.start()
+        return cancellable_result_blocking(portal.submit(run_cancellable, given_up, work), given_up)
+    finally:
+        portal.close(STOP_SECS)
+
+
+async def copy_checkpoint(
+    storage: AnyStorage,
+    executor: Executor,
+    source: Path,
+    root: Path,
+    names: StepNames,
+    *,
+    step: int | None,
+    on_progress: OnProgress,
+) -> CopyReport:
+    """Copy the checkpoint at ``source`` into ``root``, durably and as a whole.
+
+    Args:
+        storage: Reads the source.
+        executor: Runs what takes time.
+        source: Directory of a checkpoint.
+        root: The other root.
+        names: Names of the steps of both.
+        step: its step there; None for the one that manifest or directory tell.
+        on_progress: called with the bytes done so far, and those in all: each is copied, then verified.
+
+    Raises:
+        ConfigError: both are in an object store.
+        CheckpointExistsError, StepOrderError, CorruptCheckpointError, RootError, WriteError, ReadError: see
+            :func:`copy`.
+    """
+    if not is_remote(root):
+        return await _copy_to_disk(storage, executor, source, root, names, step=step, on_progress=on_progress)
+    if is_remote(source):
+        raise ConfigError(f"{root}: both are in an object store: copy to a disk first, and from there")
+    return await _copy_to_store(storage, executor, source, root, names, step=step, on_progress=on_progress)
+
+
+async def _copy_to_disk(
+    storage: AnyStorage,
+    executor: Executor,
+    source: Path,
+    root: Path,
+    names: StepNames,
+    *,
+    step: int | None,
+    on_progress: OnProgress,
+) -> CopyReport:
+    """Do :func:`copy_checkpoint` into a directory: pending first, and published by the engine's own commit."""
+    number = await _step_of(storage, source, names, step)
+    files = await copied_files(storage, executor, source)
+    total, done = 2 * sum(files.values()), 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done = min(done + more, total)
+        on_progress(done, total)
+
+    is_new = not await storage.exists(root)
+    if not is_new:
+        await _check_free(storage, root, names, number)
+
+    final = root / names.name(number)
+    try:
+        await run_blocking(executor, make_dirs, root)
+        async with as_writer(storage, root, names, instead="aio-ckpt cp") as here:
+            await _check_free(storage, root, names, number)
+            pending = pending_path(root, here, 1)
+            await storage.make_dir(pending)
+            try:
+                for name in files:
+                    if isinstance(source, RemotePath):
+                        await storage.store_of(source).get_file(source / name, pending / name, advance)
+                    else:
+                        await run_blocking(executor, _copy_file, source / name, pending / name, advance)
+                await run_blocking(executor, _sync_dirs, pending)
+                faults = await verify_checkpoint(
+                    storage, pending, step=number, executor=executor, readers=_READERS, on_progress=advance
+                )
+                _check_none(faults, source)
+                await publish(storage, pending=pending, final=final)
+            except BaseException as error:
+                if not (isinstance(error, AioCkptError) and error.in_doubt):
+                    with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
+                        await storage.remove_tree(pending)
+                raise
+    except BaseException:
+        if is_new:
+            _remove_if_empty(storage, root)
+        raise
+    on_progress(total, total)
+    return CopyReport(step=number, source=source, path=final, nbytes=sum(files.values()))
+
+
+async def _copy_to_store(
+    storage: AnyStorage,
+    executor: Executor,
+    source: Path,
+    root: Path,
+    names: StepNames,
+    *,
+    step: int | None,
+    on_progress: OnProgress,
+) -> CopyReport:
+    """Do :func:`copy_checkpoint` into an object store.
+
+    Root manifest and ``.metadata`` are put last, once all else was read back.
+
+    Raises:
+        CheckpointExistsError: ``root`` holds the step, or another copy was faster.
+        StepOrderError, CorruptCheckpointError, WriteError, ReadError: see :func:`copy_checkpoint`.
+    """
+    assert isinstance(root, RemotePath)
+    store = storage.store_of(root)
+    number = await _step_of(storage, source, names, step)
+    files = await copied_files(storage, executor, source)
+    total, done = 2 * sum(files.values()), 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done = min(done + more, total)
+        on_progress(done, total)
+
+    await _check_free(storage, root, names, number)
+    final = root / names.name(number)
+    last = [*filter(save_of_root_manifest, files), METADATA_FILE]
+    small = {name: await storage.read_file(source / name, max_bytes=files.get(name, 0)) for name in last}
+    others = [name for name in files if name not in small]
+    try:
+        for name in others:
+            await store.put_file(source / name, final / name, advance)
+        unpublished = Unpublished(store, {final / name: data for name, data in small.items()})
+        faults = await verify_checkpoint(
+            unpublished, final, step=number, executor=executor, readers=_READERS, on_progress=advance
+        )
+        _check_none(faults, source)
+        try:
+            for name, data in small.items():
+                if name == METADATA_FILE or not await store.exists(final / name):
+                    await store.write_file(final / name, data)
+        except WriteError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            raise CheckpointExistsError(f"{final}: another copy of step {number} was faster") from error
+    except CheckpointExistsError:
+        raise  # what was put is what the other copy has put, too
+    except BaseException:
+        with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
+            if not await store.exists(final / METADATA_FILE):  # the answer to the last call may be lost
+                for name in (*others, *small):
+                    await store.remove_file(final / name)
+        raise
+    on_progress(total, total)
+    return CopyReport(step=number, source=source, path=final, nbytes=sum(files.values()))
+
+
+def _remove_if_empty(storage: Storage, root: Path) -> None:
+    """Remove a root that holds no step and no writer: this process made it."""
+    with contextlib.suppress(AioCkptError, OSError):  # what is not empty stays
+        if os.listdir(root) in ([], [ENGINE_DIR]):
+            with storage.lock(root / LOCK_FILE) as lock:
+                for name in ENGINE_DIRS:
+                    with contextlib.suppress(FileNotFoundError):
+                        (root / name).rmdir()
+                lock.discard()
+            (root / ENGINE_DIR).rmdir()
+            root.rmdir()
+
+
+def _check_none(faults: Sequence[Fault], source: Path) -> None:
+    if faults:
+        first = faults[0]
+        raise CorruptCheckpointError(
+            f"{source}: the copy does not verify: {first.file}: {first.message.removeprefix(f'{first.file}: ')}: "
+            f"'aio-ckpt verify {source}' tells whether the source is damaged"
+        )
+
+
+async def _step_of(storage: Storage, source: Path, names: StepNames, step: int | None) -> int:
+    root = await read_root(storage, source)
+    told = names.step(source.name) if root is None else root.step
+    if root is not None and step not in (None, told):
+        raise StepOrderError(f"--step={step}: {source} is step {told} by its manifest, and so is a copy of it")
+    number = told if step is None else step
+    if number is None:
+        raise StepOrderError(f"{source}: nothing tells its step: give --step")
+    return number
+
+
+async def _check_free(storage: Storage, root: Path, names: StepNames, step: int) -> None:
+    for found in await discover(storage, root, names):
+        if found.step == step:
+            raise CheckpointExistsError(f"{found.path}: step {step} is there already: delete it, or copy elsewhere")
+
+
+async def copied_files(storage: AnyStorage, executor: Executor, source: Path) -> dict[str, int]:
+    """Return name and length of each file below ``source``, but of those that a save under way there has made.
+
+    Raises:
+        ReadError: a directory cannot be listed, or a file cannot be looked at.
+        WriteError: a symbolic link, a device, a pipe or a socket lies there; names it.
+    """
+    if isinstance(source, RemotePath):
+        found = await storage.store_of(source).all_lengths(source)
+    else:
+        found = await run_blocking(executor, _files_below, source)
+    return {name: nbytes for name, nbytes in found.items() if not _is_of_save(name)}
+
+
+def _files_below(source: Path) -> dict[str, int]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    found: dict[str, int] = {}
+    with translate_errors(ReadError, source):
+        for directory, below, files in os.walk(source, onerror=fail):
+            for name in sorted(below + files):
+                path = Path(directory, name)
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    found[str(path.relative_to(source))] = status.st_size
+                elif not stat.S_ISDIR(status.st_mode):
+                    what = "a symbolic link" if path.is_symlink() else "no regular file"
+                    remedy = "cp copies files alone, so that a copy needs nothing beside it: replace it by its file"
+                    raise WriteError(errno.EINVAL, f"is {what}, and {remedy}, or move it away", str(path))
+    return found
+
+
+def _is_of_save(name: str) -> bool:
+    """Return whether a save under way has made the file ``name`` of a checkpoint."""
+    return name == LOCK or name.startswith((PENDING, f"{METADATA_FILE}."))
+
+
+def _copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> None:
+    """Copy and fsync a file, with its permissions and its modification time.
+
+    Raises:
+        ReadError: the source cannot be opened, as if its writer has deleted it.
+        WriteError: the system failed; names both files, which sendfile and fsync do not.
+    """
+    with translate_errors(ReadError, source):
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as file:
+            while part := os.sendfile(file.fileno(), descriptor, None, _PART_BYTES):
+                advance(part)
+            status = os.fstat(descriptor)
+            os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
+            os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+            sync_file(file.fileno())
+    except OSError as error:
+        raise WriteError(error.errno, f"{error.strerror}, copying {source}", str(target)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _sync_dirs(pending: Path) -> None:
+    for directory, _, _ in os.walk(pending, topdown=False):
+        sync_dir(Path(directory))
