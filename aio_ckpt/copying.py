@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -40,7 +41,7 @@ from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, P
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.objects import AnyStorage, Unpublished
+from aio_ckpt.storage.objects import AnyStorage, ObjectStorage, Unpublished
 from aio_ckpt.storage.paths import make_dirs
 from aio_ckpt.storage.small_files import read_root
 
@@ -229,16 +230,10 @@ async def _copy_to_store(
             unpublished, final, step=number, executor=executor, readers=_READERS, on_progress=advance
         )
         _check_none(faults, source)
-        try:
-            for name, data in small.items():
-                if name == METADATA_FILE or not await store.exists(final / name):
-                    await store.write_file(final / name, data)
-        except WriteError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            raise CheckpointExistsError(f"{final}: another copy of step {number} was faster") from error
+        for name, data in small.items():
+            await _put_once(store, final / name, data)
     except CheckpointExistsError:
-        raise  # what was put is what the other copy has put, too
+        raise  # that one may have files of this name
     except BaseException:
         with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
             if not await store.exists(final / METADATA_FILE):  # the answer to the last call may be lost
@@ -247,6 +242,21 @@ async def _copy_to_store(
         raise
     on_progress(total, total)
     return CopyReport(step=number, source=source, path=final, nbytes=sum(files.values()))
+
+
+async def _put_once(store: ObjectStorage, path: Path, data: bytes) -> None:
+    """Put an object. It may be there although no other copy runs: the answer to an earlier try may be lost.
+
+    Raises:
+        CheckpointExistsError: it is there and holds something else.
+    """
+    try:
+        await store.write_file(path, data)
+    except WriteError as error:
+        if error.errno != errno.EEXIST:
+            raise
+        if await store.read_file(path, max_bytes=sys.maxsize) != data:
+            raise CheckpointExistsError(f"{path.parent}: another checkpoint of this step was faster") from error
 
 
 def _remove_if_empty(storage: Storage, root: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.objects import ObjectStorage
 from tests.remote.conftest import SECRET
+from tests.remote.fault_proxy import Choose, Fault, fault_proxy
 
 STEPS = (10, 20)
 
@@ -116,19 +118,24 @@ def test_a_step_that_is_there_is_never_copied_over(root: Path, copied: str, caps
     assert get(f"{copied}/step_000000010/.metadata") == before
 
 
-def test_of_two_copies_at_once_the_slower_one_is_refused_and_takes_nothing_away(
-    root: Path, bucket: str, capsys, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_same", [True, False])
+def test_of_two_copies_at_once_none_takes_the_other_one_away(
+    root: Path, bucket: str, capsys, monkeypatch: pytest.MonkeyPatch, is_same: bool
 ) -> None:
     place, write = f"{bucket}/run/step_000000020", ObjectStorage.write_file
 
     async def overtaken(self: ObjectStorage, path: Path, *parts: bytes) -> None:
-        put(f"{place}/.metadata", parts[0])
+        if path.name == ".metadata":
+            put(f"{place}/.metadata", parts[0] if is_same else b"of another save")
         await write(self, path, *parts)
 
     monkeypatch.setattr(ObjectStorage, "write_file", overtaken)
     code, _, err = called(capsys, "cp", root, f"{bucket}/run")
-    assert (code, "another copy of step 20 was faster" in err) == (1, True)
-    assert called(capsys, "verify", f"{bucket}/run")[0] == 0
+    assert (code, "another checkpoint of this step was faster" in err) == ((0, False) if is_same else (1, True))
+    assert get(f"{place}/.metadata") == (
+        (root / "step_000000020/.metadata").read_bytes() if is_same else b"of another save"
+    )
+    assert called(capsys, "verify", f"{bucket}/run")[0] == (0 if is_same else 1)
 
 
 def test_a_copy_that_arrives_damaged_never_becomes_visible_and_is_removed(
@@ -308,3 +315,50 @@ def test_a_trainer_copies_its_steps_in_a_thread_of_its_own(tmp_path: Path, bucke
         aio_ckpt.copy(tmp_path / "root", f"{bucket}/other")
     with pytest.raises(StepOrderError, match="is step 20 by its manifest"):
         aio_ckpt.copy(tmp_path / "root/step_000000020", f"{bucket}/other", step=3)
+
+
+# -- faults on the way ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def faulty(s3_server: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Choose], None]]:
+    """From the call on, the environment leads to a proxy that makes requests fail."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(choose: Choose) -> None:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", stack.enter_context(fault_proxy(s3_server, choose)))
+
+        yield begin
+
+
+def test_a_store_that_is_busy_is_asked_again(root: Path, bucket: str, capsys, faulty) -> None:
+    faulty(lambda method, path, number: "busy" if number <= 2 else "")
+    assert called(capsys, "cp", root, f"{bucket}/run")[0] == 0
+    assert called(capsys, "verify", f"{bucket}/run")[0] == 0
+    assert aio_ckpt.read(f"{bucket}/run/step_000000020")["lr"] == 0.2
+
+
+@pytest.mark.parametrize("end", [".distcp", ".bin", ".json", ".metadata"])
+def test_a_put_whose_answer_is_lost_is_found_to_be_done(root: Path, bucket: str, capsys, faulty, end: str) -> None:
+    faulty(lambda method, path, number: "lost" if method == "PUT" and path.endswith(end) and number == 1 else "")
+    code, _, err = called(capsys, "cp", root, f"{bucket}/run")
+    assert code == 0, err
+    assert called(capsys, "verify", f"{bucket}/run")[0] == 0
+
+
+@pytest.mark.parametrize("fault", ["cut", "flipped"])
+@pytest.mark.parametrize("end", [".distcp", ".bin", ".json", ".metadata"])
+def test_a_body_that_arrives_wrong_once_is_read_again_and_never_believed(
+    copied: str, faulty, fault: Fault, end: str
+) -> None:
+    faulty(lambda method, path, number: fault if method == "GET" and path.endswith(end) and number == 1 else "")
+    template = state(0)
+    assert aio_ckpt.load(f"{copied}/step_000000020", template).step == 20
+    assert torch.equal(template["w"], state(20)["w"])  # type: ignore[arg-type]
+    assert template["lr"] == 0.2
+
+
+def test_a_body_that_always_arrives_wrong_is_damage_and_named(copied: str, faulty) -> None:
+    faulty(lambda method, path, number: "flipped" if method == "GET" and path.endswith(".distcp") else "")
+    with pytest.raises(CorruptCheckpointError, match=r"step_000000020.*\.distcp"):
+        aio_ckpt.load(f"{copied}/step_000000020", state(0))
