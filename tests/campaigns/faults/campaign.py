@@ -13,11 +13,11 @@ from typing import Any
 from aio_ckpt import CheckpointEngine
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, SaveCancelledError, StallError, WriteError
+from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.names import LOCK_FILE, PENDING_DIR, TRASH_DIR
 from tests.campaigns.faults.clock import Clock
 from tests.campaigns.faults.ground import Ground, Outcome, explain, is_state, small_chunks, state_of
 from tests.campaigns.faults.store import CALLS, ERRORS, SYNCS, Call, Fault
-from tests.support.saved_files import data_file
 
 __all__ = ["FAULTS", "LOADS", "SAVES", "Loading", "Point", "Saving", "cancel_now", "load_points", "save_points"]
 
@@ -112,7 +112,7 @@ def _leave(root: Path) -> None:
     """What a dead writer leaves: a pending directory, and trash."""
     for name in (f"{PENDING_DIR}/dead-1", f"{TRASH_DIR}/step_000000007"):
         (root / name).mkdir(parents=True)
-        data_file(root / name).write_bytes(bytes(100))
+        (root / name / data_file_name("dead-1", 0)).write_bytes(bytes(100))
 
 
 def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Clock) -> Point | None:
