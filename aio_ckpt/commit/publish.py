@@ -13,14 +13,12 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit.in_place import replace_by_pending
+from aio_ckpt.commit.in_place import TIDY_SECS, replace_by_pending
 from aio_ckpt.commit.trash import discard_pending, trash_of
 from aio_ckpt.errors import ReadError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_root_manifest
 from aio_ckpt.storage.local import Storage, sync_or_undo
 
-_TIDY_SECS = 60.0
-"""Longest time that a committed save waits for the removal of what it needs no more."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -66,7 +64,7 @@ async def publish_over(storage: Storage, *, pending: Path, final: Path, save_id:
     await replace_by_pending(storage, pending, final, save_id)
     try:
         # Shielded and with its own limit: the checkpoint is committed.
-        with anyio.fail_after(_TIDY_SECS, shield=True):
+        with anyio.fail_after(TIDY_SECS, shield=True):
             await discard_pending(storage, pending)
     except Exception as error:  # noqa: BLE001 - MemoryError, too: the save must not fail
         text = "%s is committed, but what is left of %s was not removed: %s"

@@ -507,6 +507,8 @@ def _train(root: Path, rank: int, address: str, port: int, secs: float) -> dict[
             if rank == 0:  # which alone looks at the clock
                 store.set(f"round {step}", "on" if time.monotonic() - begun < secs else "end")
             if store.get(f"round {step}") == b"end":
+                store.set(f"rank {rank}", "ended")
+                store.get(f"rank {1 - rank}")  # the store ends with rank 0
                 return {"steps": step - 1}
             engine.save(_group_state(rank, step), step=step).result()
             if step % 3 == 0:

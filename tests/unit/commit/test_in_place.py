@@ -30,7 +30,7 @@ META = ".metadata"
 DURABILITY = ("write_file", "sync_dir", "replace")
 
 
-class Crashed(Exception):
+class Crashed(BaseException):
     """Stands for the end of the process."""
 
 
