@@ -7,15 +7,14 @@ import errno
 import os
 import stat
 import sys
-import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import anyio
 
-from aio_ckpt.checkpoint.verify import Fault, verify_checkpoint
+from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.commit.discovery import checkpoint_at, discover
 from aio_ckpt.commit.in_place import LOCK, PENDING
 from aio_ckpt.commit.owner import pending_path
@@ -34,10 +33,10 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, StepNames
-from aio_ckpt.remote_path import RemotePath, check_place, is_remote
+from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.reports import CopyReport
-from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
-from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, Portal, run_blocking
+from aio_ckpt.runtime.one_call import call_on_own_threads
+from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import Storage
@@ -83,20 +82,15 @@ def copy(
     source, target = check_place("path", path), check_place("root", root, of="a root")
     names = StepNames(EngineConfig(step_dir=step_dir).step_dir)
     number = None if step is None else check_step_number(step)
-    portal, given_up = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", _READERS + HOUSEKEEPING_THREADS), Future[None]()
 
-    async def work() -> CopyReport:
-        storage = AnyStorage(portal.executor)
+    async def work(executor: Executor) -> CopyReport:
+        storage = AnyStorage(executor)
         await checkpoint_at(storage, source, names)
         return await copy_checkpoint(
-            storage, portal.executor, source, target, names, step=number, on_progress=lambda done, total: None
+            storage, executor, source, target, names, step=number, on_progress=lambda done, total: None
         )
 
-    try:
-        portal.start()
-        return cancellable_result_blocking(portal.submit(run_cancellable, given_up, work), given_up)
-    finally:
-        portal.close(STOP_SECS)
+    return call_on_own_threads(work, _READERS)
 
 
 async def copy_checkpoint(
@@ -125,24 +119,8 @@ async def copy_checkpoint(
         CheckpointExistsError, StepOrderError, CorruptCheckpointError, RootError, WriteError, ReadError: see
             :func:`copy`.
     """
-    if not is_remote(root):
-        return await _copy_to_disk(storage, executor, source, root, names, step=step, on_progress=on_progress)
-    if is_remote(source):
+    if isinstance(source, RemotePath) and isinstance(root, RemotePath):
         raise ConfigError(f"{root}: both are in an object store: copy to a disk first, and from there")
-    return await _copy_to_store(storage, executor, source, root, names, step=step, on_progress=on_progress)
-
-
-async def _copy_to_disk(
-    storage: AnyStorage,
-    executor: Executor,
-    source: Path,
-    root: Path,
-    names: StepNames,
-    *,
-    step: int | None,
-    on_progress: OnProgress,
-) -> CopyReport:
-    """Do :func:`copy_checkpoint` into a directory: pending first, and published by the engine's own commit."""
     number = await _step_of(storage, source, names, step)
     files = await copied_files(storage, executor, source)
     total, done = 2 * sum(files.values()), 0
@@ -152,28 +130,51 @@ async def _copy_to_disk(
         done = min(done + more, total)
         on_progress(done, total)
 
+    wanted = _Wanted(source=source, files=files, step=number, names=names)
+    if isinstance(root, RemotePath):
+        final = await _copy_to_store(storage, executor, wanted, root, advance)
+    else:
+        final = await _copy_to_disk(storage, executor, wanted, root, advance)
+    on_progress(total, total)
+    return CopyReport(step=number, source=source, path=final, nbytes=sum(files.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What is to be copied."""
+
+    source: Path
+    """Directory of the checkpoint."""
+    files: Mapping[str, int]
+    """Name and length of each of its files."""
+    step: int
+    """Step of the copy."""
+    names: StepNames
+    """Names of the steps of the other root."""
+
+
+async def _copy_to_disk(
+    storage: AnyStorage, executor: Executor, wanted: _Wanted, root: Path, advance: Callable[[int], None]
+) -> Path:
+    """Copy into a directory: pending first, and published by the engine's own commit. Return the copy's directory."""
+    source, names, final = wanted.source, wanted.names, root / wanted.names.name(wanted.step)
     is_new = not await storage.exists(root)
     if not is_new:
-        await _check_free(storage, root, names, number)
-
-    final = root / names.name(number)
+        await _check_free(storage, root, names, wanted.step)
     try:
         await run_blocking(executor, make_dirs, root)
         async with as_writer(storage, root, names, instead="aio-ckpt cp") as here:
-            await _check_free(storage, root, names, number)
+            await _check_free(storage, root, names, wanted.step)
             pending = pending_path(root, here, 1)
             await storage.make_dir(pending)
             try:
-                for name in files:
+                for name in wanted.files:
                     if isinstance(source, RemotePath):
                         await storage.store_of(source).get_file(source / name, pending / name, advance)
                     else:
                         await run_blocking(executor, _copy_file, source / name, pending / name, advance)
                 await run_blocking(executor, _sync_dirs, pending)
-                faults = await verify_checkpoint(
-                    storage, pending, step=number, executor=executor, readers=_READERS, on_progress=advance
-                )
-                _check_none(faults, source)
+                await _check_copy(storage, executor, pending, wanted, advance)
                 await publish(storage, pending=pending, final=final)
             except BaseException as error:
                 if not (isinstance(error, AioCkptError) and error.in_doubt):
@@ -184,41 +185,22 @@ async def _copy_to_disk(
         if is_new:
             _remove_if_empty(storage, root)
         raise
-    on_progress(total, total)
-    return CopyReport(step=number, source=source, path=final, nbytes=sum(files.values()))
+    return final
 
 
 async def _copy_to_store(
-    storage: AnyStorage,
-    executor: Executor,
-    source: Path,
-    root: Path,
-    names: StepNames,
-    *,
-    step: int | None,
-    on_progress: OnProgress,
-) -> CopyReport:
-    """Do :func:`copy_checkpoint` into an object store.
+    storage: AnyStorage, executor: Executor, wanted: _Wanted, root: RemotePath, advance: Callable[[int], None]
+) -> Path:
+    """Copy into an object store. Return the copy's directory.
 
     Root manifest and ``.metadata`` are put last, once all else was read back.
 
     Raises:
         CheckpointExistsError: ``root`` holds the step, or another copy was faster.
-        StepOrderError, CorruptCheckpointError, WriteError, ReadError: see :func:`copy_checkpoint`.
     """
-    assert isinstance(root, RemotePath)
-    store = storage.store_of(root)
-    number = await _step_of(storage, source, names, step)
-    files = await copied_files(storage, executor, source)
-    total, done = 2 * sum(files.values()), 0
-
-    def advance(more: int) -> None:
-        nonlocal done
-        done = min(done + more, total)
-        on_progress(done, total)
-
-    await _check_free(storage, root, names, number)
-    final = root / names.name(number)
+    store, source, files = storage.store_of(root), wanted.source, wanted.files
+    await _check_free(storage, root, wanted.names, wanted.step)
+    final = root / wanted.names.name(wanted.step)
     last = [*filter(save_of_root_manifest, files), METADATA_FILE]
     small = {name: await storage.read_file(source / name, max_bytes=files.get(name, 0)) for name in last}
     others = [name for name in files if name not in small]
@@ -226,10 +208,7 @@ async def _copy_to_store(
         for name in others:
             await store.put_file(source / name, final / name, advance)
         unpublished = Unpublished(store, {final / name: data for name, data in small.items()})
-        faults = await verify_checkpoint(
-            unpublished, final, step=number, executor=executor, readers=_READERS, on_progress=advance
-        )
-        _check_none(faults, source)
+        await _check_copy(unpublished, executor, final, wanted, advance)
         for name, data in small.items():
             await _put_once(store, final / name, data)
     except CheckpointExistsError:
@@ -240,8 +219,7 @@ async def _copy_to_store(
                 for name in (*others, *small):
                     await store.remove_file(final / name)
         raise
-    on_progress(total, total)
-    return CopyReport(step=number, source=source, path=final, nbytes=sum(files.values()))
+    return final
 
 
 async def _put_once(store: ObjectStorage, path: Path, data: bytes) -> None:
@@ -272,9 +250,15 @@ def _remove_if_empty(storage: Storage, root: Path) -> None:
             root.rmdir()
 
 
-def _check_none(faults: Sequence[Fault], source: Path) -> None:
+async def _check_copy(
+    storage: Storage, executor: Executor, copied: Path, wanted: _Wanted, advance: Callable[[int], None]
+) -> None:
+    """Read a copy back. Raises CorruptCheckpointError if it does not verify."""
+    faults = await verify_checkpoint(
+        storage, copied, step=wanted.step, executor=executor, readers=_READERS, on_progress=advance
+    )
     if faults:
-        first = faults[0]
+        first, source = faults[0], wanted.source
         raise CorruptCheckpointError(
             f"{source}: the copy does not verify: {first.file}: {first.message.removeprefix(f'{first.file}: ')}: "
             f"'aio-ckpt verify {source}' tells whether the source is damaged"

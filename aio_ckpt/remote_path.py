@@ -68,11 +68,6 @@ class RemotePath(PosixPath):
         return self.parts[:1] != () and self.parts[0].endswith(":")
 
 
-def is_remote(path: Path) -> bool:
-    """Return whether ``path`` is a place in an object store."""
-    return isinstance(path, RemotePath)
-
-
 def check_place(name: str, value: object, *, of: str = "a checkpoint's directory") -> Path:
     """Return ``value``, called ``name``, as an absolute path or as a place in an object store.
 

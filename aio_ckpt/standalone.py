@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -27,8 +25,8 @@ from aio_ckpt.restore.load import match_checkpoint
 from aio_ckpt.restore.load_progress import Meter, metered
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.error_notes import naming_checkpoint
-from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
-from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal
+from aio_ckpt.runtime.one_call import call_on_own_threads
+from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.objects import AnyStorage
 
 __all__ = ["load", "read"]
@@ -159,22 +157,17 @@ def _run(
     check_kind("config", config, EngineConfig)
     check_callback("progress", progress)
     settings = config or EngineConfig()
-    directory, given_up = check_place("path", path), Future[None]()
-    portal = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", settings.workers + HOUSEKEEPING_THREADS)
+    directory = check_place("path", path)
 
-    async def work() -> T:
-        storage = AnyStorage(portal.executor, settings.direct_io)
-        ctx = ReadContext.of(settings, storage, portal.executor, rank=rank, world_size=world_size)
+    async def work(executor: Executor) -> T:
+        storage = AnyStorage(executor, settings.direct_io)
+        ctx = ReadContext.of(settings, storage, executor, rank=rank, world_size=world_size)
         found = await checkpoint_at(storage, directory, StepNames(settings.step_dir))
-        async with metered(progress, portal.executor) as meter:
+        async with metered(progress, executor) as meter:
             try:
                 return await use(ctx, meter, found, False)
             except CorruptCheckpointError:  # the transfer may have been bad, so the disk is read once more
                 with naming_checkpoint(found.path):
                     return await use(ctx, meter, found, True)
 
-    try:
-        portal.start()
-        return cancellable_result_blocking(portal.submit(run_cancellable, given_up, work), given_up)
-    finally:
-        portal.close(STOP_SECS)
+    return call_on_own_threads(work, settings.workers)

@@ -5,7 +5,6 @@ Commands import this module in their bodies, because ``--help`` and the completi
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,6 @@ from aio_ckpt.storage.small_files import saves_in
 T = TypeVar("T")
 _HOUSEKEEPING_THREADS = 2
 _CLOSE_SECS = 5.0
-_HELD = (errno.EAGAIN, errno.EACCES, errno.EBUSY)
 
 
 def call(work: Callable[[AnyStorage, Executor], Coroutine[Any, Any, T]], *, readers: int = 4) -> T:

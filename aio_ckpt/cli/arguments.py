@@ -15,7 +15,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.names import ENGINE_DIR, StepNames
-from aio_ckpt.remote_path import check_place, is_remote
+from aio_ckpt.remote_path import RemotePath, check_place
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,7 +48,7 @@ class Directory(click.Path):
             path = self._check(param.human_readable_name if param else "path", value)
         except ConfigError as error:
             raise MistypedPathError(str(error)) from error
-        if is_remote(path) or path.is_dir():
+        if isinstance(path, RemotePath) or path.is_dir():
             return path
         if path.exists():
             raise MistypedPathError(f"{value}: is a file: {self._of_a_file}")
@@ -74,7 +74,7 @@ def check_root(path: Path, names: StepNames) -> Path:
     Raises:
         MistypedPathError: it is a checkpoint, is empty, or holds other things.
     """
-    if is_remote(path):
+    if isinstance(path, RemotePath):
         return path
     entries = os.listdir(path)
     if ENGINE_DIR in entries or any(names.step(name) is not None for name in entries):

@@ -11,7 +11,7 @@ import click
 from aio_ckpt.cli.arguments import Directory, MistypedPathError, check_root, json_option, step_dir_option
 from aio_ckpt.cli.console import Screen, bytes_progress, printable
 from aio_ckpt.format.names import StepNames
-from aio_ckpt.remote_path import is_remote
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import CopyReport, amount
 
 if TYPE_CHECKING:
@@ -35,11 +35,8 @@ def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as
     from aio_ckpt import copying
     from aio_ckpt.cli.access import call, use_newest
 
-    if not is_remote(root) and not root.exists():
-        if not root.parent.is_dir():
-            raise MistypedPathError(f"{root}: {root.parent} does not exist either: make it first")
-    elif not is_remote(root) and os.listdir(root):
-        check_root(root, names)
+    if not isinstance(root, RemotePath):
+        _check_target(root, names)
     screen = Screen(as_json=as_json)
     with bytes_progress(screen, "copy and verify") as on_progress:
 
@@ -61,3 +58,12 @@ def cp_command(path: Path, root: Path, step: int | None, names: StepNames, *, as
             f"step {copied.step}: {amount(copied.nbytes)} copied and verified, {printable(str(copied.path))}",
             style="green",
         )
+
+
+def _check_target(root: Path, names: StepNames) -> None:
+    """Raise MistypedPathError unless ``root`` is a root, is empty, or can be made in a directory that exists."""
+    if not root.exists():
+        if not root.parent.is_dir():
+            raise MistypedPathError(f"{root}: {root.parent} does not exist either: make it first")
+    elif os.listdir(root):
+        check_root(root, names)

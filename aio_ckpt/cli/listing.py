@@ -25,7 +25,7 @@ from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR, StepNames
-from aio_ckpt.remote_path import is_remote
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def advice(root: Path, names: StepNames, damaged: Sequence[Path], good: Sequence
         good: steps that are not damaged; None if nobody looked.
     """
     found = {path: step for path in damaged if (step := names.step(path.name)) is not None}
-    if not found or is_remote(root):  # no command of ours deletes there
+    if not found or isinstance(root, RemotePath):  # no command of ours deletes there
         return ""
     committed = [names.step(name) for name in os.listdir(root) if (root / name / METADATA_FILE).exists()]
     newest = max((step for step in committed if step is not None), default=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,7 +62,9 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
         for checkpoint in found:
             try:
                 sizes.append(sum((await storage.lengths(checkpoint)).values()))
-            except ReadError:  # deleted since it was listed, or to be reported by verify
+            except ReadError as error:  # deleted since it was listed, or to be reported by verify
+                if error.errno not in (errno.ENOENT, errno.EACCES, errno.EPERM):
+                    raise
                 sizes.append(0)
         total, done = sum(sizes), 0
         for checkpoint, nbytes in zip(found, sizes, strict=True):

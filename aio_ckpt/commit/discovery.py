@@ -107,13 +107,10 @@ def passing_by_unreadable(path: Path, passed: list[ReadError]) -> Iterator[None]
         _warn_once(path, error.strerror or str(error))
 
 
-async def has_vanished(storage: Storage, path: Path) -> bool:
-    """Return whether a listed entry is gone. A link to nothing is there, and never was a step."""
-    if await storage.exists(path):
-        return False
-    if is_link := await storage.is_link(path):
+async def _warn_of_dead_link(storage: Storage, path: Path) -> None:
+    """Warn once if ``path`` is a link to nothing, which never was a step."""
+    if not await storage.exists(path) and await storage.is_link(path):
         _warn_once(path, "the symbolic link leads nowhere")
-    return not is_link
 
 
 def check_any_readable(found: Sequence[object], passed: Sequence[ReadError]) -> None:
@@ -138,7 +135,6 @@ async def _step_directories(
         found.clear()
         bare.clear()
         passed.clear()
-        is_stale = False
         for name in await names_in(storage, root):
             step = names.step(name)
             if step is None or step > MAX_STEP:
@@ -147,15 +143,12 @@ async def _step_directories(
                 status = await storage.status(root / name / METADATA_FILE)
                 if status is not None:
                     found.append(CommittedCheckpoint(step=step, path=root / name, identity=status.identity))
-                elif await has_vanished(storage, root / name):
-                    is_stale = True
                 else:
+                    await _warn_of_dead_link(storage, root / name)
                     bare.append(CommittedCheckpoint(step=step, path=root / name))
-        if bare and not is_stale:
-            # A client of a shared file system looks into a directory of this name even after another host has renamed
-            # it to trash, for a minute. It asks the server for the names of the root.
-            is_stale = not {each.path.name for each in bare} <= {*await names_in(storage, root)}
-        if not is_stale:
+        # A client of a shared file system looks into a directory of this name even after another host has renamed it to
+        # trash, for a minute. It asks the server for the names of the root.
+        if not bare or {each.path.name for each in bare} <= {*await names_in(storage, root)}:
             break  # a step that vanished was deleted by a writer, so newer steps may not be in this listing
     check_any_readable(found, passed)
     return found, bare

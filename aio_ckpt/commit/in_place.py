@@ -17,8 +17,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import anyio
-
+from aio_ckpt.commit.trash import tidy
 from aio_ckpt.commit.user_files import files_of_caller
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, RootError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, new_metadata_name, save_of_file
@@ -29,8 +28,6 @@ PENDING = "aio_ckpt.pending-"
 """Prefix of a save's marker. The save's id follows."""
 LOCK = "aio_ckpt.lock"
 """Lock file of a directory. It exists while the lock is held, and after a crash."""
-TIDY_SECS = 60.0
-"""Longest time that a committed save waits for the removal of what it needs no more."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -106,15 +103,13 @@ async def commit_save(storage: Storage, directory: Path, save_id: str, *, replac
             error.in_doubt = await save_of(storage, directory) == save_id
             await storage.remove_file(directory / f"{PENDING}{save_id}")
         raise
-    try:
-        # Shielded and with its own limit: the checkpoint is committed.
-        with anyio.fail_after(TIDY_SECS, shield=True):
-            await remove_leftovers(storage, directory)
-            for name in replaced:
-                await storage.remove_file(directory / name)
-    except Exception as error:  # noqa: BLE001 - MemoryError, too: the save must not fail
-        text = "%s is committed, but what it replaced is still there: %s"
-        _log.warning(text, directory, str(error) or "too slow")
+
+    async def remove_replaced() -> None:
+        await remove_leftovers(storage, directory)
+        for name in replaced:
+            await storage.remove_file(directory / name)
+
+    await tidy(remove_replaced(), directory, "what it replaced is still there")
 
 
 async def undo_save(storage: Storage, directory: Path, save_id: str) -> None:

@@ -11,10 +11,8 @@ import errno
 import logging
 from pathlib import Path
 
-import anyio
-
-from aio_ckpt.commit.in_place import TIDY_SECS, replace_by_pending
-from aio_ckpt.commit.trash import discard_pending, trash_of
+from aio_ckpt.commit.in_place import replace_by_pending
+from aio_ckpt.commit.trash import discard_pending, tidy, trash_of
 from aio_ckpt.errors import ReadError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_root_manifest
 from aio_ckpt.storage.local import Storage, sync_or_undo
@@ -62,15 +60,8 @@ async def publish_over(storage: Storage, *, pending: Path, final: Path, save_id:
         await publish(storage, pending=pending, final=final)
         return ()
     await replace_by_pending(storage, pending, final, save_id)
-    try:
-        # Shielded and with its own limit: the checkpoint is committed.
-        with anyio.fail_after(TIDY_SECS, shield=True):
-            await discard_pending(storage, pending)
-    except Exception as error:  # noqa: BLE001 - MemoryError, too: the save must not fail
-        text = "%s is committed, but what is left of %s was not removed: %s"
-        _log.warning(text, final, pending, str(error) or "too slow")
-        return pending, trash_of(pending)
-    return ()
+    is_tidy = await tidy(discard_pending(storage, pending), final, f"what is left of {pending} was not removed")
+    return () if is_tidy else (pending, trash_of(pending))
 
 
 async def _is_replaceable(storage: Storage, path: Path) -> bool:

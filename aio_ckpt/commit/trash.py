@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("aio_ckpt")
 _AGAIN_SECS = 0.05
+TIDY_SECS = 60.0
+"""Longest time that a committed save waits for the removal of what it needs no more."""
 SETTLE_SECS = 5.0
 """Time that a failed save waits for its threads before it settles. The lease waits as long as it takes."""
 
@@ -72,6 +74,20 @@ async def discard_pending(storage: Storage, pending: Path) -> None:
     """
     await storage.rename(pending, trash_of(pending))
     await delete_trash(storage, trash_of(pending))
+
+
+async def tidy(removal: Coroutine[Any, Any, None], final: Path, left: str) -> bool:
+    """Await ``removal``, shielded and with its own limit: ``final`` is committed. Return False if that fails.
+
+    ``left``: what the log says of it then.
+    """
+    try:
+        with anyio.fail_after(TIDY_SECS, shield=True):
+            await removal
+    except Exception as error:  # noqa: BLE001 - MemoryError, too: the save must not fail
+        _log.warning("%s is committed, but %s: %s", final, left, str(error) or "too slow")
+        return False
+    return True
 
 
 class Trash:

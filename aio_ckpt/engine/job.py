@@ -27,7 +27,7 @@ from aio_ckpt.plan.local_plan import Plan
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
-from aio_ckpt.remote_path import is_remote
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import Progress, Stage, StageTimings, Target, title
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker, follow
@@ -47,7 +47,7 @@ def sent_path(path: Path, root: Path) -> str:
 
     A place in an object store has one name on all hosts.
     """
-    if is_remote(path):
+    if isinstance(path, RemotePath):
         return str(path)
     return os.path.join("ROOT", os.path.relpath(path, root))
 

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from aio_ckpt.config import DirectIO
-from aio_ckpt.errors import AioCkptError, ConfigError, MismatchError, ReadError, RootError, WriteError
+from aio_ckpt.errors import AioCkptError, ConfigError, MismatchError, ReadError, WriteError
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.data_file import DataFile, ReadFile, translate_errors
+from aio_ckpt.storage.data_file import ReadFile, translate_errors
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_file
 from aio_ckpt.storage.local import Coro, FileStatus, Storage
-from aio_ckpt.storage.lock import RootLock
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -242,32 +241,12 @@ class ObjectStorage(Storage):
 
     def remove_file(self, path: Path) -> Coro[None]:
         """Delete an object. Do nothing if it does not exist."""
-        return self._run(WriteError, path, self._delete, [path])
+        return self._run(WriteError, path, self._delete, path)
 
-    def _delete(self, paths: list[Path]) -> None:
+    def _delete(self, path: Path) -> None:
         import obstore
 
-        obstore.delete(self._store, [_key(path) for path in paths])
-
-    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        """Do nothing: a directory exists while it holds an object."""
-        del path, parents
-
-    async def sync_dir(self, path: Path) -> None:
-        """Do nothing: an object is durable once it is put."""
-        del path
-
-    def lock(self, path: Path) -> RootLock:
-        """Refuse: a store has no locks."""
-        raise RootError(errno.EOPNOTSUPP, _NO_ROOT, str(path))
-
-    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
-        """Refuse, as no engine saves here."""
-        del nbytes
-        raise WriteError(errno.EOPNOTSUPP, _NO_ROOT, str(path))
-
-
-_NO_ROOT = "an engine does not save into an object store: save to a disk, and copy steps by `aio-ckpt cp STEP URL`"
+        obstore.delete(self._store, _key(path))
 
 
 class Unpublished(Storage):

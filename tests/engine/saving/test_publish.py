@@ -14,7 +14,7 @@ from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 from saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST, without_save_id
 
-from aio_ckpt.commit import discovery, in_place
+from aio_ckpt.commit import discovery, trash
 from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
 from aio_ckpt.format.names import ABANDONED_DIR, ENGINE_DIR, ENGINE_DIRS, PENDING_DIR, StepNames
@@ -210,7 +210,7 @@ def test_what_cannot_be_removed_after_the_commit_fails_no_save(
 def test_a_disk_that_stalls_behind_the_commit_of_an_overwrite_fails_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_place, "TIDY_SECS", 0.4)
+    monkeypatch.setattr(trash, "TIDY_SECS", 0.4)
     with gated_engine(tmp_path / "root", stall_timeout_secs=0.2) as (engine, storage):
         engine.save(weights(1), step=5).result(TIMEOUT)
         gate = storage.hold("remove_file", "*.distcp")

@@ -1,0 +1,24 @@
+"""One blocking call with a loop and threads of its own, which end with it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
+from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, Portal
+
+T = TypeVar("T")
+
+
+def call_on_own_threads(work: Callable[[Executor], Coroutine[Any, Any, T]], workers: int) -> T:
+    """Return the result of ``work``, which gets ``workers`` threads. Ctrl-C ends it before this call ends."""
+    portal, given_up = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", workers + HOUSEKEEPING_THREADS), Future[None]()
+    try:
+        portal.start()
+        running = portal.submit(run_cancellable, given_up, lambda: work(portal.executor))
+        return cancellable_result_blocking(running, given_up)
+    finally:
+        portal.close(STOP_SECS)
