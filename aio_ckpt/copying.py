@@ -163,9 +163,9 @@ async def _copy_to_disk(
         await _check_free(storage, root, names, wanted.step)
     try:
         await run_blocking(executor, make_dirs, root)
-        async with as_writer(storage, root, names, instead="aio-ckpt cp") as here:
+        async with as_writer(storage, root, names, instead="aio-ckpt cp") as claim:
             await _check_free(storage, root, names, wanted.step)
-            pending = pending_path(root, here, 1)
+            pending = pending_path(root, claim.owner, 1)
             await storage.make_dir(pending)
             try:
                 for name in wanted.files:
@@ -175,6 +175,7 @@ async def _copy_to_disk(
                         await run_blocking(executor, _copy_file, source / name, pending / name, advance)
                 await run_blocking(executor, _sync_dirs, pending)
                 await _check_copy(storage, executor, pending, wanted, advance)
+                await claim.check()
                 await publish(storage, pending=pending, final=final)
             except BaseException as error:
                 if not (isinstance(error, AioCkptError) and error.in_doubt):

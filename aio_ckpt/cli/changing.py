@@ -22,6 +22,7 @@ from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
     from aio_ckpt.cli.root_table import RootRow
+    from aio_ckpt.commit.claim import Claim
     from aio_ckpt.commit.retention import Policy
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
@@ -101,8 +102,8 @@ def rm_command(root: Path, steps: tuple[int, ...], names: StepNames, *, allow_ne
 
     async def work(storage: Storage, _: Executor) -> None:
         await _check_removable(storage, root, names, steps, allow_newest=allow_newest)
-        async with as_writer(storage, root, names, instead=f"engine.delete({steps[0]})"):
-            await _delete_steps(storage, root, names, set(steps), allow_newest=allow_newest)
+        async with as_writer(storage, root, names, instead=f"engine.delete({steps[0]})") as claim:
+            await _delete_steps(storage, root, names, claim, set(steps), allow_newest=allow_newest)
 
     call(work)
     _tell_deleted(sorted(set(steps)), Screen(as_json=as_json))
@@ -140,11 +141,12 @@ async def _check_committed(storage: Storage, root: Path, names: StepNames, *step
 
 
 async def _delete_steps(
-    storage: Storage, root: Path, names: StepNames, steps: Collection[int], *, allow_newest: bool
+    storage: Storage, root: Path, names: StepNames, claim: Claim, steps: Collection[int], *, allow_newest: bool
 ) -> None:
-    """Delete steps, oldest first, durably. Needs the lock.
+    """Delete steps, oldest first, durably, as the writer that holds the ``claim``.
 
     Raises:
+        RootError: another writer has taken over meanwhile.
         CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :class:`Retention`. The steps
             before are gone.
     """
@@ -163,6 +165,7 @@ async def _delete_steps(
         must_wait=lambda: False,
     )
     for step in sorted(steps):
+        await claim.check()
         await retention.discard(step, allow_newest=allow_newest)
         await retention.delete_discarded(step)
 
@@ -239,11 +242,11 @@ def prune_command(
             return 1
 
     async def delete(storage: Storage, executor: Executor) -> list[int]:
-        async with as_writer(storage, root, names, instead="engine.delete(step)"):
+        async with as_writer(storage, root, names, instead="engine.delete(step)") as claim:
             # Judged anew under the lock: a step may have been protected since. What was not shown is not deleted.
             still = {row.step for row in (await plan(storage, executor))[0]}
             chosen = [step for step in steps if step in still]
-            await _delete_steps(storage, root, names, chosen, allow_newest=False)
+            await _delete_steps(storage, root, names, claim, chosen, allow_newest=False)
             return chosen
 
     _tell_deleted(call(delete), screen)
@@ -297,7 +300,8 @@ def rollback_command(root: Path, step: int, names: StepNames, *, as_json: bool) 
 
     async def work(storage: Storage, _: Executor) -> list[int]:
         await _check_committed(storage, root, names, step)
-        async with as_writer(storage, root, names, instead=f"engine.rollback({step})"):
+        async with as_writer(storage, root, names, instead=f"engine.rollback({step})") as claim:
+            await claim.check()
             abandoned = await abandon_after(storage, root, names, step, str(time.time_ns()))
             await unprotect_after(storage, root, step)
             return abandoned

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +51,7 @@ def rescue_command(
     from aio_ckpt.rescue import rescue_root
 
     check_root(root, names)
-    screen, here = Screen(as_json=as_json), Owner.of_this_process(f"rescue{os.getpid()}")
+    screen, here = Screen(as_json=as_json), Owner.of_this_process()
 
     async def work(storage: Storage, executor: Executor) -> RescueReport:
         return await rescue_root(

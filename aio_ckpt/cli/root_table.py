@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from aio_ckpt.commit.retention import best, protected_steps
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, MismatchError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
-from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, StepNames
+from aio_ckpt.format.names import ABANDONED_DIR, CLAIM_FILE, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, StepNames
 from aio_ckpt.format.root_manifest import FileEntry, RootManifest, data_file_of
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in
@@ -95,12 +96,14 @@ async def list_root(
     """
     rows = await rows_of(storage, executor, root, names)
     pending = await _below(storage, root, PENDING_DIR)
-    here, holder = Owner.of_this_process("ls"), await claim_holder(storage, root) if pending else None
+    here, holder = Owner.of_this_process(), await claim_holder(storage, root) if pending else None
+    claim = None if holder is None else await storage.status(root / CLAIM_FILE)
+    heartbeat = "" if claim is None else f", {max(0.0, time.time() - claim.modified_unix):.0f} s since its heartbeat"
     return RootTable(
         root=str(root),
         checkpoints=_marked(rows, rule),
         pending=pending,
-        pending_owners=tuple(_owner_words(Path(name).name, holder, here) for name in pending),
+        pending_owners=tuple(_owner_words(Path(name).name, holder, here, heartbeat) for name in pending),
         abandoned=await _below(storage, root, ABANDONED_DIR),
         quarantined=await _below(storage, root, CORRUPT_DIR),
         nbytes=sum(row.nbytes for row in rows),
@@ -120,8 +123,11 @@ async def _below(storage: Storage, root: Path, directory: str) -> tuple[str, ...
     return tuple(f"{directory}/{name}" for name in await names_in(storage, root / directory))
 
 
-def _owner_words(pending: str, holder: Owner | None, here: Owner) -> str:
-    """Return what is known of the writer of a pending directory; ``holder`` is the one that claims the root."""
+def _owner_words(pending: str, holder: Owner | None, here: Owner, heartbeat: str) -> str:
+    """Return what is known of the writer of a pending directory.
+
+    ``holder`` is the one that claims the root, and ``heartbeat`` tells when it last did so, by this host's clock.
+    """
     is_holder = holder is not None and pending.startswith(f"{holder.session}-")
     owner = holder if is_holder else owner_by_name(pending, here)
     if owner is None:
@@ -132,7 +138,7 @@ def _owner_words(pending: str, holder: Owner | None, here: Owner) -> str:
     if owner.is_proven_dead(here):
         return f"{whose}, is dead: the next engine that saves clears it"
     if is_holder:
-        return f"{whose}, claims the root"
+        return f"{whose}, claims the root{heartbeat}"
     return f"{whose}, has lost the root: the next engine that saves clears it"
 
 

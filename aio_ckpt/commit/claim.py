@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
+import time
 from pathlib import Path
 
 import anyio
@@ -22,7 +24,8 @@ from aio_ckpt.storage.remedies import DISK_FULL
 
 HEARTBEAT_SECS = 10.0
 """Time between two heartbeats of a claim."""
-_SILENCE_SECS = 3 * HEARTBEAT_SECS
+SILENCE_SECS = 3 * HEARTBEAT_SECS
+"""Time without a heartbeat of an engine that seems dead, after which it is."""
 _POLL_SECS = 1.0
 _MAX_TAKEOVERS = 10
 _log = logging.getLogger("aio_ckpt")
@@ -45,11 +48,11 @@ def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount, *, is
     is_proven = holder is not None and holder.is_proven_dead(here)
     if not mount.is_shared:
         if holder is not None and holder.runs_beside(here):
-            return _SILENCE_SECS if is_locked else None
+            return SILENCE_SECS if is_locked else None
         return 0.0 if is_proven or is_locked else None
     if is_proven and holder is not None and holder.boot_id == here.boot_id:
         return 0.0
-    return _SILENCE_SECS if is_proven or (is_locked and mount.locks_on_server) else None
+    return SILENCE_SECS if is_proven or (is_locked and mount.locks_on_server) else None
 
 
 async def claim_holder(storage: Storage, root: Path) -> Owner | None:
@@ -68,29 +71,41 @@ class Claim:
         self._storage = storage
         self._root = root
         self._path = root / CLAIM_FILE
-        self._owner = owner
+        self.owner = owner
         self._stale_after_secs = stale_after_secs
         self._is_left_out = False
         """On a full local disk, the lock alone excludes other writers, so that a step can be deleted."""
+        self._watched: tuple[float | None, float] | None = None
+        """Heartbeat of an engine that seems dead, and the ``time.monotonic`` at which it was first seen."""
+        self._answered = time.monotonic()
 
-    async def take(self, mount: Mount, *, is_locked: bool) -> None:
+    @property
+    def idle_secs(self) -> float:
+        """Seconds since the file system last told a heartbeat, or since the claim was first wanted."""
+        return time.monotonic() - self._answered
+
+    async def take(self, mount: Mount, *, is_locked: bool, limit_secs: float = math.inf) -> None:
         """Make the claim, or take it over from an engine that is dead.
 
-        See :func:`silence_proving_death` for the proofs.
+        See :func:`silence_proving_death` for the proofs. If the silence of an engine must be awaited for longer than
+        ``limit_secs``, the next call goes on with it.
 
         Raises:
             RootError: another engine claims the root.
         """
+        self._answered = time.monotonic()
+        limit = time.monotonic() + limit_secs
         for _ in range(_MAX_TAKEOVERS):
             try:
-                await self._storage.write_file(self._path, encoded_owner(self._owner))
+                await self._storage.write_file(self._path, encoded_owner(self.owner))
             except WriteError as error:
                 if error.errno in DISK_FULL and is_locked and not mount.is_shared:
                     self._is_left_out = True
                     _log.warning("%s: no room for the claim of this writer: the lock alone excludes others", self._path)
                     return
                 if error.errno in DISK_FULL:
-                    text = "no room to claim the root: free space, for instance by `aio-ckpt prune ROOT --keep-last N`"
+                    text = "no room for this one small file, which claims the root: delete other files of its disk, or "
+                    text += "the directories of old steps by hand. Then aio_ckpt can delete here, too"
                     raise RootError(error.errno, text, str(self._path)) from error
                 if error.errno != errno.EEXIST:
                     raise
@@ -98,11 +113,11 @@ class Claim:
                 self._is_left_out = False
                 return
             holder = await claim_holder(self._storage, self._root)
-            if holder is not None and holder.session == self._owner.session:
+            if holder is not None and holder.session == self.owner.session:
                 return
-            silence_secs = silence_proving_death(holder, self._owner, mount, is_locked=is_locked)
-            await self._check_dead(holder, silence_secs)
-            await self._remove(holder)
+            silence_secs = silence_proving_death(holder, self.owner, mount, is_locked=is_locked)
+            seen = await self._check_dead(holder, silence_secs, limit)
+            await self._remove(holder, seen)
         raise RootError(errno.EBUSY, "several engines want to write here at once: let one of them", str(self._root))
 
     async def check(self) -> None:
@@ -113,7 +128,7 @@ class Claim:
         if holder is None:
             text = "the claim of this writer is gone: another one took over, or the file was removed. Open a new engine"
             raise RootError(errno.EBUSY, text, str(self._path))
-        if holder.session != self._owner.session:
+        if holder.session != self.owner.session:
             raise RootError(
                 errno.EBUSY,
                 f"{_named(holder)} has taken over as the writer while this one did not answer: save with that one, or "
@@ -126,23 +141,26 @@ class Claim:
         while True:
             await anyio.sleep(HEARTBEAT_SECS)
             try:
-                await self._storage.touch(self._path)
+                if await self._is_ours():  # if it is lost, the heartbeat in it is that of another engine
+                    await self._storage.touch(self._path)
             except OSError as error:
-                if error.errno == errno.ENOENT:  # left out on a full disk, or lost: check() tells
-                    continue
-                _log.warning("%s: the heartbeat could not be renewed: %s", self._path, error)
+                if error.errno != errno.ENOENT:
+                    _log.warning("%s: the heartbeat could not be renewed: %s", self._path, error)
 
     async def release(self) -> None:
         """Remove the claim if it is this engine's. If that fails, a warning is logged: the claim ends by its age."""
         try:
-            holder = await claim_holder(self._storage, self._root)
-            if holder is not None and holder.session == self._owner.session:
+            if await self._is_ours():
                 await self._storage.remove_file(self._path)
         except Exception as error:  # noqa: BLE001 - nothing that a caller of close() could do
             _log.warning("%s could not be removed: %r", self._path, error)
 
-    async def _check_dead(self, holder: Owner | None, silence_secs: float | None) -> None:
-        """Return if the engine that claims the root is dead; if it seems to be, watch for its heartbeat.
+    async def _is_ours(self) -> bool:
+        holder = await claim_holder(self._storage, self._root)
+        return holder is not None and holder.session == self.owner.session
+
+    async def _check_dead(self, holder: Owner | None, silence_secs: float | None, limit: float) -> float | None:
+        """Return the last heartbeat of the engine that claims the root, which is dead.
 
         Raises:
             RootError: it lives, or may live.
@@ -151,17 +169,9 @@ class Claim:
         now = await now_of(self._storage, self._root)
         idle_secs = None if seen is None or now is None else now - seen
         if idle_secs is not None and idle_secs > self._stale_after_secs:
-            return
-        if silence_secs is not None:
-            if silence_secs:
-                text = "%s claims %s and seems to be dead: its heartbeat is awaited for %.0f s"
-                _log.info(text, _named(holder), self._root, silence_secs)
-            for _ in range(round(silence_secs / _POLL_SECS)):
-                await anyio.sleep(_POLL_SECS)
-                if await self._heartbeat() != seen:
-                    break
-            else:
-                return
+            return seen
+        if silence_secs is not None and await self._is_silent(holder, seen, silence_secs, limit):
+            return seen
         idle = "an unknown time" if idle_secs is None else f"{idle_secs:.0f} s"
         raise RootError(
             errno.EBUSY,
@@ -171,20 +181,46 @@ class Claim:
             str(self._path),
         )
 
+    async def _is_silent(self, holder: Owner | None, seen: float | None, silence_secs: float, limit: float) -> bool:
+        """Return whether the heartbeat stays as it was ``seen`` for ``silence_secs``. Earlier calls count.
+
+        Raises:
+            RootError: that is not known yet at ``limit``, by ``time.monotonic``.
+        """
+        if self._watched is None or self._watched[0] != seen:
+            self._watched = seen, time.monotonic()
+            if silence_secs:
+                text = "%s claims %s and seems to be dead: waiting %.0f s for its heartbeat"
+                _log.warning(text, _named(holder), self._root, silence_secs)
+        proven = self._watched[1] + silence_secs
+        while (now := time.monotonic()) < proven:
+            if now >= limit:
+                text = f"{_named(holder)} claims the root and seems to be dead, but its heartbeat must stay away for "
+                text += f"{proven - now:.0f} s more, and the limit of this call has passed: call again"
+                raise RootError(errno.EBUSY, text, str(self._root))
+            await anyio.sleep(min(_POLL_SECS, proven - now, limit - now))
+            if await self._heartbeat() != seen:
+                self._watched = None
+                return False
+        return True
+
     async def _heartbeat(self) -> float | None:
         try:
             status = await self._storage.fresh_status(self._path)
         except MismatchError:  # no regular file
             return None
+        finally:
+            self._answered = time.monotonic()
         return None if status is None else status.modified_unix
 
-    async def _remove(self, dead: Owner | None) -> None:
+    async def _remove(self, dead: Owner | None, seen: float | None) -> None:
         """Set the claim of ``dead`` aside. Of several engines that try, one gets it.
 
         The name there is taken by the first of them, and stays until the trash is cleared. An engine that read the
-        claim of ``dead`` before, and comes later, therefore cannot set the new claim aside.
+        claim of ``dead`` before, and comes later, therefore cannot set the new claim aside. A claim that cannot be
+        decoded goes by its last heartbeat, ``seen``.
         """
-        aside = self._root / TRASH_DIR / f"claim-{'unknown' if dead is None else dead.session}"
+        aside = self._root / TRASH_DIR / f"claim-{f'of-{seen}' if dead is None else dead.session}"
         try:
             await self._storage.rename(self._path, aside)
         except WriteError as error:

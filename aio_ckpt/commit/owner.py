@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import time
+import uuid
 from pathlib import Path
 from typing import Annotated
 
@@ -64,10 +65,10 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the record by the writer's clock, in seconds since 1970. For people: no decision uses it."""
 
     @classmethod
-    def of_this_process(cls, session: str) -> Owner:
-        """Return the owner record of the calling process."""
+    def of_this_process(cls, session: str | None = None) -> Owner:
+        """Return the owner record of the calling process. ``session`` is a new one if it is None."""
         return cls(
-            session=session,
+            session=session or uuid.uuid4().hex[:12],
             host=socket.gethostname(),
             machine_id=_first_line("/etc/machine-id"),
             boot_id=_first_line("/proc/sys/kernel/random/boot_id"),

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import anyio
 
+from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, is_unchanged
 from aio_ckpt.commit.retention import unprotect
-from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.errors import CorruptCheckpointError, RootError
 from aio_ckpt.format.names import CORRUPT_DIR, StepNames
 from aio_ckpt.storage.local import Storage, sync_parents
 
@@ -44,8 +45,8 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._candidates: dict[Path, CorruptCandidate] = {}
-        self.is_writer = False
-        """Whether the engine holds the writer's lock. ``RootSession`` sets it."""
+        self.claim: Claim | None = None
+        """Claim of the engine on the root while it holds the writer's lock. ``RootSession`` sets it."""
         self.additions = 0
         """Number of times that checkpoints were added. If it rises, a list of steps read before is out of date."""
         self.renames = anyio.Lock()
@@ -68,20 +69,29 @@ class Quarantine:
         if not new:
             return {}
         self._candidates |= new
-        moved = await self.enforce(storage, root, limit_secs) if self.is_writer else {}
         self.additions += 1
-        return moved
+        if self.claim is None:
+            return {}
+        try:
+            return await self.enforce(storage, root, self.claim, limit_secs)
+        except RootError as error:
+            _log.warning("damaged checkpoints are not set aside: %s", error)
+            return {}
 
-    async def enforce(self, storage: Storage, root: Path, limit_secs: float) -> dict[Path, Path]:
-        """Set the damaged checkpoints aside, on the writer. Return old -> new path.
+    async def enforce(self, storage: Storage, root: Path, claim: Claim, limit_secs: float) -> dict[Path, Path]:
+        """Set the damaged checkpoints aside, as the writer that holds the ``claim``. Return old -> new path.
 
         A checkpoint that cannot be renamed within ``limit_secs`` is logged and stays for the next call.
+
+        Raises:
+            RootError: another writer has taken over.
         """
         moved: dict[Path, Path] = {}
         if not self._candidates:
             return moved
         with anyio.move_on_after(limit_secs, shield=True) as limit:
             async with self.renames:
+                await claim.check()
                 for entry in tuple(self._candidates.values()):
                     target = await self._set_aside(storage, root, entry)
                     if target is not None:

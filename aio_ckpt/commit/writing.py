@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -26,8 +25,10 @@ _HELD = (errno.EAGAIN, errno.EACCES, errno.EBUSY)
 @contextlib.asynccontextmanager
 async def writing(
     storage: Storage, root: Path, names: StepNames, here: Owner, *, stale_after_secs: float
-) -> AsyncIterator[None]:
+) -> AsyncIterator[Claim]:
     """Exclude every other writer of ``root``, on whatever host, and clear the leftovers of dead ones.
+
+    Yields the claim. Check it before each change: this process may stand still for as long as makes it void.
 
     Args:
         storage: Where the root lies.
@@ -51,7 +52,7 @@ async def writing(
             async with anyio.create_task_group() as beside:
                 beside.start_soon(claim.keep)
                 await clear_leftovers(storage, root, names, here=here)
-                yield
+                yield claim
                 beside.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
             raise first_cause(errors) from None
@@ -60,8 +61,8 @@ async def writing(
 
 
 @contextlib.asynccontextmanager
-async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: str) -> AsyncIterator[Owner]:
-    """Hold the root as its writer, with the directories of an engine made and those of dead writers cleared.
+async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: str) -> AsyncIterator[Claim]:
+    """Do :func:`writing` for a command, with the default limits.
 
     Args:
         instead: call of the engine that does the same inside of the trainer, for the message.
@@ -69,14 +70,14 @@ async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: 
     Raises:
         RootError: a living writer holds the root; names its process and host.
     """
-    here, stale_after_secs = Owner.of_this_process(f"cli{os.getpid()}"), EngineConfig().stale_after_secs
     async with contextlib.AsyncExitStack() as stack:
         try:
+            here, stale_after_secs = Owner.of_this_process(), EngineConfig().stale_after_secs
             held = writing(storage, root, names, here, stale_after_secs=stale_after_secs)
-            await stack.enter_async_context(held)
+            claim = await stack.enter_async_context(held)
         except RootError as error:
             if error.errno not in _HELD:
                 raise
             message = f"{error.strerror}: call {instead} in it, or wait until it has ended"
             raise RootError(error.errno, message, error.filename or str(root)) from error
-        yield here
+        yield claim

@@ -8,7 +8,6 @@ import functools
 import os
 import signal
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -36,6 +35,7 @@ from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkpoint
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
+from aio_ckpt.engine.removal import Remover
 from aio_ckpt.engine.root import RootSession, check_stale_after, log_mount, usable_root
 from aio_ckpt.engine.root_changes import RootChanges
 from aio_ckpt.engine.run_job import JobRunner
@@ -91,9 +91,9 @@ class BaseEngine:
         check_stale_after(config.stale_after_secs, mount)
         if coordinator.rank == coordinator.leader:
             log_mount(path, mount)
-        owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
+        owner = Owner.of_this_process()
         self._portal = Portal(
-            f"aio_ckpt-{session}",
+            f"aio_ckpt-{owner.session}",
             config.workers + HOUSEKEEPING_THREADS,
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
@@ -166,7 +166,8 @@ class BaseEngine:
         self._call_lock = call_lock = CallLock(portal)
         self._session = session = CaptureSession(ctx, self._rescue.shared_memory)
         self._recorder = OutcomeRecorder(ctx, session, self._root_session)
-        self._queue = queue = JobQueue(ctx, portal, runner, self._quarantine, session, self._recorder)
+        remover = Remover(ctx=ctx, claim=claim, quarantine=self._quarantine, trash=self._trash)
+        self._queue = queue = JobQueue(ctx, portal, runner, self._quarantine, remover, session, self._recorder)
         self._earlier_steps = EarlierSteps(ctx.root)
         self._state_saves = StateSaves(
             call_lock=call_lock,

@@ -78,13 +78,14 @@ class JobQueue:
         portal: Portal,
         runner: JobRunner,
         quarantine: Quarantine,
+        remover: Remover,
         session: CaptureSession,
         recorder: OutcomeRecorder,
     ) -> None:
         self._ctx = ctx
         self._portal = portal
         self._runner = runner
-        self._remover = Remover(ctx=ctx, quarantine=quarantine, trash=runner.trash)
+        self._remover = remover
         self._session = session
         self._recorder = recorder
         self._max = ctx.config.max_in_flight

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import anyio
 
 from aio_ckpt.commit import path_checkpoints
+from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.engine.context import EngineContext
@@ -38,6 +39,7 @@ class Remover:
     """Runs removals on the loop."""
 
     ctx: EngineContext
+    claim: Claim
     quarantine: Quarantine
     """Its lock ``renames`` orders all renames of checkpoints."""
     trash: Trash
@@ -74,6 +76,7 @@ class Remover:
         name = f"removed-{ctx.save_id(job.number)}"
         async with self.quarantine.renames:
             with anyio.move_on_after(limit_secs, shield=True):  # a rename that has begun is completed
+                await self.claim.check()
                 return await path_checkpoints.move_to_trash(ctx.storage, job.path, ctx.root, ctx.names, name=name)
         raise StallError(f"remove({job.path}) did not end within {limit_secs} s: the disk is stalled")
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import logging
+import math
 import os
 import stat
 import time
@@ -17,7 +18,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt.commit import discovery, path_checkpoints, retention
-from aio_ckpt.commit.claim import Claim
+from aio_ckpt.commit.claim import SILENCE_SECS, Claim
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash, check_engine_dirs
@@ -175,7 +176,7 @@ class RootSession:
             lock = self._call_lock(take, "taking the lock", deadline)
             self._make_directories(deadline)
             self._take_claim(lock, deadline)
-            self._quarantine.is_writer = True
+            self._quarantine.claim = self._claim
             self._set_aside(deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
             self._call(self._rescue.reclaim, what="clearing segments of dead writers", deadline=deadline)
@@ -185,7 +186,7 @@ class RootSession:
         except BaseException as error:
             note_stage(error, "open")
             self._lock = None
-            self._quarantine.is_writer = False
+            self._quarantine.claim = None
             if lock is not None:
                 self._release(lock)
             raise
@@ -205,13 +206,22 @@ class RootSession:
         Raises:
             RootError: an engine on another host writes here.
         """
-        self._call(self._claim_root, lock, what="claiming the root", deadline=deadline)
+        left_secs = deadline.left_secs(math.inf)
+        self._call(
+            self._claim_root,
+            lock,
+            left_secs,
+            what="claiming the root",
+            idle_secs=lambda: self._claim.idle_secs,
+            more_secs=SILENCE_SECS,
+            deadline=deadline,
+        )
         if self._heartbeat is None:
             self._heartbeat = self._portal.submit(self._claim.keep)
 
-    async def _claim_root(self, lock: RootLock) -> None:
+    async def _claim_root(self, lock: RootLock, limit_secs: float) -> None:
         device = (await run_blocking(self._ctx.executor, os.stat, self._ctx.root)).st_dev
-        await self._claim.take(mount_of(device), is_locked=lock.is_granted)
+        await self._claim.take(mount_of(device), is_locked=lock.is_granted, limit_secs=limit_secs)
 
     def release_claim(self) -> None:
         """Remove the claim, before the loop ends. The lock is released afterwards, by :meth:`release`."""
@@ -269,7 +279,7 @@ class RootSession:
     def release(self) -> None:
         """Release the lock. Idempotent. If the disk does not answer within ``STOP_SECS``, log so and go on."""
         lock, self._lock = self._lock, None
-        self._quarantine.is_writer = False
+        self._quarantine.claim = None
         if lock is not None:
             self._release(lock, self._rescue.forget)
 
@@ -300,7 +310,8 @@ class RootSession:
     def _set_aside(self, deadline: Deadline) -> None:
         ctx, what = self._ctx, "setting damaged checkpoints aside"
         limit_secs = ctx.config.stall_timeout_secs
-        self._call(self._quarantine.enforce, ctx.storage, ctx.root, limit_secs, what=what, deadline=deadline)
+        enforce = self._quarantine.enforce
+        self._call(enforce, ctx.storage, ctx.root, self._claim, limit_secs, what=what, deadline=deadline)
 
     async def _clear(self) -> list[str]:
         ctx = self._ctx
@@ -333,6 +344,7 @@ class RootSession:
 
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
+            RootError: another writer has taken over.
             StallError: steps are still being deleted.
         """
         self._await_passes(f"rollback({step})")
@@ -347,6 +359,7 @@ class RootSession:
     async def _abandon_after(self, step: int) -> StepsChange:
         ctx = self._ctx
         async with self._quarantine.renames:
+            await self._claim.check()
             abandoned = await discovery.abandon_after(ctx.storage, ctx.root, ctx.names, step, str(time.time_ns()))
         await retention.unprotect_after(ctx.storage, ctx.root, step)
         return step, abandoned
@@ -358,10 +371,15 @@ class RootSession:
 
         Raises:
             CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :meth:`Retention.discard`.
+            RootError: another writer has taken over.
             StallError: the disk stalls.
         """
-        work = functools.partial(self._retention.discard, step, allow_newest=allow_newest)
-        left: list[int] = self._call(work, what="delete()")
+
+        async def discard() -> list[int]:
+            await self._claim.check()
+            return await self._retention.discard(step, allow_newest=allow_newest)
+
+        left = self._call(discard, what="delete()")
         return max(left, default=None), [step]
 
     def delete_discarded(self, step: int) -> None:
@@ -450,8 +468,8 @@ class RootSession:
         if scope.cancelled_caught:
             _log.warning("%s: deleting expired steps did not end within %s s", self._ctx.root, limit)
 
-    def _warning(self, what: str) -> WaitWarning:
-        return disk_warning(what, self._ctx.root, rank=self._ctx.rank)
+    def _warning(self, what: str, idle_secs: Callable[[], float] | None = None) -> WaitWarning:
+        return disk_warning(what, self._ctx.root, idle_secs=idle_secs, rank=self._ctx.rank)
 
     def _call(
         self,
@@ -459,12 +477,19 @@ class RootSession:
         *args: *Ts,
         what: str,
         deadline: Deadline = NO_DEADLINE,
+        idle_secs: Callable[[], float] | None = None,
+        more_secs: float = 0.0,
     ) -> T:
+        """Run ``async_fn(*args)`` on the loop, for at most ``stall_timeout_secs`` and ``more_secs``.
+
+        ``idle_secs`` returns the seconds since the disk last answered; None: they are those of the call.
+        """
+
         async def watched() -> T:
-            with self._warning(what).on_loop():
+            with self._warning(what, idle_secs).on_loop():
                 return await async_fn(*args)
 
-        timeout_secs = deadline.left_secs(self._ctx.config.stall_timeout_secs)
+        timeout_secs = deadline.left_secs(self._ctx.config.stall_timeout_secs) + more_secs
         try:
             return self._portal.call(watched, timeout=timeout_secs, what=what)
         except StallError:

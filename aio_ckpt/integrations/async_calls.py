@@ -268,7 +268,7 @@ class AsyncCallsQueue:
         """Return the ranks of this queue. The first call begins to wait for the others, in the background."""
         if self._members is None:
             stall_secs = self._shared.config.stall_timeout_secs
-            owner = Owner.of_this_process(uuid.uuid4().hex[:12])
+            owner = Owner.of_this_process()
             members = self._members = Membership(
                 default_coordinator("queues of async calls"), owner, stall_secs=stall_secs
             )

@@ -17,7 +17,6 @@ import functools
 import importlib
 import logging
 import os
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,7 +104,7 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
         config = config or EngineConfig()
         self.config = dataclasses.replace(config, max_in_flight=max(config.max_in_flight, _MAX_FILES))
         self._engine: SyncCheckpointEngine | None = None
-        self._owner = Owner.of_this_process(uuid.uuid4().hex[:12])
+        self._owner = Owner.of_this_process()
         self._run = ""
         """Name of this run in the names of its drafts, the same on all ranks."""
         self._drafts = 0

@@ -13,6 +13,7 @@ import msgspec
 from isal import isal_zlib
 
 from aio_ckpt.commit import publish
+from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, pending_path
 from aio_ckpt.commit.trash import SETTLE_SECS
@@ -101,13 +102,13 @@ async def rescue_root(
     find = functools.partial(find_orphans, places, root, here, stale_after_secs=stale_after_secs)
     if not await run_blocking(executor, find):
         return RescueReport(root=str(root), rescued=(), refused=())  # a root without segments is not touched
-    async with writing(storage, root, names, here, stale_after_secs=stale_after_secs):
+    async with writing(storage, root, names, here, stale_after_secs=stale_after_secs) as claim:
         found = await run_blocking(executor, find)
         decision = await decide_against_root(storage, root, names, found)
         rescued, torn = list[Rescued](), list[Refusal]()
         for number, save in enumerate(decision.saves, start=1):
             try:
-                rescued.append(await _commit(storage, executor, root, names, here, save, number))
+                rescued.append(await _commit(storage, executor, root, names, claim, save, number))
             except CorruptCheckpointError as error:
                 torn.append(
                     Refusal(step=save.step, reason=str(error), segments=(save.orphan,), is_obsolete=False, is_loss=True)
@@ -135,14 +136,14 @@ async def rescue_root(
 
 
 async def _commit(
-    storage: Storage, executor: Executor, root: Path, names: StepNames, here: Owner, save: RescuableSave, number: int
+    storage: Storage, executor: Executor, root: Path, names: StepNames, claim: Claim, save: RescuableSave, number: int
 ) -> Rescued:
     record = save.record
     if names.step(record.directory) != save.step:  # committed steps were found by this pattern, and compared with it
         raise CorruptCheckpointError(
             f"step {save.step} is to be called {record.directory!r}: give the trainer's --step-dir"
         )
-    pending, final = pending_path(root, here, number), root / record.directory
+    pending, final = pending_path(root, claim.owner, number), root / record.directory
     await storage.make_dir(pending)
     try:
         manifest, nbytes = await _write_data(storage, executor, pending, save)
@@ -157,6 +158,7 @@ async def _commit(
             extra=record.extra,
         )
         await publish.sync_pending(storage, pending, record.save_id, root_manifest)
+        await claim.check()
         if record.overwrite:
             await publish.publish_over(storage, pending=pending, final=final, save_id=record.save_id)
         else:

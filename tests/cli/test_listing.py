@@ -247,9 +247,9 @@ def test_du_tells_the_parts_of_a_root(root, capsys):
         ({}, False, "runs"),
         ({}, True, "runs"),
         ({"started_ticks": 1}, True, "is dead: the next engine that saves clears it"),
-        ({"pid_namespace": "another"}, True, "claims the root"),
+        ({"pid_namespace": "another"}, True, "claims the root, 0 s since its heartbeat"),
         ({"pid_namespace": "another"}, False, "has lost the root: the next engine that saves clears it"),
-        ({"host": "another"}, True, "claims the root"),
+        ({"host": "another"}, True, "claims the root, 0 s since its heartbeat"),
     ],
 )
 def test_ls_tells_whether_the_writer_of_a_pending_directory_lives(root, capsys, change, claims, words):

@@ -35,6 +35,7 @@ from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
+from aio_ckpt.engine.removal import Remover
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.checkpoint_files import data_file_name
@@ -276,7 +277,9 @@ class World:
                 continue
         outcomes = mock.create_autospec(OutcomeRecorder, instance=True)
         session = CaptureSession(self.ctx, None)
-        return JobQueue(self.ctx, self.portal, pipeline.runner, pipeline.quarantine, session, outcomes), pipeline
+        quarantine, runner = pipeline.quarantine, pipeline.runner
+        remover = Remover(ctx=self.ctx, claim=pipeline.claim, quarantine=quarantine, trash=runner.trash)
+        return JobQueue(self.ctx, self.portal, runner, quarantine, remover, session, outcomes), pipeline
 
     async def _learn(self, queue: JobQueue) -> None:
         while not queue.steps.are_known:

@@ -19,7 +19,9 @@ from saved_files import data_file, rank_manifest, root_manifest
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
+from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.discovery import discover
+from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import (
@@ -37,6 +39,7 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.mounts import UNKNOWN
 
 NAMES = StepNames(EngineConfig().step_dir)
 ONE, TWO, THREE = (f"step_{step:09d}" for step in (1, 2, 3))
@@ -265,14 +268,15 @@ async def test_a_rename_that_hangs_holds_a_load_no_longer_than_its_limit(
     storage, quarantine = GatedStorage(executor), Quarantine()
     (damaged,) = [found for found in await discover(storage, root, NAMES) if found.step == 2]
     proof = [CorruptCandidate(checkpoint=damaged, error=MismatchError("a flipped bit"))]
-    quarantine.is_writer = True
+    quarantine.claim = claim = Claim(storage, root, Owner.of_this_process(), stale_after_secs=600.0)
+    await claim.take(UNKNOWN, is_locked=True)
     gate = storage.hold("rename", TWO)
     with caplog.at_level(logging.WARNING, "aio_ckpt"), anyio.fail_after(TIMEOUT):
         assert await quarantine.add(storage, root, proof, 0.05) == {}
     assert "steps [2] are damaged but were not set aside within 0.05 s" in caplog.text
     assert [found.step for found in await quarantine.committed(storage, root, NAMES)] == [1], "damaged for good"
     storage.release(gate)
-    assert len(await quarantine.enforce(storage, root, TIMEOUT)) == 1, "tried again"
+    assert len(await quarantine.enforce(storage, root, claim, TIMEOUT)) == 1, "tried again"
     assert executor.close(TIMEOUT)
     assert len(aside(root)) == 1
 

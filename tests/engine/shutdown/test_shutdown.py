@@ -238,7 +238,7 @@ def test_an_engine_that_is_closed_while_it_becomes_the_writer_lets_the_root_go(
 
     def closed_behind(self: KnownSteps, read: Any) -> None:
         learn(self, read)
-        if engine._quarantine.is_writer:  # it has the lock
+        if engine._quarantine.claim is not None:  # it has the lock
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(engine.terminate).result(TIMEOUT)
 

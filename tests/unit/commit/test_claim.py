@@ -68,7 +68,7 @@ async def root(tmp_path: Path) -> AsyncIterator[Root]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "_POLL_SECS", 0.02)
-    monkeypatch.setattr(claims, "_SILENCE_SECS", 0.1)
+    monkeypatch.setattr(claims, "SILENCE_SECS", 0.1)
 
 
 async def test_the_first_engine_gets_the_claim_and_keeps_it(root: Root) -> None:
@@ -129,7 +129,7 @@ async def test_a_granted_lock_and_no_heartbeat_prove_the_death_of_an_engine_else
 
 async def test_a_heartbeat_beats_a_granted_lock(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "HEARTBEAT_SECS", 0.01)
-    monkeypatch.setattr(claims, "_SILENCE_SECS", 60.0)
+    monkeypatch.setattr(claims, "SILENCE_SECS", 60.0)
     first = root.claim("a", "one")
     await first.take(NFS, is_locked=True)
     root.age(1.0)
@@ -139,6 +139,65 @@ async def test_a_heartbeat_beats_a_granted_lock(root: Root, monkeypatch: pytest.
             await root.claim("b", "two").take(NFS, is_locked=True)
         group.cancel_scope.cancel()
     await first.check()
+
+
+async def test_a_silence_that_outlasts_a_call_is_awaited_further_by_the_next(
+    root: Root, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(claims, "SILENCE_SECS", 0.3)
+    await root.claim("a", "one").take(NFS, is_locked=True)
+    second = root.claim("b", "two")
+    calls = 1
+    with pytest.raises(RootError, match=r"on one claims the root and seems to be dead.*more.*call again"):
+        await second.take(NFS, is_locked=True, limit_secs=0.05)
+    while True:
+        calls += 1
+        try:
+            await second.take(NFS, is_locked=True, limit_secs=0.05)
+        except RootError:
+            continue
+        break
+    await second.check()
+    assert 2 <= calls <= 7
+    waits = [record.levelname for record in caplog.records if "waiting 0 s for its heartbeat" in record.message]
+    assert waits == ["WARNING"], "one line tells what is waited for"
+
+
+async def test_a_heartbeat_between_two_calls_begins_the_silence_anew(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "SILENCE_SECS", 60.0)
+    await root.claim("a", "one").take(NFS, is_locked=True)
+    second = root.claim("b", "two")
+    for _ in range(2):
+        root.age(1.0)
+        with pytest.raises(RootError, match="its heartbeat must stay away for 60 s more"):
+            await second.take(NFS, is_locked=True, limit_secs=0.01)
+
+
+async def test_a_writer_that_was_taken_over_renews_no_heartbeat(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = root.claim("a", "one"), root.claim("b", "two")
+    await first.take(NOLOCK, is_locked=True)
+    root.age(STALE_SECS + 5)
+    await second.take(NOLOCK, is_locked=True)
+    root.age(100.0)
+    seen = root.file.stat().st_mtime
+    monkeypatch.setattr(claims, "HEARTBEAT_SECS", 0.01)
+    with anyio.move_on_after(0.1):
+        await first.keep()
+    assert root.file.stat().st_mtime == seen
+    with anyio.move_on_after(0.1):
+        await second.keep()
+    assert root.file.stat().st_mtime > seen
+
+
+async def test_a_torn_claim_is_taken_over_though_the_trash_still_holds_another(root: Root) -> None:
+    for number in range(2):
+        root.file.write_bytes(b"{")
+        root.age(STALE_SECS + 5 + number)
+        claim = root.claim(f"s{number}", "two")
+        await claim.take(NOLOCK, is_locked=True)
+        await claim.release()
 
 
 async def test_a_released_claim_is_free_and_that_of_another_stays(root: Root) -> None:
@@ -181,7 +240,7 @@ async def test_a_torn_claim_is_void_after_the_limit(root: Root) -> None:
 async def test_on_a_local_file_system_a_granted_lock_is_proof_enough(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_SILENCE_SECS", 600.0)
+    monkeypatch.setattr(claims, "SILENCE_SECS", 600.0)
     await root.claim("a", "one").take(LOCAL, is_locked=True)
     await root.claim("b", "two").take(LOCAL, is_locked=True)
 
@@ -244,7 +303,7 @@ async def test_on_a_full_local_disk_the_lock_alone_excludes_others_so_that_a_ste
 
 async def test_on_a_full_shared_disk_the_claim_names_the_remedy(root: Root) -> None:
     root.storage = FullStorage(root.storage._executor)
-    with pytest.raises(RootError, match="free space"):
+    with pytest.raises(RootError, match=r"no room for this one small file.*by hand"):
         await root.claim("a", "one").take(NFS, is_locked=True)
 
 
