@@ -91,7 +91,7 @@ async def commit_save(storage: Storage, directory: Path, save_id: str, *, replac
     Raises:
         RootError: another save has begun.
         WriteError, ReadError: the system failed. If ``in_doubt`` is set, the new checkpoint is visible, but a power
-            loss may undo that.
+            loss may undo that; or ``.metadata`` could not be read, so that nothing tells.
     """
     await check_pending(storage, directory, save_id)
     await storage.sync_dir(directory)
@@ -99,6 +99,7 @@ async def commit_save(storage: Storage, directory: Path, save_id: str, *, replac
         await storage.replace(directory / new_metadata_name(save_id), directory / METADATA_FILE)
         await storage.sync_dir(directory)
     except AioCkptError as error:
+        error.in_doubt = True
         with contextlib.suppress(AioCkptError, OSError):
             error.in_doubt = await save_of(storage, directory) == save_id
             await storage.remove_file(directory / f"{PENDING}{save_id}")

@@ -14,7 +14,8 @@ from aio_ckpt import CheckpointEngine
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import data_file_name
-from aio_ckpt.format.names import LOCK_FILE, PENDING_DIR, TRASH_DIR
+from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE, PENDING_DIR, TRASH_DIR
+from aio_ckpt.storage.remedies import DISK_FULL
 from tests.campaigns.faults.clock import Clock
 from tests.campaigns.faults.ground import Ground, Outcome, explain, is_state, small_chunks, state_of
 from tests.campaigns.faults.store import CALLS, ERRORS, SYNCS, Call, Fault
@@ -177,6 +178,10 @@ class Decision:
         """Whether the checkpoint was committed when the fault came."""
         self._was_clearing = hit.name != "lock" and _below(ground.root, hit.path).startswith(_CLEARED)
         """Whether it came while a dead writer's leftovers were cleared."""
+        self._was_claiming = (
+            _below(ground.root, hit.path) == CLAIM_FILE and hit.name == "write_file" and fault.code in DISK_FULL
+        )
+        """Whether the disk was full at the claim: on a local disk, the lock alone excludes others then."""
         began = [call.name for call in ground.storage.done[: ground.storage.done_at_hit]]
         self._was_looking = hit.name == "list_dir" and hit.path == ground.root and "lock" not in began
         """Whether it came while the new engine looked for an earlier run: the save reads the steps under its lock."""
@@ -192,7 +197,7 @@ class Decision:
             self.leftovers += ("pending/dead", "trash/")
         if error is None:
             self._ground.keep(self._outcome)
-            if self._was_clearing or self._was_looking:
+            if self._was_clearing or self._was_looking or self._was_claiming:
                 return []
             if self._was_durable or (not self._fault.code and not self._fault.is_slow and not self._was_cancelled):
                 return []

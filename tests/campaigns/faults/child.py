@@ -48,7 +48,8 @@ def _save(engine: CheckpointEngine, step: int, value: int, overwrite: bool) -> d
         code = error.errno if isinstance(error, OSError) else None
         path = str(error.filename) if isinstance(error, OSError) else ""
         stage = error.stage if isinstance(error, AioCkptError) else ""
-        answer = {"error": type(error).__name__, "code": code, "path": path, "stage": stage}
+        in_doubt = isinstance(error, AioCkptError) and error.in_doubt
+        answer = {"error": type(error).__name__, "code": code, "path": path, "stage": stage, "in_doubt": in_doubt}
     wait(engine._root_session.passes, WAIT_SECS)  # which remove what an overwrite could not
     files = [name for name in os.listdir("/proc/self/fd") if _is_file(name)]
     return {**answer, "files": len(files), "leases": engine.lifetime.leases}

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 from aio_ckpt import CheckpointEngine, EngineConfig
+from aio_ckpt.commit.in_place import PENDING
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.checkpoint_files import save_of_file, save_of_metadata
@@ -225,8 +226,8 @@ class Ground:
                 yield f"lost: step {step}"
                 continue
             names = os.listdir(path)
-            committed = save_of_metadata((path / ".metadata").read_bytes()) if ".metadata" in names else None
-            others = {name for name in names if save_of_file(name) not in (None, committed)}
+            committed = _committed_in(path)
+            others = {name for name in names if _is_of_other(name, committed)}
             odd = set(map(without_save_id, {*names} - others)) ^ _WHOLE
             odd |= set() if other_saves else others
             if odd:
@@ -278,10 +279,21 @@ async def _count_tasks() -> int:
     return sum("Claim.keep" not in repr(task) for task in asyncio.all_tasks())
 
 
+def _is_of_other(name: str, committed: str | None) -> bool:
+    """Whether a file in a checkpoint is of another save than the committed one, or a marker."""
+    return save_of_file(name) not in (None, committed) or name.startswith(PENDING)
+
+
+def _committed_in(path: Path) -> str | None:
+    metadata = path / ".metadata"
+    return save_of_metadata(metadata.read_bytes()) if metadata.exists() else None
+
+
 def _digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    """Of the files of the committed save."""
+    digest, committed = hashlib.blake2b(digest_size=16), _committed_in(path)
     for file in sorted(path.iterdir()):
-        with contextlib.suppress(FileNotFoundError):
+        if not _is_of_other(file.name, committed):
             digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
 

@@ -219,6 +219,28 @@ async def test_an_error_after_the_rename_is_in_doubt(
     assert generation(1).files | generation(2).files <= names_in(tmp_path)  # a power loss may leave either
 
 
+async def test_a_commit_whose_end_nothing_tells_removes_no_file_of_either_save(
+    storage: GatedStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails from the fsync on, for as long as it is asked what was committed, and then works again."""
+    await save_into_directory(storage, tmp_path, 1)
+    storage.calls.clear()
+    run = storage.run
+
+    async def run_until_the_rename(call: Call, act: Callable[[], Awaitable[T]]) -> T | None:
+        if call.name == "sync_dir" and any(done.name == "replace" for done in storage.calls):
+            raise WriteError(errno.EIO, "the disk failed", "x")
+        if call.name == "read_end":
+            raise ReadError(errno.EIO, "the disk failed", "x")
+        return await run(call, act)
+
+    monkeypatch.setattr(storage, "run", run_until_the_rename)
+    with pytest.raises(WriteError, match="the disk failed") as failed:
+        await save_into_directory(storage, tmp_path, 2)
+    assert failed.value.in_doubt
+    assert generation(1).files | generation(2).files <= names_in(tmp_path)
+
+
 async def test_a_save_whose_marker_is_gone_commits_nothing(storage: GatedStorage, tmp_path: Path) -> None:
     await begin_save(storage, tmp_path, "s1")
     await begin_save(storage, tmp_path, "s2")
