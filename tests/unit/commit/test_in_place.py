@@ -21,7 +21,7 @@ from aio_ckpt.commit.in_place import (
     replace_by_pending,
     undo_save,
 )
-from aio_ckpt.errors import RootError, WriteError
+from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import data_file_name, rank_manifest_name, root_manifest_name, trailer
 from aio_ckpt.runtime.portal import Executor
 
@@ -219,20 +219,21 @@ async def test_an_error_after_the_rename_is_in_doubt(
     assert generation(1).files | generation(2).files <= names_in(tmp_path)  # a power loss may leave either
 
 
-async def test_a_commit_whose_end_nothing_tells_removes_no_file_of_either_save(
+async def test_a_commit_of_which_nothing_tells_whether_it_is_visible_is_in_doubt(
     storage: GatedStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk fails from the fsync on, for as long as it is asked what was committed, and then works again."""
     await save_into_directory(storage, tmp_path, 1)
     storage.calls.clear()
     run = storage.run
 
     async def run_until_the_rename(call: Call, act: Callable[[], Awaitable[T]]) -> T | None:
         if call.name == "sync_dir" and any(done.name == "replace" for done in storage.calls):
+            monkeypatch.setattr(storage, "read_end", fail_to_read)
             raise WriteError(errno.EIO, "the disk failed", "x")
-        if call.name == "read_end":
-            raise ReadError(errno.EIO, "the disk failed", "x")
         return await run(call, act)
+
+    async def fail_to_read(*_: object) -> bytes:
+        raise ReadError(errno.EIO, "the disk failed to read", "x")
 
     monkeypatch.setattr(storage, "run", run_until_the_rename)
     with pytest.raises(WriteError, match="the disk failed") as failed:
