@@ -74,11 +74,19 @@ def check_place(name: str, value: object, *, of: str = "a checkpoint's directory
     Raises:
         ConfigError: it is no path, or a URL of something else.
     """
+    return find_remote(name, value) or check_path(name, value, of=of)
+
+
+def find_remote(name: str, value: object) -> RemotePath | None:
+    """Return ``value``, called ``name``, as a place in an object store; None if it is none.
+
+    Raises:
+        ConfigError: it is the URL of an object store, but names no place in a bucket, or holds credentials.
+    """
     if isinstance(value, RemotePath):
         return value
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     try:
-        remote = RemotePath.of(_ONE_SLASH.sub(r"\1://", text)) if isinstance(text, str) else None
+        return RemotePath.of(_ONE_SLASH.sub(r"\1://", text)) if isinstance(text, str) else None
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from None
-    return check_path(name, value, of=of) if remote is None else remote

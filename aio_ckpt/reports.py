@@ -26,7 +26,7 @@ __all__ = [
     "title",
 ]
 
-WriteMode = Literal["direct", "dontcache", "buffered"]
+WriteMode = Literal["direct", "dontcache", "buffered", "object"]
 Target: TypeAlias = int | Path
 """What a save makes: a step of the root, or the checkpoint in a directory that the caller named."""
 Stage = Literal["capture", "write", "agree", "commit", "read", "apply", "done", "failed"]

@@ -160,12 +160,12 @@ async def _delete_steps(
         root,
         names,
         Policy(keep_last=None, keep_every=None, keep_best=None),
+        check=claim.check,
         committed=lambda: discover(storage, root, names),
         renames=anyio.Lock(),
         must_wait=lambda: False,
     )
     for step in sorted(steps):
-        await claim.check()
         await retention.discard(step, allow_newest=allow_newest)
         await retention.delete_discarded(step)
 
@@ -301,8 +301,8 @@ def rollback_command(root: Path, step: int, names: StepNames, *, as_json: bool) 
     async def work(storage: Storage, _: Executor) -> list[int]:
         await _check_committed(storage, root, names, step)
         async with as_writer(storage, root, names, instead=f"engine.rollback({step})") as claim:
+            abandoned = await abandon_after(storage, root, names, step, str(time.time_ns()), claim.check)
             await claim.check()
-            abandoned = await abandon_after(storage, root, names, step, str(time.time_ns()))
             await unprotect_after(storage, root, step)
             return abandoned
 

@@ -8,6 +8,7 @@ while it stood still commits nothing more. Its modification time is the heartbea
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import math
 import time
@@ -17,15 +18,21 @@ import anyio
 
 from aio_ckpt.commit.owner import MAX_OWNER_BYTES, Owner, decoded_owner, encoded_owner, now_of
 from aio_ckpt.errors import MismatchError, RootError, WriteError
-from aio_ckpt.format.names import CLAIM_FILE, TRASH_DIR
+from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE, PENDING_DIR, TRASH_DIR
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, read_small_file
-from aio_ckpt.storage.mounts import Mount
+from aio_ckpt.storage.lock import ProcessLock, RootLock
+from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
 from aio_ckpt.storage.remedies import DISK_FULL
 
 HEARTBEAT_SECS = 10.0
 """Time between two heartbeats of a claim."""
 SILENCE_SECS = 3 * HEARTBEAT_SECS
 """Time without a heartbeat of an engine that seems dead, after which it is."""
+_STORE_SILENCE_SECS = 6 * HEARTBEAT_SECS
+"""The same in an object store, where nothing but a heartbeat tells, and no answer is old."""
+_BEATS_A_LOOK = 6
+"""Heartbeats after which the claim is read: a writer that was taken over must not renew the claim of another one."""
 _POLL_SECS = 1.0
 _MAX_TAKEOVERS = 10
 _log = logging.getLogger("aio_ckpt")
@@ -46,6 +53,9 @@ def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount, *, is
         is_locked: Whether the lock of the root was granted to the process that asks.
     """
     is_proven = holder is not None and holder.is_proven_dead(here)
+    if mount.is_store:
+        is_seen = is_proven and holder is not None and holder.boot_id == here.boot_id
+        return 0.0 if is_seen else _STORE_SILENCE_SECS
     if not mount.is_shared:
         if holder is not None and holder.runs_beside(here):
             return SILENCE_SECS if is_locked else None
@@ -62,6 +72,39 @@ async def claim_holder(storage: Storage, root: Path) -> Owner | None:
     except MismatchError:  # no regular file
         return None
     return None if data is None else decoded_owner(data)
+
+
+async def mount_of_root(storage: Storage, root: Path) -> Mount:
+    """Return where a root is mounted.
+
+    Raises:
+        RootError: it does not exist.
+    """
+    if isinstance(root, RemotePath):  # it exists once it holds an object
+        return OBJECT_STORE
+    status = await storage.status(root)
+    if status is None:
+        raise RootError(errno.ENOENT, "the root is gone: bring it back, or give another one", str(root))
+    return mount_of(status.identity[0])
+
+
+def lock_root(storage: Storage, root: Path, mount: Mount) -> RootLock:
+    """Take the lock of a root, as the first step to its claim.
+
+    On a shared file system, a server keeps the lock of a host that was lost: for its lease with NFSv4, and until that
+    host boots with NFSv3. So there a lock that is refused proves nothing, and the claim alone decides.
+
+    Raises:
+        RootError: a writer of this host holds the lock.
+    """
+    path = root / LOCK_FILE
+    try:
+        return storage.lock(path)
+    except RootError as error:
+        if not mount.is_shared or error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        _log.info("%s: %s. The claim decides", path, error.strerror)
+        return ProcessLock(path)
 
 
 class Claim:
@@ -94,7 +137,7 @@ class Claim:
             RootError: another engine claims the root.
         """
         self._answered = time.monotonic()
-        limit = time.monotonic() + limit_secs
+        limit, dead = time.monotonic() + limit_secs, None
         for _ in range(_MAX_TAKEOVERS):
             try:
                 await self._storage.write_file(self._path, encoded_owner(self.owner))
@@ -104,20 +147,25 @@ class Claim:
                     _log.warning("%s: no room for the claim of this writer: the lock alone excludes others", self._path)
                     return
                 if error.errno in DISK_FULL:
-                    text = "no room for this one small file, which claims the root: delete other files of its disk, or "
-                    text += "the directories of old steps by hand. Then aio_ckpt can delete here, too"
+                    text = "no room for this one small file, which claims the root: delete other files of its disk, "
+                    text += f"what is below {self._root / PENDING_DIR}, which is of saves that were killed, or old "
+                    text += "steps. Then aio_ckpt can delete here, too"
                     raise RootError(error.errno, text, str(self._path)) from error
                 if error.errno != errno.EEXIST:
                     raise
             else:
                 self._is_left_out = False
+                if dead is not None:
+                    _log.warning("%s: %s is dead, this process writes here now", self._root, dead)
                 return
             holder = await claim_holder(self._storage, self._root)
             if holder is not None and holder.session == self.owner.session:
                 return
             silence_secs = silence_proving_death(holder, self.owner, mount, is_locked=is_locked)
-            seen = await self._check_dead(holder, silence_secs, limit)
-            await self._remove(holder, seen)
+            void_secs = _STORE_SILENCE_SECS if mount.is_store else self._stale_after_secs
+            seen = await self._check_dead(holder, silence_secs, limit, void_secs)
+            if await self._remove(holder, seen):
+                dead = _named(holder)
         raise RootError(errno.EBUSY, "several engines want to write here at once: let one of them", str(self._root))
 
     async def check(self) -> None:
@@ -138,10 +186,13 @@ class Claim:
 
     async def keep(self) -> None:
         """Renew the heartbeat until cancelled. A heartbeat that fails fails no save: :meth:`check` decides."""
-        while True:
+        is_ours = True
+        for beats in itertools.count(1):
             await anyio.sleep(HEARTBEAT_SECS)
             try:
-                if await self._is_ours():  # if it is lost, the heartbeat in it is that of another engine
+                if beats % _BEATS_A_LOOK == 0:
+                    is_ours = await self._is_ours()
+                if is_ours:
                     await self._storage.touch(self._path)
             except OSError as error:
                 if error.errno != errno.ENOENT:
@@ -159,8 +210,10 @@ class Claim:
         holder = await claim_holder(self._storage, self._root)
         return holder is not None and holder.session == self.owner.session
 
-    async def _check_dead(self, holder: Owner | None, silence_secs: float | None, limit: float) -> float | None:
-        """Return the last heartbeat of the engine that claims the root, which is dead.
+    async def _check_dead(
+        self, holder: Owner | None, silence_secs: float | None, limit: float, void_secs: float
+    ) -> float | None:
+        """Return the last heartbeat of the engine that claims the root, which is dead, or older than ``void_secs``.
 
         Raises:
             RootError: it lives, or may live.
@@ -168,16 +221,16 @@ class Claim:
         seen = await self._heartbeat()
         now = await now_of(self._storage, self._root)
         idle_secs = None if seen is None or now is None else now - seen
-        if idle_secs is not None and idle_secs > self._stale_after_secs:
+        if idle_secs is not None and idle_secs > void_secs:
             return seen
         if silence_secs is not None and await self._is_silent(holder, seen, silence_secs, limit):
             return seen
-        idle = "an unknown time" if idle_secs is None else f"{idle_secs:.0f} s"
+        idle = "an unknown time" if idle_secs is None else f"{max(idle_secs, 0.0):.0f} s"
         raise RootError(
             errno.EBUSY,
             f"{_named(holder)} writes here, its last heartbeat is {idle} old: let it end, or give another root. "
-            f"Its claim is void {self._stale_after_secs:.0f} s (stale_after_secs) after the last heartbeat; if it is "
-            "surely dead, remove this file",
+            f"Its claim is void {void_secs:.0f} s (stale_after_secs) after the last heartbeat; if it is surely dead, "
+            "remove this file",
             str(self._path),
         )
 
@@ -213,8 +266,8 @@ class Claim:
             self._answered = time.monotonic()
         return None if status is None else status.modified_unix
 
-    async def _remove(self, dead: Owner | None, seen: float | None) -> None:
-        """Set the claim of ``dead`` aside. Of several engines that try, one gets it.
+    async def _remove(self, dead: Owner | None, seen: float | None) -> bool:
+        """Set the claim of ``dead`` aside. Of several engines that try, one gets it: return whether this one did.
 
         The name there is taken by the first of them, and stays until the trash is cleared. An engine that read the
         claim of ``dead`` before, and comes later, therefore cannot set the new claim aside. A claim that cannot be
@@ -226,8 +279,8 @@ class Claim:
         except WriteError as error:
             if error.errno not in (errno.EEXIST, errno.ENOENT):
                 raise
-        else:
-            _log.warning("%s: %s is dead, this process writes here now", self._root, _named(dead))
+            return False
+        return True
 
 
 def _named(holder: Owner | None) -> str:

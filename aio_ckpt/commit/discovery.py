@@ -6,7 +6,7 @@ import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,10 +203,14 @@ async def read_save_id(storage: Storage, checkpoint: Path) -> str:
         return ""
 
 
-async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str) -> list[int]:
+async def abandon_after(
+    storage: Storage, root: Path, names: StepNames, step: int, tag: str, check: Callable[[], Awaitable[None]]
+) -> list[int]:
     """Move every committed step after ``step`` below ``.aio_ckpt/abandoned/``, newest first; nothing is deleted.
 
     Newest first: a crash between two renames leaves a prefix of the history, never one with a gap.
+
+    ``check`` raises if this process may not write under the root any more. It is called before each rename.
 
     Raises:
         CheckpointNotFoundError: ``step`` is not committed.
@@ -220,6 +224,7 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
     later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
     for checkpoint in later:
         target = root / ABANDONED_DIR / f"{tag}-{checkpoint.path.name}"
+        await check()
         await storage.rename(checkpoint.path, target)
         await sync_parents(storage, checkpoint.path, target)  # after each rename: a power loss may keep any of several
     return sorted({checkpoint.step for checkpoint in later}, reverse=True)

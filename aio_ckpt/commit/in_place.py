@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from aio_ckpt.commit.trash import tidy
 from aio_ckpt.commit.user_files import files_of_caller
@@ -28,6 +29,8 @@ PENDING = "aio_ckpt.pending-"
 """Prefix of a save's marker. The save's id follows."""
 LOCK = "aio_ckpt.lock"
 """Lock file of a directory. It exists while the lock is held, and after a crash."""
+Check: TypeAlias = Callable[[], Awaitable[None]]
+"""Function that raises RootError if another writer has taken over, called right before each change that counts."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -54,12 +57,16 @@ def hold_directory(storage: Storage, directory: Path) -> Iterator[None]:
         lock.discard()
 
 
-async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
+async def unclaimed() -> None:
+    """Return: no claim covers the directory, and its lock alone excludes other writers."""
+
+
+async def begin_save(storage: Storage, directory: Path, save_id: str, check: Check = unclaimed) -> None:
     """Remove what other saves left, and mark this one. Call it with the lock, and before the first byte.
 
     A save that has not committed yet loses its marker, and then fails.
     """
-    await remove_leftovers(storage, directory)
+    await remove_leftovers(storage, directory, check)
     await storage.write_file(directory / f"{PENDING}{save_id}", b"")
 
 
@@ -81,7 +88,9 @@ def other_save_error(directory: Path) -> RootError:
     )
 
 
-async def commit_save(storage: Storage, directory: Path, save_id: str, *, replaced: Iterable[str] = ()) -> None:
+async def commit_save(
+    storage: Storage, directory: Path, save_id: str, check: Check = unclaimed, *, replaced: Iterable[str] = ()
+) -> None:
     """Make a save the checkpoint of the directory, durably, then remove the files of all others, and ``replaced``.
 
     Call it with the lock. All files of the save are there, each durable; ``.metadata`` has its name of
@@ -89,12 +98,13 @@ async def commit_save(storage: Storage, directory: Path, save_id: str, *, replac
     next save.
 
     Raises:
-        RootError: another save has begun.
+        RootError: another save has begun, or another writer has taken over.
         WriteError, ReadError: the system failed. If ``in_doubt`` is set, the new checkpoint is visible, but a power
             loss may undo that; or ``.metadata`` could not be read, so that nothing tells.
     """
     await check_pending(storage, directory, save_id)
     await storage.sync_dir(directory)
+    await check()
     try:
         await storage.replace(directory / new_metadata_name(save_id), directory / METADATA_FILE)
         await storage.sync_dir(directory)
@@ -106,7 +116,7 @@ async def commit_save(storage: Storage, directory: Path, save_id: str, *, replac
         raise
 
     async def remove_replaced() -> None:
-        await remove_leftovers(storage, directory)
+        await remove_leftovers(storage, directory, check)
         for name in replaced:
             await storage.remove_file(directory / name)
 
@@ -124,14 +134,14 @@ async def undo_save(storage: Storage, directory: Path, save_id: str) -> None:
                 await storage.remove_file(directory / name)
 
 
-async def replace_by_pending(storage: Storage, pending: Path, directory: Path, save_id: str) -> None:
+async def replace_by_pending(storage: Storage, pending: Path, directory: Path, save_id: str, check: Check) -> None:
     """Make the checkpoint in a pending directory of the same file system that of ``directory``.
 
     Files of the caller (``save(files=)``) replace those of the same names, one after the other, just before the commit.
     Those of the old checkpoint that the new one does not have are removed.
 
     Raises:
-        RootError: another save into the directory is under way.
+        RootError: another save into the directory is under way, or another writer has taken over.
         WriteError, ReadError: see :func:`commit_save`; else the old checkpoint is in place.
     """
     names = await storage.list_dir(pending)
@@ -140,24 +150,35 @@ async def replace_by_pending(storage: Storage, pending: Path, directory: Path, s
     with hold_directory(storage, directory):
         old_of_caller = await files_of_caller(storage, directory)
         try:
-            await begin_save(storage, directory, save_id)
+            await begin_save(storage, directory, save_id, check)
             for name in own:
                 await storage.replace(pending / name, directory / name)
             await storage.replace(pending / METADATA_FILE, directory / new_metadata_name(save_id))
             for name in of_caller:
                 await storage.replace(pending / name, directory / name)
             replaced = sorted({*old_of_caller}.difference(of_caller))
-            await commit_save(storage, directory, save_id, replaced=replaced)
+            await commit_save(storage, directory, save_id, check, replaced=replaced)
         except BaseException as error:
             if not (isinstance(error, AioCkptError) and error.in_doubt):
                 await undo_save(storage, directory, save_id)
             raise
 
 
-async def remove_leftovers(storage: Storage, directory: Path) -> None:
+def holds_leftovers(names: Iterable[str]) -> bool:
+    """Return whether one of the files in a checkpoint's directory is that of a save that ended before its time."""
+    listed = tuple(names)
+    saves = {save_id for name in listed if (save_id := save_of_file(name)) is not None}
+    return len(saves) > 1 or any(name.startswith(PENDING) or name == LOCK for name in listed)
+
+
+async def remove_leftovers(storage: Storage, directory: Path, check: Check = unclaimed) -> None:
     """Remove the files of all saves but that of the checkpoint. If its ``.metadata`` is damaged, remove markers only.
 
     Call it with the lock.
+
+    Raises:
+        RootError: another writer has taken over, whose files may be among those that are listed.
+        WriteError, ReadError: the system failed.
     """
     names = await names_in(storage, directory)
     markers = [name for name in names if name.startswith(PENDING)]
@@ -171,6 +192,8 @@ async def remove_leftovers(storage: Storage, directory: Path) -> None:
     except CorruptCheckpointError as error:
         _log.warning("%s: files of dead saves stay, as nothing tells which are of its checkpoint: %s", directory, error)
         return
-    for name in names:
-        if save_of_file(name) not in (None, committed):
-            await storage.remove_file(directory / name)
+    left = [name for name in names if save_of_file(name) not in (None, committed)]
+    if left:
+        await check()  # after the listing: files that a later writer makes are not in it
+    for name in left:
+        await storage.remove_file(directory / name)

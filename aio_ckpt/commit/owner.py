@@ -23,18 +23,16 @@ from typing import Annotated
 
 import msgspec
 
-from aio_ckpt.commit.trash import check_engine_dirs, delete_trash, discard_pending
-from aio_ckpt.errors import AioCkptError, WriteError
-from aio_ckpt.format.checkpoint_files import METADATA_FILE
+from aio_ckpt.commit.trash import check_engine_dirs
+from aio_ckpt.errors import WriteError
 from aio_ckpt.format.names import (
     ENGINE_DIRS,
     LOCK_FILE,
     PENDING_DIR,
-    TRASH_DIR,
-    StepNames,
-    protected_name,
 )
-from aio_ckpt.storage.local import Storage, names_in, sync_parents
+from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.objects import store_of
 
 MAX_OWNER_BYTES = 1 << 20
 _MAX_PID = (1 << 31) - 1
@@ -48,7 +46,7 @@ _log = logging.getLogger("aio_ckpt")
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """A process that writes, as the claim of a root names it. An empty field is unknown, and proves nothing."""
 
-    session: str
+    session: Annotated[str, msgspec.Meta(pattern=r"^[\w-]{1,64}$")]
     """Identity of the engine."""
     host: str
     machine_id: str
@@ -81,7 +79,8 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def process(self) -> str:
         """Process and host, for messages."""
-        return f"process {self.pid} on {self.host}"
+        host = self.host if self.host.isprintable() else ascii(self.host)  # the claim may be forged
+        return f"process {self.pid} on {host}"
 
     def is_proven_dead(self, here: Owner) -> bool:
         """Return whether the process ``here`` can prove that this owner is dead.
@@ -159,8 +158,11 @@ def _short(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-async def make_pending(storage: Storage, pending: Path) -> None:
+async def make_pending(storage: Storage, pending: Path, final: Path, save_id: str) -> None:
     """Make the pending directory of a save of several ranks, unless another rank has made it."""
+    if isinstance(pending, RemotePath):
+        await store_of(storage, pending).begin_directory(pending, final, save_id)
+        return
     try:
         await storage.make_dir(pending)
     except WriteError as error:
@@ -183,60 +185,6 @@ async def make_engine_dirs(storage: Storage, root: Path) -> None:
     for name in ENGINE_DIRS:
         if not await storage.exists(root / name):
             await storage.make_dir(root / name, parents=True)
-
-
-async def restore_protected(storage: Storage, root: Path, names: StepNames) -> list[Path]:
-    """Restore steps that became trash although they are protected; return the other trash, which may be deleted.
-
-    Only the lock's holder may call this.
-
-    Protecting and deleting may race. Each side changes its file first and then checks for the other, so a protected
-    step can briefly appear as trash. If the writer dies then, or cannot rename, the next writer restores the step.
-    Trash without ``.metadata`` may be torn and stays trash, and so does a replaced checkpoint. A step that cannot be
-    restored stays in the trash, and is not returned.
-    """
-    left = list[Path]()
-    for name in await names_in(storage, root / TRASH_DIR):
-        trash, place, step = root / TRASH_DIR / name, root / name, names.step(name)
-        if step is None or not await storage.exists(root / protected_name(step)):
-            left.append(trash)
-            continue
-        is_whole = await storage.is_link(trash) or await storage.exists(trash / METADATA_FILE)
-        if not is_whole or await storage.exists(place):
-            left.append(trash)
-            continue
-        try:
-            await storage.rename(trash, place)
-            await sync_parents(storage, trash, place)
-            _log.warning("step %d is protected and was put back", step)
-        except WriteError as error:
-            _log.warning("step %d is protected and could not be put back: %s", step, error)
-    return left
-
-
-async def clear_leftovers(storage: Storage, root: Path, names: StepNames, *, here: Owner) -> list[str]:
-    """Remove trash, and the pending directories of other writers. Return the names of the removed ones.
-
-    Only the holder of the root's lock and claim may call this. A directory stays if its owner is a running process of
-    this host: an older engine of this process, or a writer that had no room for its claim and has lost its lock. A
-    directory that cannot be removed is logged; the next holder tries again.
-    """
-    trash = await restore_protected(storage, root, names)
-    pending = [root / PENDING_DIR / name for name in await names_in(storage, root / PENDING_DIR)]
-    cleared = []
-    for path in (*pending, *trash):
-        try:
-            if path in trash:
-                await delete_trash(storage, path)
-            elif (owner := owner_by_name(path.name, here)) is not None and owner.runs_here(here):
-                _log.info("%s stays: its owner, %s, runs", path, owner.process)
-                continue
-            else:
-                await discard_pending(storage, path)
-            cleared.append(str(path.relative_to(root)))
-        except (AioCkptError, OSError) as error:
-            _log.warning("%s stays: it could not be cleared: %s", path, error)
-    return cleared
 
 
 async def now_of(storage: Storage, root: Path) -> float | None:

@@ -11,9 +11,11 @@ import os
 from pathlib import Path
 
 from aio_ckpt.commit.discovery import checkpoint_at
+from aio_ckpt.commit.in_place import Check
 from aio_ckpt.commit.user_files import files_of_caller, is_of_checkpoint
 from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.names import ENGINE_DIR, TRASH_DIR, StepNames
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, sync_or_undo
 
 _SHOWN = 3
@@ -26,6 +28,11 @@ def check_place(path: Path, root: Path, names: StepNames) -> None:
     Raises:
         ConfigError: ``path`` holds the root, belongs to it, is a link, lies below a file, or is on another file system.
     """
+    if isinstance(path, RemotePath) or isinstance(root, RemotePath):
+        why = refusal(path, root, names) or _bucket_refusal(path, root)
+        if why:
+            raise ConfigError(f"path={str(path)!r}: {why}")
+        return
     place, home = _real(path), Path(os.path.realpath(root))
     why = refusal(place, home, names)
     if not why and place.is_symlink():
@@ -40,6 +47,17 @@ def check_place(path: Path, root: Path, names: StepNames) -> None:
         )
     if why:
         raise ConfigError(f"path={str(path)!r}: {why}")
+
+
+def _bucket_refusal(path: Path, root: Path) -> str:
+    """Return why ``path`` cannot be used beside a root, of which one is in an object store; '' if it can."""
+    places = [f"in {place.bucket_url}" if isinstance(place, RemotePath) else "on a disk" for place in (path, root)]
+    if places[0] == places[1]:
+        return ""
+    return (
+        f"it is {places[0]}, and the root {root} is {places[1]}: open an engine whose root is where the path is, "
+        "or copy a committed checkpoint by aio_ckpt.copy"
+    )
 
 
 def refusal(place: Path, root: Path, names: StepNames) -> str:
@@ -86,16 +104,18 @@ async def prepare_place(storage: Storage, path: Path) -> None:
         await storage.make_dir(path.parent, parents=True)
 
 
-async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNames, *, name: str) -> Path:
+async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNames, check: Check, *, name: str) -> Path:
     """Rename the checkpoint at ``path`` to trash of ``root``, durably. Returns its new path.
 
     Raises:
+        RootError: another writer has taken over.
         CheckpointNotFoundError: there is no checkpoint at ``path``.
         WriteError: files of others lie in it; or the rename or an fsync failed. The checkpoint is at its path, whole.
     """
     await checkpoint_at(storage, path, names)
     await _check_foreign(storage, path)
     trash = root / TRASH_DIR / name
+    await check()
     await storage.rename(path, trash)
     await sync_or_undo(storage, storage.rename, path, trash)  # nothing would delete the trash of a failed removal
     return trash
@@ -115,6 +135,8 @@ async def _check_foreign(storage: Storage, path: Path) -> None:
 
 def _real(path: Path) -> Path:
     """Return the path without links in its parents. The directory itself may be a link, and may be missing."""
+    if isinstance(path, RemotePath):
+        return path
     return Path(os.path.realpath(path)) if path.name in ("", "..") else Path(os.path.realpath(path.parent), path.name)
 
 

@@ -9,15 +9,31 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
-from aio_ckpt.commit.in_place import replace_by_pending
+from aio_ckpt.commit.in_place import Check, replace_by_pending
 from aio_ckpt.commit.trash import discard_pending, tidy, trash_of
 from aio_ckpt.errors import ReadError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_root_manifest
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, sync_or_undo
+from aio_ckpt.storage.objects import store_of
 
 _log = logging.getLogger("aio_ckpt")
+
+
+async def write_user_files(storage: Storage, pending: Path, files_at: Path, files: Mapping[str, bytes]) -> None:
+    """Write the files of ``save(files=)``. In a store they replace those of the checkpoint before, just before it."""
+    if not isinstance(files_at, RemotePath):
+        for name, content in files.items():
+            await storage.write_file(files_at / name, content)
+        return
+    store = store_of(storage, files_at)
+    if files:
+        await store.name_files(pending, tuple(files))
+    for name, content in files.items():
+        await store.replace_file(files_at / name, content)
 
 
 async def sync_pending(storage: Storage, pending: Path, save_id: str, root_manifest: bytes) -> None:
@@ -51,15 +67,18 @@ async def publish(storage: Storage, *, pending: Path, final: Path) -> None:
     await sync_or_undo(storage, storage.rename, pending, final)
 
 
-async def publish_over(storage: Storage, *, pending: Path, final: Path, save_id: str) -> tuple[Path, ...]:
+async def publish_over(storage: Storage, *, pending: Path, final: Path, save_id: str, check: Check) -> tuple[Path, ...]:
     """Do :func:`publish`; but if ``final`` is a checkpoint or an empty directory, replace what it holds, in place.
 
     Files of others in it stay. If the removal of the pending directory fails, the names where it may be are returned.
     """
-    if not await _is_replaceable(storage, final):
+    if isinstance(final, RemotePath):
+        await store_of(storage, final).supersede(pending, final)
+    elif await _is_replaceable(storage, final):
+        await replace_by_pending(storage, pending, final, save_id, check)
+    else:
         await publish(storage, pending=pending, final=final)
         return ()
-    await replace_by_pending(storage, pending, final, save_id)
     is_tidy = await tidy(discard_pending(storage, pending), final, f"what is left of {pending} was not removed")
     return () if is_tidy else (pending, trash_of(pending))
 

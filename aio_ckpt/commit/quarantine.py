@@ -91,9 +91,8 @@ class Quarantine:
             return moved
         with anyio.move_on_after(limit_secs, shield=True) as limit:
             async with self.renames:
-                await claim.check()
                 for entry in tuple(self._candidates.values()):
-                    target = await self._set_aside(storage, root, entry)
+                    target = await self._set_aside(storage, root, claim, entry)
                     if target is not None:
                         moved[entry.checkpoint.path] = target
         if limit.cancelled_caught:
@@ -111,14 +110,17 @@ class Quarantine:
         entry = self._candidates.get(path)
         return entry is not None and await is_unchanged(storage, entry.checkpoint)
 
-    async def _set_aside(self, storage: Storage, root: Path, entry: CorruptCandidate) -> Path | None:
+    async def _set_aside(self, storage: Storage, root: Path, claim: Claim, entry: CorruptCandidate) -> Path | None:
         path = entry.checkpoint.path
         target = root / CORRUPT_DIR / f"{path.name}-{time.time_ns()}"
         try:
             if not await self._is_damaged(storage, path):  # it was overwritten or removed meanwhile
                 del self._candidates[path]
                 return None
+            await claim.check()
             await storage.rename(path, target)
+        except RootError:
+            raise
         except OSError as error:
             _log.warning("step %d is damaged but could not be set aside: %s", entry.checkpoint.step, error)
             return None

@@ -14,7 +14,8 @@ import anyio
 
 from aio_ckpt.checks import shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of, discover
-from aio_ckpt.commit.owner import restore_protected
+from aio_ckpt.commit.in_place import Check
+from aio_ckpt.commit.leftovers import restore_protected
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.commit.trash import check_engine_dirs, delete_trash
 from aio_ckpt.config import KeepBest
@@ -237,6 +238,7 @@ class Retention:
         names: StepNames,
         policy: Policy,
         *,
+        check: Check,
         committed: Callable[[], Awaitable[Sequence[CommittedCheckpoint]]],
         renames: anyio.Lock,
         must_wait: Callable[[], bool],
@@ -248,6 +250,7 @@ class Retention:
             root: the root.
             names: the names of step directories.
             policy: the rule that decides which steps expire.
+            check: function that raises RootError if another writer has taken over. It is called before each rename.
             committed: function that lists the steps that count.
             renames: lock of all renames of steps.
             must_wait: while this returns True, no step is deleted; a later pass deletes it.
@@ -256,6 +259,7 @@ class Retention:
         self._root = root
         self._names = names
         self._policy = policy
+        self._check = check
         self._committed = committed
         self._renames = renames
         self._must_wait = must_wait
@@ -293,7 +297,7 @@ class Retention:
             try:
                 self._has_trash = False
                 async with self._renames:
-                    left = await restore_protected(self._storage, self._root, self._names)
+                    left = await restore_protected(self._storage, self._root, self._names, self._check)
                 for trash in left:
                     if (step := self._names.step(trash.name)) is not None:
                         with self._reporting_kept(step, undeleted):
@@ -312,6 +316,7 @@ class Retention:
 
         Raises:
             CheckpointNotFoundError, ProtectedStepError, StepOrderError: see :func:`check_deletion`.
+            RootError: another writer has taken over.
             WriteError: a rename failed.
         """
         storage, root, mark = self._storage, self._root, self._root / protected_name(step)
@@ -319,7 +324,10 @@ class Retention:
             committed = [checkpoint.step for checkpoint in await self._committed()]
             is_protected = await storage.exists(mark)
             check_deletion(step, committed, is_protected=is_protected, allow_newest=allow_newest, root=root)
-            moved = [await self._move_to_trash(each) for each in await directories_of(storage, root, self._names, step)]
+            moved = []
+            for each in await directories_of(storage, root, self._names, step):
+                await self._check()
+                moved.append(await self._move_to_trash(each))
         if None in moved:  # protected since the check
             check_deletion(step, committed, is_protected=True, allow_newest=allow_newest, root=root)
         return [each for each in committed if each != step]
@@ -346,6 +354,7 @@ class Retention:
                     break
                 oldest = left[0]
                 tried.add(oldest.path)
+                await self._check()
                 with self._reporting_kept(oldest.step, undeleted):
                     trash = await self._move_to_trash(oldest)
             if trash is not None:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit.claim import Claim
-from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs
+from aio_ckpt.commit.claim import Claim, lock_root, mount_of_root
+from aio_ckpt.commit.leftovers import clear_leftovers
+from aio_ckpt.commit.owner import Owner, make_engine_dirs
 from aio_ckpt.commit.trash import check_engine_dirs
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import RootError
-from aio_ckpt.format.names import LOCK_FILE, StepNames
+from aio_ckpt.format.names import StepNames
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.mounts import mount_of
 
 _HELD = (errno.EAGAIN, errno.EACCES, errno.EBUSY)
 
@@ -41,17 +41,15 @@ async def writing(
         RootError: a living writer holds the root; names its process and host.
     """
     await check_engine_dirs(storage, root)
-    with storage.lock(root / LOCK_FILE) as lock:
+    mount = await mount_of_root(storage, root)
+    with lock_root(storage, root, mount) as lock:
         await make_engine_dirs(storage, root)
-        status = await storage.status(root)
-        if status is None:
-            raise RootError(None, "the root is gone", str(root))
         claim = Claim(storage, root, here, stale_after_secs=stale_after_secs)
-        await claim.take(mount_of(status.identity[0]), is_locked=lock.is_granted)
+        await claim.take(mount, is_locked=lock.is_granted)
         try:
             async with anyio.create_task_group() as beside:
                 beside.start_soon(claim.keep)
-                await clear_leftovers(storage, root, names, here=here)
+                await clear_leftovers(storage, root, names, claim.check, here=here)
                 yield claim
                 beside.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
@@ -78,6 +76,6 @@ async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: 
         except RootError as error:
             if error.errno not in _HELD:
                 raise
-            message = f"{error.strerror}: call {instead} in it, or wait until it has ended"
+            message = f"{error.strerror}. Inside of that process, {instead} does the same"
             raise RootError(error.errno, message, error.filename or str(root)) from error
         yield claim

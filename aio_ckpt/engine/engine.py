@@ -36,7 +36,7 @@ from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkp
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.removal import Remover
-from aio_ckpt.engine.root import RootSession, check_stale_after, log_mount, usable_root
+from aio_ckpt.engine.root import RootSession, check_in_store, check_stale_after, log_mount, usable_root
 from aio_ckpt.engine.root_changes import RootChanges
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.shutdown import Shutdown
@@ -89,6 +89,7 @@ class BaseEngine:
         check_staging(config.staging, config.shm_path, coordinator.world_size)
         path, mount = usable_root(root, config.stall_timeout_secs)
         check_stale_after(config.stale_after_secs, mount)
+        check_in_store(config, mount)
         if coordinator.rank == coordinator.leader:
             log_mount(path, mount)
         owner = Owner.of_this_process()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import anyio
 
-from aio_ckpt.checks import check_flag, check_path, shown
+from aio_ckpt.checks import check_flag, shown
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.extra import check_extra
 from aio_ckpt.commit.retention import check_metrics
@@ -27,7 +27,7 @@ from aio_ckpt.plan.local_plan import Plan
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
-from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.reports import Progress, Stage, StageTimings, Target, title
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker, follow
@@ -98,7 +98,7 @@ class SaveCall:
             if step is not None:
                 step_numbers.check_step_number(step)
             return cls(
-                path=None if path is None else check_path("path", path),
+                path=None if path is None else check_place("path", path),
                 takes_step=path is None,
                 overwrite=overwrite,
                 metrics=check_metrics(metrics),
@@ -326,6 +326,8 @@ class SaveJob(WriteJob):
     call: SaveCall
     pending: Path
     """Directory of the save until the commit, the same on every rank."""
+    files_at: Path
+    """Directory into which the files are written, but ``.metadata``: the pending one, or, in a store, the final one."""
     final: Path
     """Directory of the checkpoint once it is committed."""
     save_id: str

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from aio_ckpt.checks import MAX_SECS, check_path
+from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.path_checkpoints import is_same_place
 from aio_ckpt.commit.quarantine import Quarantine
@@ -43,6 +43,7 @@ from aio_ckpt.plan.local_plan import PlannedImage
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import Room, SaveState
+from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import SaveReport, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import note_stage, note_ticket
@@ -447,7 +448,7 @@ class JobQueue:
         because each pending save has its limits. ``call`` names the waiting call in the log.
         """
         with contextlib.suppress(ConfigError), self.wait_warning(call).on_loop():
-            place = None if path is None else check_path("path", path)
+            place = None if path is None else check_place("path", path)
             for other, settled in calls:
                 if settled.done():
                     continue

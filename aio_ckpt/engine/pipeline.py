@@ -104,11 +104,11 @@ class SavePipeline:
 
     async def _make_pending(self, job: SaveJob) -> None:
         job.begin("making its directory")
-        storage = self.ctx.storage
-        if self.ctx.world_size == 1:
+        storage, is_leader = self.ctx.storage, job.round.is_leader
+        if self.ctx.world_size == 1 and job.files_at == job.pending:
             await storage.make_dir(job.pending)
-        elif job.round.is_leader or not await storage.exists(job.pending):  # thousands of mkdirs of one name are slow
-            await make_pending(storage, job.pending)
+        elif is_leader or not await storage.exists(job.pending):  # thousands of mkdirs of one name are slow
+            await make_pending(storage, job.pending, job.final, job.save_id)
 
     async def _write_rank(self, job: SaveJob) -> WrittenRank:
         """Write the data file and this rank's manifest, durable; ``.metadata``, too, if it depends on no other rank."""
@@ -121,7 +121,7 @@ class SavePipeline:
                 # A save by path cannot be rescued.
                 if self.rescue is not None and job.step is not None and image.lease.arena.segment is not None:
                     beside.start_soon(self._record_snapshot, self.rescue, job, metadata, job.step)
-            result = await self.runner.write(job, job.parts[0], job.pending)
+            result = await self.runner.write(job, job.parts[0], job.files_at)
             if image.is_whole:
                 image.lease.arena.keep_constants(plan.layout)
             job.begin("writing its .metadata")
@@ -134,7 +134,7 @@ class SavePipeline:
         manifest = render_rank(
             plan, entries, result, step=job.stored_step, save_id=job.save_id, rank=ctx.rank, world_size=ctx.world_size
         )
-        await storage.write_file(job.pending / rank_manifest_name(job.save_id, ctx.rank), manifest)
+        await storage.write_file(job.files_at / rank_manifest_name(job.save_id, ctx.rank), manifest)
         job.begin("waiting for the other ranks", stage="agree")
         return WrittenRank(
             result=result,
@@ -201,9 +201,8 @@ class SavePipeline:
         job.begin("making its directory durable", stage="commit")
         if job.call.path is not None:
             await path_checkpoints.prepare_place(ctx.storage, job.call.path)
-        for name, content in job.call.files.items():
-            await ctx.storage.write_file(job.pending / name, content)
-        await publish.sync_pending(ctx.storage, job.pending, job.save_id, root_manifest)
+        await publish.write_user_files(ctx.storage, job.pending, job.files_at, job.call.files)
+        await publish.sync_pending(ctx.storage, job.files_at, job.save_id, root_manifest)
         job.timer.reached("dir_synced")
         job.begin("waiting while other checkpoints are renamed")
         async with self.runner.committing(job, self.quarantine.renames):
@@ -212,7 +211,7 @@ class SavePipeline:
                 await publish.publish(ctx.storage, pending=job.pending, final=job.final)
                 return
             for directory in await publish.publish_over(
-                ctx.storage, pending=job.pending, final=job.final, save_id=job.save_id
+                ctx.storage, pending=job.pending, final=job.final, save_id=job.save_id, check=self.claim.check
             ):
                 self.runner.trash.add(directory)
 

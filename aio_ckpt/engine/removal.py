@@ -76,8 +76,10 @@ class Remover:
         name = f"removed-{ctx.save_id(job.number)}"
         async with self.quarantine.renames:
             with anyio.move_on_after(limit_secs, shield=True):  # a rename that has begun is completed
-                await self.claim.check()
-                return await path_checkpoints.move_to_trash(ctx.storage, job.path, ctx.root, ctx.names, name=name)
+                check = self.claim.check
+                return await path_checkpoints.move_to_trash(
+                    ctx.storage, job.path, ctx.root, ctx.names, check, name=name
+                )
         raise StallError(f"remove({job.path}) did not end within {limit_secs} s: the disk is stalled")
 
 

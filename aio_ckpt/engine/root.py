@@ -18,21 +18,24 @@ from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt.commit import discovery, path_checkpoints, retention
-from aio_ckpt.commit.claim import SILENCE_SECS, Claim
-from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
+from aio_ckpt.commit.claim import SILENCE_SECS, Claim, lock_root, mount_of_root
+from aio_ckpt.commit.leftovers import clear_leftovers
+from aio_ckpt.commit.owner import make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash, check_engine_dirs
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.names import LOCK_FILE
+from aio_ckpt.remote_path import find_remote
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start_beside_or_here
 from aio_ckpt.runtime.waiting import WaitWarning, call_within, disk_warning
 from aio_ckpt.storage.lock import RootLock
-from aio_ckpt.storage.mounts import Mount, mount_of
+from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
+from aio_ckpt.storage.objects import open_store
 from aio_ckpt.storage.paths import checked_path
 
 T = TypeVar("T")
@@ -51,8 +54,16 @@ def usable_root(root: str | os.PathLike[str], limit_secs: float) -> tuple[Path, 
 
     Raises:
         RootError: the path is no path, is a file or a checkpoint, or cannot be made; see :func:`checked_path`.
+        ConfigError: it is a URL that names no place in an object store, or one with credentials; or obstore is missing.
         StallError: the disk does not answer within ``limit_secs``.
     """
+    if place := find_remote("root", root):
+        if not place.key:
+            raise RootError(
+                errno.EINVAL, "the root is a whole bucket: give a place in it, such as BUCKET/run", str(place)
+            )
+        open_store(place)
+        return place, OBJECT_STORE
     path = checked_path(root).absolute()
     return path, call_within(limit_secs, functools.partial(_check_root, path), "looking at the root", path)
 
@@ -64,6 +75,17 @@ def check_stale_after(stale_after_secs: float, mount: Mount) -> None:
             f"stale_after_secs={stale_after_secs:g}: give at least {_SHARED_STALE_SECS:g} on {mount.kind}, where a "
             "host may see the heartbeat of another one a minute late, and take its root over"
         )
+
+
+def check_in_store(config: EngineConfig, mount: Mount) -> None:
+    """Raise ConfigError if a setting means a disk, and the root is in an object store."""
+    if mount.is_store and config.shm_path is not None:
+        raise ConfigError(
+            f"shm_path={config.shm_path!r}: a staged snapshot can be rescued only for a root on a disk: leave it out, "
+            "or give a root on a disk and copy its steps by aio_ckpt.copy"
+        )
+    if mount.is_store and config.direct_io == "on":
+        raise ConfigError("direct_io='on': an object store has no O_DIRECT: leave it out")
 
 
 def log_mount(root: Path, mount: Mount) -> None:
@@ -140,6 +162,7 @@ class RootSession:
             ctx.root,
             ctx.names,
             policy,
+            check=claim.check,
             committed=lambda: quarantine.committed(ctx.storage, ctx.root, ctx.names),
             renames=quarantine.renames,
             must_wait=must_wait,
@@ -172,10 +195,11 @@ class RootSession:
         ctx, lock = self._ctx, None
         try:
             self._call(self._make_root, what="making the root", deadline=deadline)
-            take = functools.partial(ctx.storage.lock, ctx.root / LOCK_FILE)
+            mount = self._mount(deadline)
+            take = functools.partial(lock_root, ctx.storage, ctx.root, mount)
             lock = self._call_lock(take, "taking the lock", deadline)
             self._make_directories(deadline)
-            self._take_claim(lock, deadline)
+            self._take_claim(lock, mount, deadline)
             self._quarantine.claim = self._claim
             self._set_aside(deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
@@ -196,11 +220,16 @@ class RootSession:
     def _renew(self, lock: RootLock, deadline: Deadline) -> None:
         if self._call_lock(lock.renew, "looking at the lock", deadline):  # the root may be a new one
             self._make_directories(deadline)
-            self._take_claim(lock, deadline)
+            self._take_claim(lock, self._mount(deadline), deadline)
         if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of this save
             self._set_aside(deadline)
 
-    def _take_claim(self, lock: RootLock, deadline: Deadline) -> None:
+    def _mount(self, deadline: Deadline) -> Mount:
+        return self._call(
+            mount_of_root, self._ctx.storage, self._ctx.root, what="looking at the root", deadline=deadline
+        )
+
+    def _take_claim(self, lock: RootLock, mount: Mount, deadline: Deadline) -> None:
         """Claim the root on all hosts, and keep the claim alive.
 
         Raises:
@@ -208,9 +237,7 @@ class RootSession:
         """
         left_secs = deadline.left_secs(math.inf)
         self._call(
-            self._claim_root,
-            lock,
-            left_secs,
+            functools.partial(self._claim.take, mount, is_locked=lock.is_granted, limit_secs=left_secs),
             what="claiming the root",
             idle_secs=lambda: self._claim.idle_secs,
             more_secs=SILENCE_SECS,
@@ -218,10 +245,6 @@ class RootSession:
         )
         if self._heartbeat is None:
             self._heartbeat = self._portal.submit(self._claim.keep)
-
-    async def _claim_root(self, lock: RootLock, limit_secs: float) -> None:
-        device = (await run_blocking(self._ctx.executor, os.stat, self._ctx.root)).st_dev
-        await self._claim.take(mount_of(device), is_locked=lock.is_granted, limit_secs=limit_secs)
 
     def release_claim(self) -> None:
         """Remove the claim, before the loop ends. The lock is released afterwards, by :meth:`release`."""
@@ -315,7 +338,7 @@ class RootSession:
 
     async def _clear(self) -> list[str]:
         ctx = self._ctx
-        return await clear_leftovers(ctx.storage, ctx.root, ctx.names, here=ctx.owner)
+        return await clear_leftovers(ctx.storage, ctx.root, ctx.names, self._claim.check, here=ctx.owner)
 
     # -- steps ----------------------------------------------------------------------------------------
 
@@ -358,9 +381,10 @@ class RootSession:
 
     async def _abandon_after(self, step: int) -> StepsChange:
         ctx = self._ctx
+        tag, check = str(time.time_ns()), self._claim.check
         async with self._quarantine.renames:
-            await self._claim.check()
-            abandoned = await discovery.abandon_after(ctx.storage, ctx.root, ctx.names, step, str(time.time_ns()))
+            abandoned = await discovery.abandon_after(ctx.storage, ctx.root, ctx.names, step, tag, check)
+        await check()
         await retention.unprotect_after(ctx.storage, ctx.root, step)
         return step, abandoned
 
@@ -374,12 +398,8 @@ class RootSession:
             RootError: another writer has taken over.
             StallError: the disk stalls.
         """
-
-        async def discard() -> list[int]:
-            await self._claim.check()
-            return await self._retention.discard(step, allow_newest=allow_newest)
-
-        left = self._call(discard, what="delete()")
+        discard = functools.partial(self._retention.discard, allow_newest=allow_newest)
+        left = self._call(discard, step, what="delete()")
         return max(left, default=None), [step]
 
     def delete_discarded(self, step: int) -> None:
@@ -463,7 +483,6 @@ class RootSession:
         with anyio.move_on_after(limit) as scope:
             await self._trash.sweep()
             if good is not None:
-                await self._claim.check()
                 await self._retention.enforce(good)
         if scope.cancelled_caught:
             _log.warning("%s: deleting expired steps did not end within %s s", self._ctx.root, limit)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from aio_ckpt.checks import check_flag, check_path
+from aio_ckpt.checks import check_flag
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.engine.call_lock import LockedCalls
 from aio_ckpt.engine.context import EngineContext
@@ -17,6 +17,7 @@ from aio_ckpt.engine.root import RootSession, StepsChange
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
+from aio_ckpt.remote_path import check_place
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE
 from aio_ckpt.runtime.portal import Portal
@@ -121,7 +122,7 @@ class RootChanges(LockedCalls):
             try:
                 self.queue.check_open()
                 members.await_met(NO_DEADLINE)
-                place = check_path("path", path)
+                place = check_place("path", path)
                 session.check_place(place, NO_DEADLINE)
                 if members.is_leader:
                     session.become_writer(self.queue.steps.learn, NO_DEADLINE)

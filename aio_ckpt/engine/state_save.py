@@ -176,6 +176,7 @@ class StateSaves(LockedCalls):
                     deadline=deadline,
                     call=call,
                     pending=ctx.pending_path(number),
+                    files_at=ctx.files_path(number, target),
                     final=ctx.final_path(target),
                     save_id=ctx.save_id(number),
                     requested=flat.names,
@@ -344,7 +345,7 @@ class StateSaves(LockedCalls):
         assert whole.local is not None  # there are several ranks
         limit_secs = deadline.left_secs(2 * self.ctx.members.stall_secs)
         message = PlanMsg(sent_target(target, self.ctx.root), whole.local, content)
-        assign = functools.partial(_assign_under_one_root, self.ctx, number, round_, message)
+        assign = functools.partial(_assign_under_one_root, self.ctx, number, target, round_, message)
         try:
             reply = self.portal.call(assign, timeout=limit_secs, what="save()")
         except StallError:
@@ -356,11 +357,13 @@ class StateSaves(LockedCalls):
         return replace(planned, plan=plan)
 
 
-async def _assign_under_one_root(ctx: EngineContext, number: int, round_: SaveRound, message: PlanMsg) -> AssignReply:
+async def _assign_under_one_root(
+    ctx: EngineContext, number: int, target: Target, round_: SaveRound, message: PlanMsg
+) -> AssignReply:
     """Do :meth:`SaveRound.assign`. The leader makes the pending directory before, and the other ranks must see it."""
     pending = ctx.pending_path(number)
     if ctx.members.is_leader:
-        await make_pending(ctx.storage, pending)
+        await make_pending(ctx.storage, pending, ctx.final_path(target), ctx.save_id(number))
     reply = await round_.assign(message)
     if not ctx.members.is_leader:
         await ctx.members.check_root(ctx.storage, ctx.root, pending)

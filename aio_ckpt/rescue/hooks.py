@@ -19,6 +19,7 @@ from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.plan.local_plan import Plan
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.rescue.orphans import (
     Decision,
     OrphanSegment,
@@ -171,7 +172,7 @@ class Rescue:
 
         The engine calls this when the writer ends well.
         """
-        if not self.has_orphans:
+        if not self.has_orphans and not isinstance(self._root, RemotePath):
             with contextlib.suppress(OSError):  # if the file stays, the next writer searches the directories in vain
                 (self._root / SEGMENTS_FILE).unlink(missing_ok=True)
 

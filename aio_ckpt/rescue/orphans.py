@@ -18,6 +18,7 @@ from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner, is_abandoned, owner_by_name
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.rescue.segment import SEGMENT_PREFIX, StoredSegment, list_segments, read_segment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record
 from aio_ckpt.storage.local import Storage
@@ -44,12 +45,14 @@ class OrphanSegment:
 
 def segment_prefix(root: Path) -> str:
     """Return the prefix of the file names of all segments for ``root``."""
-    real = os.path.realpath(root)
+    real = str(root) if isinstance(root, RemotePath) else os.path.realpath(root)
     return f"{SEGMENT_PREFIX}{hashlib.blake2b(os.fsencode(real), digest_size=8).hexdigest()}-"
 
 
 def segment_directories(root: Path) -> list[Path]:
     """Return the directories that writers of ``root`` recorded; empty if none did, or each writer has ended well."""
+    if isinstance(root, RemotePath):  # no snapshot is staged for it
+        return []
     try:
         found = _DIRECTORIES.decode((root / SEGMENTS_FILE).read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):

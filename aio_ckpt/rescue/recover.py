@@ -160,7 +160,8 @@ async def _commit(
         await publish.sync_pending(storage, pending, record.save_id, root_manifest)
         await claim.check()
         if record.overwrite:
-            await publish.publish_over(storage, pending=pending, final=final, save_id=record.save_id)
+            save_id, check = record.save_id, claim.check
+            await publish.publish_over(storage, pending=pending, final=final, save_id=save_id, check=check)
         else:
             await publish.publish(storage, pending=pending, final=final)
     except BaseException as error:

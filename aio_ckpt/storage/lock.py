@@ -9,11 +9,13 @@ import logging
 import os
 import socket
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from aio_ckpt.errors import RootError
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.limits import files_remedy
 from aio_ckpt.storage.durability import sync_dir
 from aio_ckpt.storage.paths import open_without_links
@@ -112,6 +114,33 @@ class RootLock:
     def _unclaim(self) -> None:
         if _held.get(self._key) is self._entry:
             del _held[self._key]
+
+
+class ProcessLock(RootLock):
+    """Lock that excludes other engines of this process. The claim of the root excludes all others."""
+
+    def __init__(self, path: Path, make: Callable[[], None] = lambda: None) -> None:
+        """Call ``make``, which makes the file of the lock.
+
+        Raises:
+            RootError: another engine of this process holds the lock.
+        """
+        self.path = path
+        self._pid = os.getpid()
+        self._key = str(path) if isinstance(path, RemotePath) else os.path.realpath(path)
+        self._descriptor = None
+        self.is_granted = False
+        self._entry = (self._pid, weakref.ref(self))
+        self._claim()
+        try:
+            make()
+        except BaseException:
+            self._unclaim()
+            raise
+
+    def renew(self) -> bool:
+        """Return False: nothing of this lock is on the file system."""
+        return False
 
 
 def _open_locked(path: Path) -> tuple[int, bool]:

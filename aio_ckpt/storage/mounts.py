@@ -19,6 +19,7 @@ _TELLING = ("vers=", "proto=", "hard", "soft", "softerr", "local_lock=", "nolock
 """Options, and beginnings of options, that change what the engine can rely on."""
 _TESTED = frozenset({"nfs", "nfs4"})
 """Shared file systems on which ``tests/campaigns/hosts`` runs."""
+_STORE = "object store"
 _MOUNTINFO = Path("/proc/self/mountinfo")
 
 
@@ -37,6 +38,11 @@ class Mount:
         return bool(self.kind) and self.kind not in _LOCAL_TYPES
 
     @property
+    def is_store(self) -> bool:
+        """Whether it is an object store. Its answers are never old, and it has no locks."""
+        return self.kind == _STORE
+
+    @property
     def locks_on_server(self) -> bool:
         """Whether a lock that is granted here excludes other hosts."""
         needed = _LOCKS_ON_SERVER.get(self.kind)
@@ -50,16 +56,21 @@ class Mount:
     @property
     def title(self) -> str:
         """Type and the options that matter, for messages."""
+        if self.is_store:
+            return "an object store"
         told = sorted(option for option in self.options if any(map(functools.partial(_tells, option), _TELLING)))
         return f"{self.kind or 'a file system of unknown type'}{f' ({chr(44).join(told)})' if told else ''}"
 
     @property
     def consequences(self) -> tuple[str, ...]:
         """What follows for checkpoints, one sentence each, as a clause without a full stop."""
+        if self.is_store:
+            return ("no locks: the claim excludes other writers, and if one dies, the next one goes on after a minute",)
         if not self.is_shared:
             return ("a file system of this host: engines of other hosts do not see it",)
         found = [
-            "locks reach the server: if a writer dies, one on another host goes on after 30 s"
+            "locks reach the server: if a writer dies, one on another host goes on after 30 s; if its host is lost, "
+            "once the server has dropped its lock, at the latest after stale_after_secs"
             if self.locks_on_server
             else "locks may stay on this host: the claim excludes writers on others, and if one dies, the next one "
             "waits for stale_after_secs"
@@ -75,6 +86,7 @@ def _tells(option: str, telling: str) -> bool:
     return option.startswith(telling) if telling.endswith("=") else option == telling
 
 
+OBJECT_STORE = Mount(_STORE, frozenset())
 UNKNOWN = Mount("", frozenset())
 """A mount that the table does not show, as that of an overlay's layer. It counts as local."""
 

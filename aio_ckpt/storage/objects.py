@@ -1,50 +1,38 @@
-"""Object stores: the calls of :class:`~aio_ckpt.storage.local.Storage` that read, and those that make an object.
+"""Object stores, by the calls of :class:`~aio_ckpt.storage.local.Storage`.
 
 Every call is one of obstore's *blocking* calls, in a thread of the engine. (Its async calls abort the interpreter at
 exit: a thread of its runtime wakes while the interpreter is finalized.) A store has no directories: a directory exists
-while it holds an object. An object is durable once the call that put it has returned.
+while it holds an object; :mod:`~aio_ckpt.storage.object_directories` moves those of checkpoints. An object is durable
+once the call that put it has returned, and no answer of a store is old.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from aio_ckpt.config import DirectIO
-from aio_ckpt.errors import AioCkptError, ConfigError, MismatchError, ReadError, WriteError
+from aio_ckpt.errors import ConfigError, MismatchError, ReadError, WriteError
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.data_file import ReadFile, translate_errors
+from aio_ckpt.storage import object_directories
+from aio_ckpt.storage.data_file import DataFile, ReadFile, translate_errors
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_file
 from aio_ckpt.storage.local import Coro, FileStatus, Storage
+from aio_ckpt.storage.lock import ProcessLock, RootLock
+from aio_ckpt.storage.object_errors import DoubtfulError, raising_os_errors, text_of
+from aio_ckpt.storage.object_upload import ObjectUpload
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _MODE = 0o644
-_QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s)\"']*")
-"""URL with a query, which may hold a signature."""
-_ANSWER = re.compile(
-    r"status code: (?P<status>\d+ [^:]*):.*<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>",
-    re.DOTALL,
-)
 _PART_BYTES, _PARTS, _UPLOADS = 16 << 20, 9_000, 4
 """Least bytes of a part of an object, most parts (a store takes 10,000), and parts that are sent at once."""
-_CODES = {
-    "NotFoundError": errno.ENOENT,
-    "FileNotFoundError": errno.ENOENT,
-    "AlreadyExistsError": errno.EEXIST,
-    "PreconditionError": errno.ESTALE,
-    "PermissionDeniedError": errno.EACCES,
-    "UnauthenticatedError": errno.EACCES,
-    "NotSupportedError": errno.EOPNOTSUPP,
-}
-"""By name of an error of obstore, the code of the error that is raised."""
 
 
 def open_store(place: RemotePath) -> Any:
@@ -61,22 +49,27 @@ def open_store(place: RemotePath) -> Any:
     try:
         return from_url(place.bucket_url)
     except (BaseError, OSError, ValueError) as error:
-        raise ConfigError(f"{place}: {_text(error)}") from error
+        raise ConfigError(f"{place}: {text_of(error)}") from error
 
 
 class ObjectStorage(Storage):
     """Objects of one bucket, by the paths of :class:`~aio_ckpt.remote_path.RemotePath`.
 
-    A path is the same object on every host, and the store's answers are never old.
+    A path is the same object on every host.
     """
 
     def __init__(self, executor: Executor, store: Any) -> None:
         """``store`` is any store of obstore."""
         super().__init__(executor)
         self._store = store
+        self._bucket = object_directories.Bucket(store)
 
     async def _run(self, kind: type[WriteError | ReadError], path: Path, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        return await super()._run(kind, path, _raising_os_errors, path, fn, *args)
+        try:
+            return await super()._run(kind, path, raising_os_errors, path, fn, *args)
+        except WriteError as error:
+            error.in_doubt = isinstance(error.__cause__, DoubtfulError)
+            raise
 
     def read_file(self, path: Path, *, max_bytes: int) -> Coro[bytes]:
         """Get a whole object."""
@@ -183,33 +176,40 @@ class ObjectStorage(Storage):
             rest = rest[view.nbytes :]
         return data.nbytes
 
-    # -- changes ----------------------------------------------------------------------------------------
+    # -- files ------------------------------------------------------------------------------------------
+
+    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
+        """Begin an object of ``nbytes``, which several tasks write. It exists once it is synced."""
+
+        def put(parts: Iterator[bytes]) -> None:
+            raising_os_errors(path, self._put_parts, path, nbytes, parts)
+
+        return ObjectUpload(path, put, self._executor)
+
+    def _put_parts(self, path: Path, nbytes: int, parts: Iterator[bytes]) -> None:
+        import obstore
+
+        part_bytes = max(_PART_BYTES, -(-nbytes // _PARTS))
+        obstore.put(self._store, _key(path), parts, chunk_size=part_bytes, max_concurrency=_UPLOADS)
 
     def write_file(self, path: Path, *parts: bytes) -> Coro[None]:
         """Put an object, which must not exist."""
-        return self._run(WriteError, path, self._put, path, b"".join(parts))
-
-    def _put(self, path: Path, data: bytes) -> None:
-        import obstore
-
-        obstore.put(self._store, _key(path), data, mode="create")
+        return self._run(WriteError, path, self._bucket.create, _key(path), b"".join(parts))
 
     def put_file(self, source: Path, path: Path, advance: Callable[[int], None]) -> Coro[None]:
         """Put a file of this host, or replace an object by it. ``advance`` is called with the bytes read since."""
         return self._run(WriteError, path, self._put_file, source, path, advance)
 
     def _put_file(self, source: Path, path: Path, advance: Callable[[int], None]) -> None:
-        import obstore
 
         with source.open("rb", buffering=0) as file:
-            part_bytes = max(_PART_BYTES, -(-os.fstat(file.fileno()).st_size // _PARTS))
 
             def parts() -> Iterator[bytes]:
-                while data := file.read(part_bytes):
+                while data := file.read(_PART_BYTES):
                     yield data
                     advance(len(data))
 
-            obstore.put(self._store, _key(path), parts(), chunk_size=part_bytes, max_concurrency=_UPLOADS)
+            self._put_parts(path, os.fstat(file.fileno()).st_size, parts())
 
     def all_lengths(self, path: Path) -> Coro[dict[str, int]]:
         """Return the length in bytes of each object below a prefix, at whatever depth, by its name below it."""
@@ -247,6 +247,55 @@ class ObjectStorage(Storage):
         import obstore
 
         obstore.delete(self._store, _key(path))
+
+    def replace_file(self, path: Path, data: bytes) -> Coro[None]:
+        """Put an object, in the place of another one if there is one."""
+        return self._run(WriteError, path, self._bucket.put, _key(path), data)
+
+    def touch(self, path: Path) -> Coro[None]:
+        """Put an existing object anew, with its own content. Fails if another one takes its place meanwhile."""
+        return self._run(WriteError, path, self._put_anew, path)
+
+    def _put_anew(self, path: Path) -> None:
+        import obstore
+
+        found = obstore.get(self._store, _key(path))
+        version: Any = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
+        obstore.put(self._store, _key(path), bytes(found.bytes()), mode=version)
+
+    # -- directories ------------------------------------------------------------------------------------
+
+    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
+        """Do nothing: a directory is there with its first object."""
+
+    async def sync_dir(self, path: Path) -> None:
+        """Do nothing: what was put is durable."""
+
+    def begin_directory(self, pending: Path, place: Path, save_id: str) -> Coro[None]:
+        """See :func:`~aio_ckpt.storage.object_directories.begin`."""
+        return self._run(
+            WriteError, pending, object_directories.begin, self._bucket, _key(pending), _key(place), save_id
+        )
+
+    def name_files(self, pending: Path, files: Sequence[str]) -> Coro[None]:
+        """See :func:`~aio_ckpt.storage.object_directories.name_files`."""
+        return self._run(WriteError, pending, object_directories.name_files, self._bucket, _key(pending), files)
+
+    def rename(self, src: Path, dst: Path) -> Coro[None]:
+        """Move a directory or an object, see :func:`~aio_ckpt.storage.object_directories.move`."""
+        return self._run(WriteError, dst, object_directories.move, self._bucket, _key(src), _key(dst))
+
+    def supersede(self, pending: Path, place: Path) -> Coro[None]:
+        """See :func:`~aio_ckpt.storage.object_directories.supersede`."""
+        return self._run(WriteError, place, object_directories.supersede, self._bucket, _key(pending), _key(place))
+
+    def remove_tree(self, path: Path) -> Coro[None]:
+        """Remove what lies below ``path``, see :func:`~aio_ckpt.storage.object_directories.remove_tree`."""
+        return self._run(WriteError, path, object_directories.remove_tree, self._bucket, _key(path))
+
+    def lock(self, path: Path) -> RootLock:
+        """Return a lock that excludes nobody: the claim does. Its file shows the time of the store."""
+        return ProcessLock(path, lambda: raising_os_errors(path, self._bucket.put, _key(path), b""))
 
 
 class Unpublished(Storage):
@@ -297,7 +346,7 @@ class _ObjectFile(ReadFile):
 
 
 class AnyStorage(Storage):
-    """The file systems of this host, and each object store that a path names. It reads in both, and changes disks."""
+    """The file systems of this host, and each object store that a path names."""
 
     def __init__(self, executor: Executor, direct_io: DirectIO = "auto") -> None:
         super().__init__(executor, direct_io)
@@ -341,30 +390,45 @@ class AnyStorage(Storage):
     async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         return await self._at(path).open_data_file(path, page_cache=page_cache)
 
+    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
+        return await self._at(path).create_data_file(path, nbytes)
+
+    def write_file(self, path: Path, *parts: bytes) -> Coro[None]:
+        return self._at(path).write_file(path, *parts)
+
+    def make_dir(self, path: Path, *, parents: bool = False) -> Coro[None]:
+        return self._at(path).make_dir(path, parents=parents)
+
+    def sync_dir(self, path: Path) -> Coro[None]:
+        return self._at(path).sync_dir(path)
+
+    def touch(self, path: Path) -> Coro[None]:
+        return self._at(path).touch(path)
+
+    def rename(self, src: Path, dst: Path) -> Coro[None]:
+        return self._at(dst).rename(src, dst)
+
+    def replace(self, src: Path, dst: Path) -> Coro[None]:
+        return self._at(dst).replace(src, dst)
+
+    def remove_file(self, path: Path) -> Coro[None]:
+        return self._at(path).remove_file(path)
+
+    async def remove_tree(self, path: Path) -> None:
+        await self._at(path).remove_tree(path)
+
+    def lock(self, path: Path) -> RootLock:
+        return self._at(path).lock(path)
+
+
+def store_of(storage: Storage, place: RemotePath) -> ObjectStorage:
+    """Return the object store of ``place``, which ``storage`` is or knows."""
+    if isinstance(storage, AnyStorage):
+        return storage.store_of(place)
+    assert isinstance(storage, ObjectStorage), f"{place} in {storage!r}"
+    return storage
+
 
 def _key(path: Path) -> str:
     assert isinstance(path, RemotePath), f"{path!s} is on a disk"
     return path.key
-
-
-def _raising_os_errors(path: Path, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Return ``fn(*args)``. Raise an error of obstore as OSError, without the query of any URL."""
-    try:
-        return fn(*args)
-    except (AioCkptError, MemoryError):
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        code = _CODES.get(type(error).__name__)
-        if code is None:
-            raise OSError(errno.EIO, _text(error), str(path)) from None
-        raise OSError(code, os.strerror(code), str(path)) from None
-
-
-def _text(error: Exception) -> str:
-    """Return what an error of obstore tells a user: what the server answered, else its first line."""
-    text = str(error).strip()
-    if answer := _ANSWER.search(text):
-        return f"the server answered {answer['status']}: {answer['message']} ({answer['code']})"
-    return _QUERY.sub(r"\1", text.splitlines()[0]) if text else type(error).__name__

@@ -15,7 +15,7 @@ from command_line import called, document, state
 from saved_files import ROOT_MANIFEST, root_manifest
 
 from aio_ckpt.cli import commands as cli
-from aio_ckpt.commit import writing
+from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit.owner import Owner, encoded_owner
 from aio_ckpt.format.names import CLAIM_FILE
 from aio_ckpt.storage.lock import RootLock
@@ -165,7 +165,7 @@ def test_a_running_trainer_is_named_and_nothing_changes(root, capsys, monkeypatc
         os.close(writing)
     assert (code, out) == (1, "")
     assert f"process {trainer} on {os.uname().nodename}" in err
-    assert f"call {call} in it, or wait until it has ended" in err
+    assert f"Inside of that process, {call} does the same" in err
     assert steps(capsys, root) == [10, 20]
 
 
@@ -174,7 +174,7 @@ def test_rm_is_refused_while_an_engine_of_this_process_holds_the_root(root, caps
         engine.save(state(), step=30).result()
         code, _, err = called(capsys, "rm", root, 10)
     assert code == 1
-    assert "call engine.delete(10)" in err
+    assert "engine.delete(10) does the same" in err
 
 
 CLAIMED_ELSEWHERE = Mount("nfs", frozenset({"hard", "nolock", "local_lock=all"}))
@@ -185,7 +185,7 @@ def test_a_root_that_another_host_claims_is_not_changed(
     many: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     """On a file system whose locks stay on this host, the claim alone tells."""
-    monkeypatch.setattr(writing, "mount_of", lambda _: CLAIMED_ELSEWHERE)
+    monkeypatch.setattr(claims, "mount_of", lambda _: CLAIMED_ELSEWHERE)
     other = msgspec.structs.replace(Owner.of_this_process("other"), host="node-7", machine_id="m", boot_id="b")
     (many / CLAIM_FILE).write_bytes(encoded_owner(other))
     before = sorted(path.name for path in many.iterdir())

@@ -183,7 +183,7 @@ def test_cp_names_the_trainer_that_holds_the_other_root(root, tmp_path, capsys):
         engine.save({"w": torch.ones(2)}, step=1).result()
         code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
     assert code == 1
-    assert "wait until it has ended" in err
+    assert "close it first" in err
 
 
 @pytest.mark.parametrize("name", ["aio_ckpt.pending-x", "aio_ckpt.lock", ".metadata.replaced-x"])

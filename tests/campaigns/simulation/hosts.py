@@ -13,7 +13,7 @@ from unittest import mock
 import anyio
 
 from aio_ckpt.commit import discovery
-from aio_ckpt.commit.owner import clear_leftovers
+from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.retention import Policy, Retention
 from aio_ckpt.engine.fallback import Wanted
@@ -74,6 +74,7 @@ class _WriterAndReader(_Host):
                 ROOT,
                 self.ctx.names,
                 Policy(keep_last=self.rng.choice((1, 2)), keep_every=None, keep_best=None),
+                check=pipeline.claim.check,
                 committed=lambda: discovery.discover(self.storage, ROOT, self.ctx.names),
                 renames=pipeline.quarantine.renames,
                 must_wait=lambda: False,
@@ -156,14 +157,15 @@ async def _take_over(seed: int, loop: asyncio.AbstractEventLoop) -> Run:
         refusals = 0
         while True:
             try:
-                await second.claim().take(_NOLOCK, is_locked=True)
+                claim = second.claim()
+                await claim.take(_NOLOCK, is_locked=True)
                 break
             except RootError:
                 refusals += 1
                 await anyio.sleep(30.0)
         if not refusals:
             raise BrokenPromiseError("a second writer was let in while the first one held the root")
-        await clear_leftovers(second.storage, ROOT, second.ctx.names, here=second.ctx.owner)
+        await clear_leftovers(second.storage, ROOT, second.ctx.names, claim.check, here=second.ctx.owner)
         visible = {found.step for found in await discovery.discover(second.storage, ROOT, second.ctx.names)}
         await asyncio.wrap_future(follow(attempts[1].save.settled))  # once it can reach the disk again
         error = attempts[1].save.ticket.committed.peek()

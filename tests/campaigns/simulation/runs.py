@@ -320,6 +320,7 @@ class World:
                 deadline=deadline,
                 call=SaveCall(overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
                 pending=self.ctx.pending_path(call),
+                files_at=self.ctx.files_path(call, step),
                 final=self.ctx.final_path(step),
                 save_id=self.ctx.save_id(call),
                 requested=flat.names,

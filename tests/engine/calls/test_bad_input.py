@@ -274,8 +274,8 @@ def test_a_path_that_begins_with_a_tilde_is_refused_with_expanduser(
     SyncCheckpointEngine("./~").close()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", "hf://org/x", Path("s3://bucket/x")])
-def test_a_url_is_refused_as_a_root_and_as_a_checkpoint(
+@pytest.mark.parametrize("url", ["hf://org/x", "https://host/x", Path("hf://org/x")])
+def test_a_url_of_no_object_store_is_refused_as_a_root_and_as_a_path(
     tmp_path: Path, url: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -285,7 +285,52 @@ def test_a_url_is_refused_as_a_root_and_as_a_checkpoint(
             opens(url)
     with SyncCheckpointEngine("root") as engine, pytest.raises(ConfigError, match=remedy):
         engine.save({"w": torch.ones(2)}, path=url)
-    assert not Path("s3:").exists()
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", Path("s3://bucket/x")])
+def test_a_place_in_an_object_store_is_refused_where_none_can_be_used(
+    tmp_path: Path, url: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for opens in (Writer, Reader):
+        with pytest.raises(RootError, match=r"a URL \(\w+:\), and only local file systems"):
+            opens(url)
+    with SyncCheckpointEngine("root") as engine:
+        with pytest.raises(ConfigError, match=r"it is in (s3|gs)://bucket, and .* is on a disk: open an"):
+            engine.save({"w": torch.ones(2)}, path=url)
+        with pytest.raises(ConfigError, match="it is in"):
+            engine.remove(url)
+        with pytest.raises(ConfigError, match=r"a URL \(\w+:\), and only local file systems"):
+            engine.save_file({"w": torch.ones(2)}, url)
+    assert os.listdir() == ["root"] or os.listdir() == []
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://bucket", "the root is a whole bucket: give a place in it"),
+        ("s3://", "no place in a bucket"),
+        ("s3://key:secret@bucket/run", "a URL with credentials: give them by the environment"),
+    ],
+)
+def test_a_url_that_names_no_place_is_refused_as_a_root(url: str, words: str) -> None:
+    with pytest.raises((ConfigError, RootError), match=words) as refused:
+        SyncCheckpointEngine(url)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("settings", [{"shm_path": "/dev/shm/x"}, {"direct_io": "on"}])
+def test_a_setting_that_means_a_disk_is_refused_for_a_root_in_a_store(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"{name}=.*leave it out"):
+        SyncCheckpointEngine("s3://bucket/run", EngineConfig(**{"staging": "shm"} | settings))
+
+
+def test_a_root_in_a_store_without_obstore_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(ConfigError, match=r"object stores need obstore: pip install 'aio-ckpt\[remote\]'"):
+        SyncCheckpointEngine("s3://bucket/run")
 
 
 @pytest.mark.parametrize("url", ["hf://org/x", "https://host/x"])

@@ -24,9 +24,10 @@ from saved_files import DATA_FILE
 from warm_python import WarmPython
 
 from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.commit.in_place import unclaimed
+from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.owner import (
     Owner,
-    clear_leftovers,
     decoded_owner,
     encoded_owner,
     is_abandoned,
@@ -90,7 +91,7 @@ def dead_pid() -> int:
 
 
 async def clear(storage: GatedStorage, root: Path) -> list[str]:
-    cleared = await clear_leftovers(storage, root, StepNames("step_{step:09d}"), here=HERE)
+    cleared = await clear_leftovers(storage, root, StepNames("step_{step:09d}"), unclaimed, here=HERE)
     return [Path(name).name for name in cleared]
 
 

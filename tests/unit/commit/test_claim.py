@@ -11,10 +11,11 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from lock_holder import locked_by_another_process
 
 from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit.claim import Claim
-from aio_ckpt.commit.owner import Owner, make_engine_dirs
+from aio_ckpt.commit.owner import Owner, encoded_owner, make_engine_dirs
 from aio_ckpt.errors import RootError, WriteError
 from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE
 from aio_ckpt.runtime.portal import Executor
@@ -183,6 +184,7 @@ async def test_a_writer_that_was_taken_over_renews_no_heartbeat(root: Root, monk
     root.age(100.0)
     seen = root.file.stat().st_mtime
     monkeypatch.setattr(claims, "HEARTBEAT_SECS", 0.01)
+    monkeypatch.setattr(claims, "_BEATS_A_LOOK", 1)
     with anyio.move_on_after(0.1):
         await first.keep()
     assert root.file.stat().st_mtime == seen
@@ -287,7 +289,12 @@ async def test_a_process_of_this_host_that_runs_on_is_refused_though_its_lock_wa
 class FullStorage(Storage):
     """A disk without room for one more file."""
 
+    taken: Path | None = None
+
     def write_file(self, path: Path, *parts: bytes) -> Any:
+        if path == self.taken and path.exists():
+            return super().write_file(path, *parts)
+
         async def refuse() -> None:
             raise WriteError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -303,8 +310,46 @@ async def test_on_a_full_local_disk_the_lock_alone_excludes_others_so_that_a_ste
 
 async def test_on_a_full_shared_disk_the_claim_names_the_remedy(root: Root) -> None:
     root.storage = FullStorage(root.storage._executor)
-    with pytest.raises(RootError, match=r"no room for this one small file.*by hand"):
+    with pytest.raises(RootError, match=r"no room for this one small file.*\.aio_ckpt/pending"):
         await root.claim("a", "one").take(NFS, is_locked=True)
+
+
+async def test_on_a_full_shared_disk_no_line_tells_of_a_takeover_that_failed(
+    root: Root, caplog: pytest.LogCaptureFixture
+) -> None:
+    await root.claim("a", "one").take(NOLOCK, is_locked=True)
+    root.age(STALE_SECS + 5)
+    root.storage, other = FullStorage(root.storage._executor), root.storage
+    root.storage.taken = root.file
+    with pytest.raises(RootError, match="no room"):
+        await root.claim("b", "two").take(NOLOCK, is_locked=True)
+    assert "writes here now" not in caplog.text
+    root.storage = other
+    await root.claim("b", "two").take(NOLOCK, is_locked=True)
+
+
+@pytest.mark.parametrize("mount", [NFS, NOLOCK])
+async def test_on_a_shared_file_system_a_lock_that_is_refused_proves_nothing(root: Root, mount: Mount) -> None:
+    """A server keeps the lock of a host that was lost."""
+    with locked_by_another_process(root.path / LOCK_FILE) as pid:
+        with claims.lock_root(root.storage, root.path, mount) as lock:
+            assert not lock.is_granted
+            assert not lock.renew()
+            with pytest.raises(RootError, match="another engine of this process"):
+                claims.lock_root(root.storage, root.path, mount)
+        with pytest.raises(RootError, match=f"locked by another writer, process {pid}"):
+            claims.lock_root(root.storage, root.path, LOCAL)
+    with claims.lock_root(root.storage, root.path, mount) as lock:
+        assert lock.is_granted
+
+
+async def test_a_forged_claim_names_no_path_and_steers_no_terminal(root: Root) -> None:
+    for session in ("../../x", "a" * 65, ""):
+        root.file.write_bytes(encoded_owner(msgspec.structs.replace(owner("a", "one"), session=session)))
+        assert await claims.claim_holder(root.storage, root.path) is None
+    root.file.write_bytes(encoded_owner(owner("a", "one\x1b[2J")))
+    with pytest.raises(RootError, match=r"on 'one\\x1b\[2J' writes here"):
+        await root.claim("b", "two").take(NOLOCK, is_locked=True)
 
 
 async def test_a_directory_in_the_place_of_the_claim_is_no_claim(root: Root) -> None:

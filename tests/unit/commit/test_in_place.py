@@ -19,6 +19,7 @@ from aio_ckpt.commit.in_place import (
     pending_saves,
     remove_leftovers,
     replace_by_pending,
+    unclaimed,
     undo_save,
 )
 from aio_ckpt.errors import ReadError, RootError, WriteError
@@ -263,6 +264,25 @@ async def test_a_save_that_another_one_overtook_removes_none_of_its_files(
     assert names_in(tmp_path) == {*generation(2).files, "aio_ckpt.pending-s2"}
 
 
+async def test_a_writer_that_was_taken_over_removes_no_file_of_the_next_one(
+    storage: GatedStorage, tmp_path: Path
+) -> None:
+    """Those of an overwrite that is under way look like leftovers until its commit."""
+    await save_into_directory(storage, tmp_path, 1)
+    for name in generation(2).files:
+        (tmp_path / name).write_bytes(b"abc")
+
+    async def taken_over() -> None:
+        raise RootError(errno.EBUSY, "taken over", "x")
+
+    with pytest.raises(RootError, match="taken over"):
+        await remove_leftovers(storage, tmp_path, taken_over)
+    assert generation(2).files <= names_in(tmp_path)
+    with pytest.raises(RootError, match="taken over"):
+        await begin_save(storage, tmp_path, "s3", taken_over)
+    assert names_in(tmp_path) == {META, *generation(1).files, *generation(2).files}
+
+
 async def test_if_the_end_of_metadata_is_damaged_no_file_is_removed(
     storage: GatedStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,7 +309,7 @@ async def test_a_pending_directory_replaces_a_checkpoint_and_the_callers_files_o
     (pending / META).write_bytes(made.metadata)
     (pending / "model_card.md").write_bytes(b"new")
     (final / "model_card.md").write_bytes(b"old")
-    await replace_by_pending(storage, pending, final, "s2")
+    await replace_by_pending(storage, pending, final, "s2", unclaimed)
     assert names_in(final) == {META, "notes.txt", "model_card.md", *made.files}
     assert (final / META).read_bytes() == made.metadata
     assert (final / "model_card.md").read_bytes() == b"new"
@@ -302,6 +322,6 @@ async def test_a_pending_directory_waits_for_nobody_who_holds_the_place(storage:
         directory.mkdir()
     await save_into_directory(storage, final, 1)
     with hold_directory(storage, final), pytest.raises(RootError, match="let one at a time save into it"):
-        await replace_by_pending(storage, pending, final, "s2")
+        await replace_by_pending(storage, pending, final, "s2", unclaimed)
     assert not (final / LOCK).exists()
     check_whole(final, 1)

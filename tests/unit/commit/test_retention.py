@@ -10,6 +10,7 @@ import pytest
 from builders import listing
 
 from aio_ckpt.commit.discovery import discover
+from aio_ckpt.commit.in_place import unclaimed
 from aio_ckpt.commit.owner import make_engine_dirs
 from aio_ckpt.commit.retention import Policy, Retention
 from aio_ckpt.format.names import StepNames
@@ -43,6 +44,7 @@ async def test_the_trash_of_a_pass_that_is_cancelled_during_its_rename_is_delete
         tmp_path,
         NAMES,
         Policy(keep_last=1, keep_every=None, keep_best=None),
+        check=unclaimed,
         committed=functools.partial(discover, storage, tmp_path, NAMES),
         renames=anyio.Lock(),
         must_wait=lambda: False,

@@ -1,0 +1,66 @@
+"""Errors of obstore, as errors of the system: their code, and a text without the query of any URL."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple
+
+from aio_ckpt.errors import AioCkptError
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+_QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s)\"']*")
+"""URL with a query, which may hold a signature."""
+_ANSWER = re.compile(
+    r"status code: (?P<status>\d+ [^:]*):.*<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>",
+    re.DOTALL,
+)
+_CODES = {
+    "NotFoundError": errno.ENOENT,
+    "FileNotFoundError": errno.ENOENT,
+    "AlreadyExistsError": errno.EEXIST,
+    "PreconditionError": errno.ESTALE,
+    "PermissionDeniedError": errno.EACCES,
+    "UnauthenticatedError": errno.EACCES,
+    "NotSupportedError": errno.EOPNOTSUPP,
+}
+"""By name of an error of obstore, the code of the error that is raised."""
+
+
+class DoubtfulError(OSError):
+    """Error of a call that may have been done: its answer was lost."""
+
+
+def raising_os_errors(path: Path, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Return ``fn(*args)``. Raise an error of obstore about ``path`` as OSError."""
+    try:
+        return fn(*args)
+    except (AioCkptError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise as_os_error(error, path) from None
+
+
+def as_os_error(error: Exception, path: Path) -> OSError:
+    """Return an error of obstore about ``path`` as an error of the system."""
+    code = code_of(error)
+    return OSError(code or errno.EIO, os.strerror(code) if code else text_of(error), str(path))
+
+
+def code_of(error: Exception) -> int | None:
+    """Return the code of the system that tells the same; None if there is none."""
+    return getattr(error, "errno", None) or _CODES.get(type(error).__name__)
+
+
+def text_of(error: Exception) -> str:
+    """Return what an error of obstore tells a user: what the server answered, else its first line."""
+    text = str(error).strip()
+    if answer := _ANSWER.search(text):
+        return f"the server answered {answer['status']}: {answer['message']} ({answer['code']})"
+    return _QUERY.sub(r"\1", text.splitlines()[0]) if text else type(error).__name__

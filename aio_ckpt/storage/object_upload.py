@@ -1,0 +1,108 @@
+"""Upload of a data file: an object that is put while its bytes are still being prepared.
+
+A store takes an object in one stream, from its first byte to its last. Several tasks write a data file, each its own
+range, and their ranges follow each other: so each waits for its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeAlias
+
+from aio_ckpt.errors import WriteError
+from aio_ckpt.reports import WriteMode
+from aio_ckpt.runtime.futures import follow
+from aio_ckpt.runtime.portal import Executor, run_blocking, start_beside
+from aio_ckpt.storage.data_file import DataFile, translate_errors
+
+_WAITING = 4
+"""Most ranges of a file that are copied and wait to be sent. They bound the memory of an upload."""
+Put: TypeAlias = Callable[[Iterator[bytes]], None]
+"""Blocking call that puts an object from the parts of an iterator."""
+
+
+class ObjectUpload(DataFile):
+    """New object. It exists once :meth:`sync` has returned. Each range is copied, so that its memory is free at once.
+
+    The call that puts it blocks a thread of its own from the first range on: the engine's threads prepare the ranges.
+    """
+
+    mode: WriteMode = "object"
+
+    def __init__(self, path: Path, put: Put, executor: Executor) -> None:
+        self.path = path
+        self._put = put
+        self._executor = executor
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Condition()
+        self._parts: deque[bytes] = deque()
+        self._next = 0
+        self._sent: Future[None] | None = None
+        self._end: asyncio.Task[None] | None = None
+        self._is_whole = self._is_over = False
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        """Send ``data`` once all bytes before ``offset`` are on their way. Returns as soon as ``data`` is copied.
+
+        Raises:
+            WriteError: the store refuses the object.
+        """
+        sent = self._begin()
+        async with self._changed:
+            await self._changed.wait_for(lambda: sent.done() or (self._next == offset and len(self._parts) < _WAITING))
+            if sent.done():
+                with translate_errors(WriteError, self.path):
+                    sent.result()
+                raise WriteError(errno.EIO, "the upload has ended before its last byte", str(self.path))
+            self._parts.append(await run_blocking(self._executor, bytes, data))
+            self._next += data.nbytes
+            self._changed.notify_all()
+
+    async def sync(self) -> None:
+        """Wait until the store has the object. After a failure the object does not exist."""
+        sent = self._begin()
+        self._is_whole = True
+        await self.close()
+        with translate_errors(WriteError, self.path):
+            sent.result()
+
+    async def close(self) -> None:
+        """End the upload, and wait for its thread. If :meth:`sync` was not called, no object is made."""
+        if self._end is not None:
+            await self._finish()
+            await asyncio.shield(self._end)
+
+    def _begin(self) -> Future[None]:
+        if self._sent is None:
+            self._sent = start_beside(self._put, self._arriving())
+            self._end = self._loop.create_task(self._wait_for_end(self._sent))
+        return self._sent
+
+    async def _wait_for_end(self, sent: Future[None]) -> None:
+        await asyncio.wait([asyncio.wrap_future(follow(sent))])
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _finish(self) -> None:
+        async with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _arriving(self) -> Iterator[bytes]:
+        """Return the parts, on the thread that sends them."""
+        while (part := asyncio.run_coroutine_threadsafe(self._take(), self._loop).result()) is not None:
+            yield part
+        if not self._is_whole:
+            raise OSError(errno.ECANCELED, "the upload was given up")
+
+    async def _take(self) -> bytes | None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._parts or self._is_over)
+            part = self._parts.popleft() if self._parts else None
+            self._changed.notify_all()
+            return part

@@ -1,0 +1,176 @@
+"""A root in an object store whose calls fail, lose their answers or end with the process: nothing is lost or wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from memory_bucket import Fault, MemoryBucket
+
+import aio_ckpt
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.commit import claim as claims
+from aio_ckpt.commit import leftovers
+from aio_ckpt.errors import AioCkptError
+from aio_ckpt.format.checkpoint_files import save_of_file, save_of_metadata
+from aio_ckpt.format.root_manifest import decode_root
+
+ROOT, BEST = "s3://bucket/run", "s3://bucket/best"
+TIMEOUT = 30.0
+Model = dict[str, float]
+"""Value of each checkpoint, by the name of its directory."""
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> MemoryBucket:
+    monkeypatch.setattr(claims, "_STORE_SILENCE_SECS", -1.0)  # a dead writer is followed at once
+    monkeypatch.setattr(leftovers, "owner_by_name", lambda *_: None)  # it was another process
+    return MemoryBucket(monkeypatch)
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((3000,), value), "name": f"value {value}"}
+
+
+def step_name(step: int) -> str:
+    return f"run/step_{step:09d}"
+
+
+def save(step: int, value: float, **options: Any) -> Operation:
+    return lambda engine: engine.save(state(value), step=step, **options).result(TIMEOUT), {step_name(step): value}
+
+
+def save_best(value: float) -> Operation:
+    return lambda engine: engine.save(state(value), path=BEST).result(TIMEOUT), {"best": value}
+
+
+def gone(call: Callable[[SyncCheckpointEngine], Any], *names: str) -> Operation:
+    return call, dict.fromkeys(names)
+
+
+Operation = tuple[Callable[[SyncCheckpointEngine], Any], dict[str, float | None]]
+"""A call, and what it makes of the checkpoints: values, or None for one that is gone."""
+OPERATIONS: list[Operation] = [
+    save(1, 1.0),
+    save(2, 2.0, files={"card.md": b"two"}),
+    save(2, 2.5, overwrite=True, files={"card.md": b"two and a half", "more.md": b"x"}),
+    save_best(9.0),
+    save_best(9.5),
+    save(3, 3.0),
+    save(4, 4.0),
+    gone(lambda engine: engine.rollback(3), step_name(4)),
+    save(4, 4.5),
+    gone(lambda engine: engine.delete(1), step_name(1)),
+    save(2, 2.75, overwrite=True),
+    gone(lambda engine: engine.remove(BEST).result(TIMEOUT), "best"),
+]
+
+
+def run(engine: SyncCheckpointEngine, errors: list[Exception]) -> list[Model]:
+    """Do the operations until one fails, and keep its error. Return what may be there afterwards."""
+    model: Model = {}
+    for call, changes in OPERATIONS:
+        after = {name: value for name, value in (model | changes).items() if value is not None}
+        try:
+            call(engine)
+        except (AioCkptError, OSError) as error:
+            errors.append(error)
+            return [model, after]
+        model = after
+    return [model]
+
+
+def observed(bucket: MemoryBucket) -> Model:
+    """Value of each checkpoint in the bucket, verified."""
+    found = {}
+    for key in sorted(bucket.keys()):
+        directory, _, name = key.rpartition("/")
+        if name == ".metadata" and ".aio_ckpt" not in key:
+            loaded = aio_ckpt.read(f"s3://bucket/{directory}")
+            assert loaded["name"] == f"value {float(loaded['w'][0])}"
+            found[directory] = float(loaded["w"][0])
+    return found
+
+
+def leaked(bucket: MemoryBucket) -> set[str]:
+    """Objects that belong to no checkpoint, seen or set aside, but for records of moves that were not completed."""
+    keys = bucket.keys()
+    owned = {key for key in keys if key in ("run/.aio_ckpt/lock", "run/.aio_ckpt/claim.json") or "/protected/" in key}
+    for key in keys:
+        directory, _, name = key.rpartition("/")
+        if name != ".metadata":
+            continue
+        save_id = save_of_metadata(bucket.get(key))
+        assert save_id is not None
+        place = directory
+        owned.add(key)
+        if f"{directory}/files.json" in keys:
+            record = json.loads(bucket.get(f"{directory}/files.json"))
+            place, files = record["place"], record["files"]
+            owned.add(f"{directory}/files.json")
+        else:
+            manifest = f"aio_ckpt.{save_id}.json"
+            files = decode_root(bucket.get(f"{directory}/{manifest}"), name=manifest).files
+        owned.update(
+            each for each in keys if each.startswith(f"{place}/") and save_of_file(each.rpartition("/")[2]) == save_id
+        )
+        owned.update(f"{place}/{each}" for each in files)
+    set_aside = [key for key in keys if "/abandoned/" in key or "/corrupt/" in key]
+    return keys - owned - {key for key in set_aside if key.endswith("/files.json")}
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[SyncCheckpointEngine]:
+    engine = SyncCheckpointEngine(ROOT, EngineConfig(stall_timeout_secs=TIMEOUT))
+    try:
+        yield engine
+    finally:
+        with contextlib.suppress(AioCkptError, OSError):
+            engine.terminate()
+
+
+def test_without_faults_all_operations_do_what_they_say_and_leave_nothing(bucket: MemoryBucket) -> None:
+    errors: list[Exception] = []
+    with opened() as engine:
+        model, *_ = run(engine, errors)
+        engine.close()
+    assert errors == []
+    assert observed(bucket) == model == {step_name(2): 2.75, step_name(3): 3.0, step_name(4): 4.5}
+    assert leaked(bucket) == set()
+    assert len(bucket.changes) < 200
+
+
+@pytest.mark.parametrize("fault", ["dead", "failed", "lost"])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_fault_at_any_change_loses_nothing_and_the_next_writer_clears_what_is_left(
+    bucket: MemoryBucket, fault: Fault, stride: int
+) -> None:
+    with opened() as engine:
+        run(engine, [])
+    for at in range(0, len(bucket.changes), stride):
+        bucket.empty()
+        bucket.choose = functools.partial(_fault_at, at, fault)
+        with opened() as engine:
+            allowed = run(engine, errors := [])
+        call = f"{fault} at {at}: {bucket.changes[at]}"
+        bucket.revive()
+        found = observed(bucket)
+        assert found in allowed, f"{call}: {found}, not one of {allowed}, after {errors}"
+        with opened() as engine:
+            assert {step_name(step): found[step_name(step)] for step in engine.steps()} == {
+                name: value for name, value in found.items() if name != "best"
+            }
+            engine.save(state(7.0), step=7).result(TIMEOUT)
+            engine.close()
+        assert observed(bucket) == found | {step_name(7): 7.0}, call
+        assert leaked(bucket) == set(), call
+
+
+def _fault_at(at: int, fault: Fault, name: str, key: str, number: int) -> Fault:
+    del name, key
+    return fault if number == at else ""
