@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 
@@ -46,7 +47,8 @@ async def clear_leftovers(storage: Storage, root: Path, names: StepNames, check:
             await (delete_trash if path in trash else discard_pending)(storage, path)
             cleared.append(str(path.relative_to(root)))
         except (AioCkptError, OSError) as error:
-            _log.warning("%s stays: it could not be cleared: %s", path, error)
+            if getattr(error, "errno", None) != errno.ENOENT:  # some stores list what was in a directory for a while
+                _log.warning("%s stays: it could not be cleared: %s", path, error)
     return cleared
 
 

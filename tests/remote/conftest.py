@@ -36,6 +36,21 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("seaweedfs")
     identity = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    for is_last in (False, False, True):  # another process may take a port meanwhile
+        try:
+            server, endpoint = _start(weed, folder)
+            break
+        except AssertionError:
+            if is_last:
+                raise
+    try:
+        yield endpoint
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _start(weed: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     s3, master, volume, filer, *grpc = _free_ports(8)
     command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.port={s3}"]
     command += [f"-s3.config={folder / 's3.json'}", f"-master.port={master}", f"-volume.port={volume}"]
@@ -46,10 +61,11 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         _await_answer(s3, server, folder / "log")
-        yield f"http://127.0.0.1:{s3}"
-    finally:
+    except BaseException:
         server.kill()
         server.wait()
+        raise
+    return server, f"http://127.0.0.1:{s3}"
 
 
 def _await_answer(port: int, server: subprocess.Popen[bytes], log: Path) -> None:

@@ -1,0 +1,319 @@
+"""An engine whose root is in an object store, with a real S3 server: what works on a disk works there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import obstore
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from command_line import document
+from obstore.store import from_url
+from rank_processes import Ranks
+
+import aio_ckpt
+from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine
+from aio_ckpt.commit.owner import Owner, encoded_owner
+from aio_ckpt.errors import AioCkptError, RootError, StepOrderError
+from aio_ckpt.format.names import CLAIM_FILE
+from tests.remote.conftest import SECRET
+from tests.remote.fault_proxy import Choose, fault_proxy
+from tests.remote.test_object_store import data_of, get, keys, put
+
+TIMEOUT = 60.0
+
+
+def state(value: float, size: int = 70_000) -> dict[str, Any]:
+    return {"w": torch.arange(float(size)) + value, "name": f"value {float(value)}"}
+
+
+def value_of(loaded: dict[str, Any]) -> float:
+    value = float(loaded["w"][0])
+    assert loaded["name"] == f"value {value}"
+    assert torch.equal(loaded["w"], state(value, loaded["w"].numel())["w"])
+    return value
+
+
+def names_of(url: str) -> set[str]:
+    """Names directly below a root."""
+    return {key.partition("/")[0] for key in keys(url)}
+
+
+@contextlib.contextmanager
+def opened(url: str, **settings: Any) -> Iterator[SyncCheckpointEngine]:
+    with SyncCheckpointEngine(url, EngineConfig(stall_timeout_secs=TIMEOUT, **settings)) as engine:
+        yield engine
+
+
+# -- the loop that everybody writes ---------------------------------------------------------------------
+
+TRAINER = """
+import os, signal, sys, torch, aio_ckpt
+
+url, last, killed_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(50, 100), torch.nn.ReLU(), torch.nn.Linear(100, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+state = {"model": model, "optimizer": optimizer}
+with aio_ckpt.SyncCheckpointEngine(url, aio_ckpt.EngineConfig(keep_last=2)) as engine:
+    begun = engine.load(state).step if engine.steps() else 0
+    for step in range(begun + 1, last + 1):
+        torch.manual_seed(step)
+        loss = model(torch.randn(32, 50)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        engine.save(state, step=step)
+        if step == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+print(begun, loss.item().hex())
+"""
+
+
+def train(url: str, last: int, killed_at: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", TRAINER, url, str(last), str(killed_at)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240.0, check=False)
+
+
+def test_a_run_that_is_killed_goes_on_with_equal_losses(bucket: str) -> None:
+    whole = train(f"{bucket}/whole", 6)
+    assert whole.returncode == 0, whole.stderr
+    assert train(f"{bucket}/killed", 6, killed_at=4).returncode == -signal.SIGKILL
+    resumed = train(f"{bucket}/killed", 6)
+    assert resumed.returncode == 0, resumed.stderr
+    begun, loss = resumed.stdout.split()
+    assert 2 <= int(begun) <= 4
+    assert loss == whole.stdout.split()[1]
+    with opened(f"{bucket}/killed") as engine:
+        assert engine.steps() == [5, 6]
+    assert names_of(f"{bucket}/killed") == {".aio_ckpt", "step_000000005", "step_000000006"}
+    assert keys(f"{bucket}/killed/.aio_ckpt") == {"lock"}
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(25, marks=pytest.mark.slow)])
+def test_a_short_process_that_saves_to_a_store_exits_cleanly(bucket: str, count: int) -> None:
+    for number in range(count):
+        done = train(f"{bucket}/exits", number + 1)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- each call ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_save_is_loaded_read_verified_and_copied_to_a_disk_where_stock_reads_it(
+    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(f"{bucket}/run") as engine:
+        report = engine.save(state(1.0), step=1, files={"card.md": b"mine"}, metrics={"loss": 0.5}).result(TIMEOUT)
+        assert report is not None
+        assert (str(report.path), report.mode) == (f"{bucket}/run/step_000000001", "object")
+        with pytest.raises(StepOrderError):
+            engine.save(state(2.0), step=1)
+        template = state(0.0)
+        assert engine.load(template).step == 1
+        assert value_of(template) == value_of(engine.read()) == 1.0
+        assert engine.latest_step() == 1
+    assert get(f"{bucket}/run/step_000000001/card.md") == b"mine"
+    assert document(capsys, "verify", f"{bucket}/run")[1]["is_good"]
+    row = document(capsys, "ls", f"{bucket}/run")[1]["checkpoints"][0]
+    assert (row["step"], row["is_damaged"]) == (1, False)
+    copied = aio_ckpt.copy(f"{bucket}/run/step_000000001", tmp_path / "back")
+    loaded = {"w": torch.zeros(70_000)}
+    dcp.load(loaded, checkpoint_id=str(copied.path))
+    assert torch.equal(loaded["w"], state(1.0)["w"])
+
+
+def test_an_overwrite_replaces_a_step_and_leaves_nothing_of_the_old_one(bucket: str) -> None:
+    step = f"{bucket}/run/step_000000001"
+    with opened(f"{bucket}/run") as engine:
+        engine.save(state(1.0), step=1, files={"card.md": b"one", "old.md": b"x"}).result(TIMEOUT)
+        before = keys(step)
+        engine.save(state(2.0), step=1, overwrite=True, files={"card.md": b"two"}).result(TIMEOUT)
+        assert value_of(engine.read(1)) == 2.0
+    assert get(f"{step}/card.md") == b"two"
+    assert keys(step) & before == {".metadata", "card.md"}
+    assert len(keys(step)) == len(before) - 1
+
+
+def test_a_checkpoint_is_saved_by_its_path_replaced_and_removed(bucket: str) -> None:
+    best = f"{bucket}/best/model"
+    with opened(f"{bucket}/run") as engine:
+        for value in (1.0, 2.0):
+            engine.save(state(value), path=best).result(TIMEOUT)
+            assert value_of(engine.read(path=best)) == value
+        assert engine.steps() == []
+        engine.remove(best).result(TIMEOUT)
+    assert keys(best) == set()
+
+
+def test_retention_protection_rollback_and_deletion(bucket: str) -> None:
+    root = f"{bucket}/run"
+    with opened(root, keep_last=2, keep_best=KeepBest(metric="loss")) as engine:
+        for step in range(1, 7):
+            engine.save(state(step), step=step, metrics={"loss": abs(step - 2.0)}).result(TIMEOUT)
+            if step == 3:
+                engine.protect(3)
+    with opened(root) as engine:
+        assert engine.steps() == [2, 3, 5, 6]
+        assert engine.protected_steps() == [3]
+        assert engine.rollback(5) == [6]
+        engine.save(state(66.0), step=6).result(TIMEOUT)
+        assert value_of(engine.read(6)) == 66.0
+        engine.unprotect(3)
+        engine.delete(3)
+        assert engine.steps() == [2, 5, 6]
+        assert [value_of(engine.read(step)) for step in engine.steps()] == [2.0, 5.0, 66.0]
+    (abandoned,) = {key.rpartition("/")[0] for key in keys(f"{root}/.aio_ckpt/abandoned")}
+    back = f"{root}/.aio_ckpt/abandoned/{abandoned}/.metadata"
+    assert abandoned.endswith("step_000000006")
+    assert get(back)
+
+
+def test_a_damaged_step_is_set_aside_and_the_one_before_it_is_loaded(bucket: str) -> None:
+    root = f"{bucket}/run"
+    with opened(root) as engine:
+        for step in (1, 2):
+            engine.save(state(step), step=step).result(TIMEOUT)
+        data = data_of(f"{root}/step_000000002")
+        content = get(data)
+        put(data, content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+        template = state(0.0)
+        report = engine.load(template)
+        assert (report.step, value_of(template)) == (1, 1.0)
+        assert [skipped.step for skipped in report.skipped] == [2]
+        assert engine.steps() == [1]
+        engine.save(state(2.5), step=2).result(TIMEOUT)
+        assert value_of(engine.read()) == 2.5
+    assert get(data) != content, "what was set aside is never deleted"
+
+
+# -- several ranks --------------------------------------------------------------------------------------
+
+
+def save_and_load_in_store(rank: int, count: int, url: str, environment: dict[str, str]) -> list[float]:
+    os.environ.update(environment)
+    with opened(url, keep_last=2) as engine:
+        mine = aio_ckpt.PerRank(torch.full((1000,), float(rank)))
+        for step in (1, 2, 3):
+            saved = {"w": state(step)["w"], "mine": mine}
+            engine.save(saved, step=step, overwrite=False).result(TIMEOUT)
+        engine.save({"w": state(33.0)["w"], "mine": mine}, step=3, overwrite=True).result(TIMEOUT)
+        template = {"w": torch.zeros(70_000), "mine": aio_ckpt.PerRank(torch.zeros(1000))}
+        assert engine.load(template).step == 3
+        return [float(template["w"][0]), float(template["mine"].value[0]), *map(float, engine.steps())]
+
+
+def test_ranks_save_and_load_one_checkpoint_in_a_store(two: Ranks, bucket: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    found = two.run(save_and_load_in_store, f"{bucket}/run", environment)
+    assert found == [[33.0, rank, 2.0, 3.0] for rank in range(2)]
+    assert keys(f"{bucket}/run/.aio_ckpt") == {"lock"}
+
+
+# -- one writer -----------------------------------------------------------------------------------------
+
+
+def take_over(url: str) -> None:
+    other = msgspec.structs.replace(Owner.of_this_process(), host="node-7", machine_id="m", boot_id="b")
+    put(f"{url}/{CLAIM_FILE}", encoded_owner(other))
+
+
+def test_a_second_writer_is_refused_by_name(bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = f"{bucket}/run"
+    with opened(root) as engine:
+        engine.save(state(1.0), step=1).result(TIMEOUT)
+    take_over(root)
+    with opened(root) as engine:
+        assert value_of(engine.read()) == 1.0
+        with pytest.raises(RootError, match=r"process \d+ on node-7 writes here|its heartbeat must stay away"):
+            engine.save(state(2.0), step=2, deadline_secs=0.5)
+    assert names_of(root) == {".aio_ckpt", "step_000000001"}
+
+
+@pytest.mark.parametrize("call", ["save", "overwrite", "save_path", "rollback", "delete", "remove"])
+def test_a_writer_that_was_taken_over_changes_nothing(bucket: str, call: str) -> None:
+    root, best = f"{bucket}/run", f"{bucket}/best"
+    with opened(root) as engine:
+        for step in (1, 2, 3):
+            engine.save(state(step), step=step).result(TIMEOUT)
+        engine.save(state(5.0), path=best).result(TIMEOUT)
+        take_over(root)
+        calls: dict[str, Callable[[], Any]] = {
+            "save": lambda: engine.save(state(9.0), step=9).result(TIMEOUT),
+            "overwrite": lambda: engine.save(state(9.0), step=3, overwrite=True).result(TIMEOUT),
+            "save_path": lambda: engine.save(state(9.0), path=best).result(TIMEOUT),
+            "rollback": lambda: engine.rollback(1),
+            "delete": lambda: engine.delete(1),
+            "remove": lambda: engine.remove(best).result(TIMEOUT),
+        }
+        with pytest.raises(RootError, match="on node-7 has taken over"):
+            calls[call]()
+        assert engine.steps() == [1, 2, 3]
+        assert value_of(engine.read(3)) == 3.0
+        assert value_of(engine.read(path=best)) == 5.0
+
+
+# -- faults on the way ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def faulty(s3_server: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Choose], None]]:
+    with contextlib.ExitStack() as stack:
+
+        def begin(choose: Choose) -> None:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", stack.enter_context(fault_proxy(s3_server, choose)))
+
+        yield begin
+
+
+@pytest.mark.parametrize("end", [".distcp", ".bin", ".json", ".metadata", "claim.json"])
+def test_a_put_whose_answer_is_lost_is_found_to_be_done(bucket: str, faulty, end: str) -> None:
+    faulty(lambda method, path, number: "lost" if method == "PUT" and path.endswith(end) and number == 1 else "")
+    with opened(f"{bucket}/run") as engine:
+        engine.save(state(1.0), step=1).result(TIMEOUT)
+        engine.save(state(2.0), step=1, overwrite=True).result(TIMEOUT)
+        assert value_of(engine.read(1)) == 2.0
+    assert keys(f"{bucket}/run/.aio_ckpt") == {"lock"}
+
+
+def test_a_store_that_is_busy_is_asked_again(bucket: str, faulty) -> None:
+    faulty(lambda method, path, number: "busy" if number <= 2 else "")
+    with opened(f"{bucket}/run") as engine:
+        engine.save(state(1.0), step=1).result(TIMEOUT)
+        assert value_of(engine.read()) == 1.0
+
+
+def test_no_message_and_no_log_line_holds_a_credential(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with opened(f"{bucket}/run") as engine:
+        engine.save(state(1.0), step=1).result(TIMEOUT)
+        texts = [repr(engine), str(engine.stats())]
+    manifests = [get(f"{bucket}/run/step_000000001/{name}") for name in keys(f"{bucket}/run/step_000000001")]
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{SECRET}-mistyped")
+    with opened(f"{bucket}/run") as engine, pytest.raises((AioCkptError, OSError)) as caught:
+        engine.save(state(2.0), step=2)
+    for text in (*texts, str(caught.value), repr(caught.value), caplog.text, *map(repr, manifests)):
+        assert SECRET not in text
+        assert "Signature" not in text
+    assert "Permission denied" in str(caught.value)
+    assert bucket in str(caught.value)
+
+
+def test_the_bucket_of_a_root_that_does_not_exist_is_named(bucket: str) -> None:
+    with opened("s3://no-such-bucket/run") as engine, pytest.raises(OSError, match="NoSuchBucket") as caught:
+        engine.save(state(1.0), step=1)
+    assert "s3://no-such-bucket/run" in str(caught.value)
+    assert obstore.list(from_url("s3://bucket")) is not None
