@@ -88,6 +88,11 @@ def check_root(path: Path, names: StepNames) -> Path:
 
 
 def root_argument(command: F) -> F:
+    """Add the argument ROOT, a directory of this host or a place in an object store."""
+    return click.argument("root", type=Directory(may_be_remote=True))(command)
+
+
+def local_root_argument(command: F) -> F:
     """Add the argument ROOT, a directory of this host."""
     return click.argument("root", type=Directory())(command)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.cli.arguments import Directory, check_root, json_option, root_argument, step_dir_option
+from aio_ckpt.cli.arguments import check_root, json_option, local_root_argument, root_argument, step_dir_option
 from aio_ckpt.cli.console import (
     Cells,
     Screen,
@@ -52,7 +52,7 @@ def best_rule(_: click.Context, __: click.Parameter, value: str | None) -> KeepB
 
 
 @click.command("ls", epilog="Example: aio-ckpt ls runs/ckpt --best accuracy:max")
-@click.argument("root", type=Directory(may_be_remote=True))
+@root_argument
 @click.option(
     "--best",
     "rule",
@@ -182,7 +182,7 @@ def _totals(found: RootTable) -> str:
 
 
 @click.command("du", epilog="Example: aio-ckpt du runs/ckpt")
-@root_argument
+@local_root_argument
 @step_dir_option
 @json_option
 def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from aio_ckpt.cli.arguments import (
     Directory,
     check_root,
     json_option,
-    root_argument,
+    local_root_argument,
     step_dir_option,
 )
 from aio_ckpt.cli.console import Screen, printable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @click.command("rescue", epilog="Example: aio-ckpt rescue runs/ckpt")
-@root_argument
+@local_root_argument
 @click.option("--shm-path", type=Directory(), multiple=True, help="Look here, too; the root tells where it was saved.")
 @click.option(
     "--stale-after",

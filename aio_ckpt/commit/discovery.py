@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -14,6 +15,7 @@ from aio_ckpt.commit.step_numbers import MAX_STEP, check_step_number
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.names import ABANDONED_DIR, StepNames
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 from aio_ckpt.storage.small_files import save_of, saves_in
 
@@ -81,9 +83,11 @@ def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[
 
 
 async def _torn(storage: Storage, bare: Iterable[CommittedCheckpoint]) -> list[CommittedCheckpoint]:
-    """Return the directories of steps that have a root manifest of ours and no save in progress."""
+    """Return the directories of steps that have a root manifest of ours and no save in progress. A store has none."""
     found: list[CommittedCheckpoint] = []
     for checkpoint in bare:
+        if isinstance(checkpoint.path, RemotePath):  # there, files of saves under way and of those set aside lie so
+            continue
         with passing_by_unreadable(checkpoint.path, []):
             files = await names_in(storage, checkpoint.path)  # none if its writer deleted it meanwhile
             if any(map(save_of_root_manifest, files)) and not any(file.startswith(METADATA_FILE) for file in files):
@@ -131,21 +135,25 @@ async def _step_directories(
     found: list[CommittedCheckpoint] = []
     bare: list[CommittedCheckpoint] = []
     passed: list[ReadError] = []
+
+    async def look(path: Path) -> None:
+        step = names.step(path.name)
+        if step is None or step > MAX_STEP:
+            return
+        with passing_by_unreadable(path, passed):
+            status = await storage.status(path / METADATA_FILE)
+            if status is not None:
+                found.append(CommittedCheckpoint(step=step, path=path, identity=status.identity))
+            else:
+                await _warn_of_dead_link(storage, path)
+                bare.append(CommittedCheckpoint(step=step, path=path))
+
     for _ in range(MAX_RETRIES):
         found.clear()
         bare.clear()
         passed.clear()
-        for name in await names_in(storage, root):
-            step = names.step(name)
-            if step is None or step > MAX_STEP:
-                continue
-            with passing_by_unreadable(root / name, passed):
-                status = await storage.status(root / name / METADATA_FILE)
-                if status is not None:
-                    found.append(CommittedCheckpoint(step=step, path=root / name, identity=status.identity))
-                else:
-                    await _warn_of_dead_link(storage, root / name)
-                    bare.append(CommittedCheckpoint(step=step, path=root / name))
+        await asyncio.gather(*(look(root / name) for name in await names_in(storage, root)))
+        found.sort(key=lambda each: each.path.name)
         # A client of a shared file system looks into a directory of this name even after another host has renamed it to
         # trash, for a minute. It asks the server for the names of the root.
         if not bare or {each.path.name for each in bare} <= {*await names_in(storage, root)}:
@@ -163,7 +171,7 @@ async def checkpoint_at(storage: Storage, path: Path, names: StepNames) -> Commi
     status = await storage.status(path / METADATA_FILE)
     if status is not None:
         return CommittedCheckpoint(step=-1, path=path, identity=status.identity)
-    if await saves_in(storage, path):
+    if not isinstance(path, RemotePath) and await saves_in(storage, path):
         return CommittedCheckpoint(step=-1, path=path)
     if not await storage.exists(path):
         raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: the directory does not exist", str(path))

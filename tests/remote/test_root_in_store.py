@@ -17,14 +17,14 @@ import obstore
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from command_line import document
+from command_line import called, document
 from obstore.store import from_url
 from rank_processes import Ranks
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine
 from aio_ckpt.commit.owner import Owner, encoded_owner
-from aio_ckpt.errors import AioCkptError, RootError, StepOrderError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError
 from aio_ckpt.format.names import CLAIM_FILE
 from tests.remote.conftest import SECRET
 from tests.remote.fault_proxy import Choose, fault_proxy
@@ -168,6 +168,8 @@ def test_retention_protection_rollback_and_deletion(bucket: str) -> None:
         assert engine.steps() == [2, 3, 5, 6]
         assert engine.protected_steps() == [3]
         assert engine.rollback(5) == [6]
+        with pytest.raises(CheckpointNotFoundError, match=r"there is no \.metadata"):
+            engine.read(path=f"{root}/step_000000006")
         engine.save(state(66.0), step=6).result(TIMEOUT)
         assert value_of(engine.read(6)) == 66.0
         engine.unprotect(3)
@@ -317,3 +319,31 @@ def test_the_bucket_of_a_root_that_does_not_exist_is_named(bucket: str) -> None:
         engine.save(state(1.0), step=1)
     assert "s3://no-such-bucket/run" in str(caught.value)
     assert obstore.list(from_url("s3://bucket")) is not None
+
+
+# -- commands -------------------------------------------------------------------------------------------
+
+
+def test_commands_change_a_root_in_a_store(bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = f"{bucket}/run"
+    with opened(root) as engine:
+        for step in range(1, 7):
+            engine.save(state(step), step=step).result(TIMEOUT)
+        code, _, err = called(capsys, "rm", root, "1")
+        assert (code, "writes here" in err or "another engine of this process" in err) == (1, True)
+    for arguments in (
+        ("protect", root, "2"),
+        ("rm", root, "1"),
+        ("rollback", root, "5"),
+        ("prune", root, "--keep-last", "1", "--yes"),
+    ):
+        code, _, err = called(capsys, *arguments)
+        assert code == 0, err
+    assert [row["step"] for row in document(capsys, "ls", root)[1]["checkpoints"]] == [2, 5]
+    with opened(root) as engine:
+        assert (engine.steps(), engine.protected_steps()) == ([2, 5], [2])
+        assert [value_of(engine.read(step)) for step in (2, 5)] == [2.0, 5.0]
+    assert called(capsys, "unprotect", root, "2")[0] == 0
+    assert names_of(root) == {".aio_ckpt", "step_000000002", "step_000000005", "step_000000006"}
+    code, _, err = called(capsys, "rm", root, "77")
+    assert (code, "step 77: no such committed step" in err) == (1, True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.campaigns.hosts.packages import XSTATE
 
 _INIT = Path(__file__).with_name("init.sh")
 _DISK_BYTES = 2 << 30
@@ -46,4 +49,5 @@ def boot(folder: Path, command: Sequence[str], *, log: Path, timeout: float) -> 
         "quiet",
     ]
     with open(log, "wb") as console:
-        subprocess.run(linux, stdout=console, stderr=console, timeout=timeout, check=False)
+        environment = os.environ | {"LD_PRELOAD": str(folder / XSTATE)}
+        subprocess.run(linux, stdout=console, stderr=console, timeout=timeout, check=False, env=environment)

@@ -19,7 +19,8 @@ PACKAGES = (
     "libkeyutils1",
     "kmod",
 )
-COMMANDS = ("apt-get", "dpkg", "mkfs.ext4", "ip", "unshare", "mount")
+COMMANDS = ("apt-get", "dpkg", "gcc", "mkfs.ext4", "ip", "unshare", "mount")
+XSTATE = "xstate.so"
 
 
 class UnavailableError(Exception):
@@ -47,5 +48,7 @@ def unpacked(folder: Path) -> Path:
         subprocess.run(["dpkg", "-x", str(deb), str(root)], check=True)
     shutil.copytree(root / "usr/lib/uml/modules", folder / "modules/lib/modules")
     (folder / "modprobe").symlink_to(root / "bin/kmod")
+    source = Path(__file__).with_name("xstate.c")
+    subprocess.run(["gcc", "-O2", "-fPIC", "-shared", "-o", str(folder / XSTATE), str(source), "-ldl"], check=True)
     (folder / "complete").touch()
     return root
