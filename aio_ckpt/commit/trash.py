@@ -18,6 +18,7 @@ import anyio
 from aio_ckpt.errors import AioCkptError, RootError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, TRASH_DIR
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import LINKED
@@ -69,9 +70,14 @@ def trash_of(pending: Path) -> Path:
 async def discard_pending(storage: Storage, pending: Path) -> None:
     """Rename a pending directory to trash, and delete it. Trash is cleared even if a crash ends the deletion.
 
+    In a store, the directory is deleted where it is: its record goes last, and so leads the next deletion.
+
     Raises:
         ReadError, WriteError: the system failed. The directory has its name below ``pending`` or below ``trash``.
     """
+    if isinstance(pending, RemotePath):
+        await storage.remove_tree(pending)
+        return
     await storage.rename(pending, trash_of(pending))
     await delete_trash(storage, trash_of(pending))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -93,8 +94,15 @@ def observed(bucket: MemoryBucket) -> Model:
         if name == ".metadata" and ".aio_ckpt" not in key:
             loaded = aio_ckpt.read(f"s3://bucket/{directory}")
             assert loaded["name"] == f"value {float(loaded['w'][0])}"
+            assert {f"{directory}/{each}" for each in files_of(bucket, directory)} <= bucket.keys()
             found[directory] = float(loaded["w"][0])
     return found
+
+
+def files_of(bucket: MemoryBucket, directory: str) -> Iterable[str]:
+    """Names of the caller's files of a checkpoint."""
+    manifest = f"aio_ckpt.{save_of_metadata(bucket.get(f'{directory}/.metadata'))}.json"
+    return decode_root(bucket.get(f"{directory}/{manifest}"), name=manifest).files
 
 
 def leaked(bucket: MemoryBucket) -> set[str]:
@@ -114,8 +122,7 @@ def leaked(bucket: MemoryBucket) -> set[str]:
             place, files = record["place"], record["files"]
             owned.add(f"{directory}/files.json")
         else:
-            manifest = f"aio_ckpt.{save_id}.json"
-            files = decode_root(bucket.get(f"{directory}/{manifest}"), name=manifest).files
+            files = files_of(bucket, directory)
         owned.update(
             each for each in keys if each.startswith(f"{place}/") and save_of_file(each.rpartition("/")[2]) == save_id
         )
@@ -143,6 +150,31 @@ def test_without_faults_all_operations_do_what_they_say_and_leave_nothing(bucket
     assert observed(bucket) == model == {step_name(2): 2.75, step_name(3): 3.0, step_name(4): 4.5}
     assert leaked(bucket) == set()
     assert len(bucket.changes) < 200
+
+
+def test_the_requests_of_a_save_and_of_a_load_are_those_of_the_documentation(bucket: MemoryBucket) -> None:
+    with opened() as engine:
+        for step in range(1, 4):
+            engine.save(state(step), step=step).result(TIMEOUT)
+        begun = len(bucket.calls)
+        engine.save(state(4.0), step=4).result(TIMEOUT)
+        saved = len(bucket.calls)
+        engine.load(state(0.0))
+        loaded = len(bucket.calls)
+    assert Counter(bucket.calls[begun:saved]) == {"put": 6, "get": 3, "delete": 2}
+    assert Counter(bucket.calls[saved:loaded]) == {"list_with_delimiter": 1, "head": 4 + 1, "get": 5}
+
+
+@pytest.mark.parametrize("is_overwrite", [False, True])
+def test_a_commit_whose_answer_is_lost_is_read_back(bucket: MemoryBucket, is_overwrite: bool) -> None:
+    with opened() as engine:
+        if is_overwrite:
+            engine.save(state(1.0), step=1).result(TIMEOUT)
+        bucket.choose = lambda name, key, _: "lost" if (name, key) == ("put", f"{step_name(1)}/.metadata") else ""
+        engine.save(state(2.0), step=1, overwrite=is_overwrite).result(TIMEOUT)
+        engine.close()
+    assert observed(bucket) == {step_name(1): 2.0}
+    assert leaked(bucket) == set()
 
 
 @pytest.mark.parametrize("fault", ["dead", "failed", "lost"])

@@ -28,6 +28,8 @@ class MemoryBucket:
         self.store = MemoryStore()
         self.changes: list[tuple[str, str]] = []
         """Calls that changed something, or should have: (name, key)."""
+        self.calls: list[str] = []
+        """Names of all calls."""
         self.choose: Callable[[str, str, int], Fault] = lambda *_: ""
         """Gets the name, the key and the number of a change; returns its fault."""
         self._is_dead = False
@@ -57,6 +59,7 @@ class MemoryBucket:
     def _called(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def call_or_fail(store: Any, key: Any = None, *args: Any, **options: Any) -> Any:
             fault: Fault = ""
+            self.calls.append(name)
             if name in _CHANGES and store is self.store:
                 shown = key if isinstance(key, str) else ",".join(key)
                 with self._mutex:
