@@ -20,8 +20,8 @@ from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Executor, run_blocking, start_beside
 from aio_ckpt.storage.data_file import DataFile, translate_errors
 
-_WAITING = 4
-"""Most ranges of a file that are copied and wait to be sent. They bound the memory of an upload."""
+_PIECE_BYTES, _WAITING = 4 << 20, 3
+"""Most bytes that are copied at once, and most copies that wait to be sent. They bound the memory of an upload."""
 Put: TypeAlias = Callable[[Iterator[bytes]], None]
 """Blocking call that puts an object from the parts of an iterator."""
 
@@ -47,20 +47,24 @@ class ObjectUpload(DataFile):
         self._is_whole = self._is_over = False
 
     async def write(self, offset: int, data: memoryview) -> None:
-        """Send ``data`` once all bytes before ``offset`` are on their way. Returns as soon as ``data`` is copied.
+        """Send ``data``, a view of bytes, once all before ``offset`` is on its way. Returns once it is copied.
 
         Raises:
             WriteError: the store refuses the object.
         """
         sent = self._begin()
+        for start in range(0, data.nbytes, _PIECE_BYTES):
+            await self._send(sent, offset + start, data[start : start + _PIECE_BYTES])
+
+    async def _send(self, sent: Future[None], offset: int, piece: memoryview) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: sent.done() or (self._next == offset and len(self._parts) < _WAITING))
             if sent.done():
                 with translate_errors(WriteError, self.path):
                     sent.result()
                 raise WriteError(errno.EIO, "the upload has ended before its last byte", str(self.path))
-            self._parts.append(await run_blocking(self._executor, bytes, data))
-            self._next += data.nbytes
+            self._parts.append(await run_blocking(self._executor, bytes, piece))
+            self._next += piece.nbytes
             self._changed.notify_all()
 
     async def sync(self) -> None:

@@ -29,7 +29,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.objects import ObjectStorage
-from tests.remote.conftest import SECRET
+from bench.common.seaweedfs import SECRET
 from tests.remote.fault_proxy import Choose, Fault, fault_proxy
 
 STEPS = (10, 20)

@@ -26,7 +26,7 @@ from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine
 from aio_ckpt.commit.owner import Owner, encoded_owner
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError
 from aio_ckpt.format.names import CLAIM_FILE
-from tests.remote.conftest import SECRET
+from bench.common.seaweedfs import SECRET
 from tests.remote.fault_proxy import Choose, fault_proxy
 from tests.remote.test_object_store import data_of, get, keys, put
 
