@@ -155,11 +155,26 @@ Lightning with DDP and with FSDP2; transformers' Trainer; Megatron's `--async-sa
     ],
 )
 
+REMOTE_PAGE = Page(
+    "Object storage",
+    f"""{METHOD}
+
+CPU tensors are saved to a bucket and loaded from it. *x limit* is the ratio to the same bytes by plain requests of the
+same library: one `obstore.put`, and ranged gets by 8 threads. The server runs on the same machine, with half of the
+cores, which do not count. *blocked* is the call of `save()`, which copies the state while the upload begins.
+*CPU-s/GB* of any upload holds the SHA-256 of its signature.""",
+    [
+        Section(path.parent.name, "", (f"{path.parent.name}/{path.stem}",))
+        for path in sorted(RESULTS.glob("*/remote*.json"))
+    ],
+)
+
 PAGES: Mapping[str, Page] = {
     "adapters": ADAPTERS_PAGE,
     "cpu": CPU_PAGE,
     "gpu": GPU_PAGE,
     "ranks": RANKS_PAGE,
+    "remote": REMOTE_PAGE,
     "scale": SCALE_PAGE,
 }
 

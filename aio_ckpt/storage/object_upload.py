@@ -20,9 +20,9 @@ from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Executor, run_blocking, start_beside
 from aio_ckpt.storage.data_file import DataFile, translate_errors
 
-_PIECE_BYTES, _WAITING = 4 << 20, 3
+_PIECE_BYTES, _WAITING = 8 << 20, 1
 """Most bytes that are copied at once, and most copies that wait to be sent. They bound the memory of an upload."""
-Put: TypeAlias = Callable[[Iterator[bytes]], None]
+Put: TypeAlias = Callable[[Iterator[memoryview]], None]
 """Blocking call that puts an object from the parts of an iterator."""
 
 
@@ -40,7 +40,7 @@ class ObjectUpload(DataFile):
         self._executor = executor
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Condition()
-        self._parts: deque[bytes] = deque()
+        self._parts: deque[memoryview] = deque()
         self._next = 0
         self._sent: Future[None] | None = None
         self._end: asyncio.Task[None] | None = None
@@ -63,7 +63,7 @@ class ObjectUpload(DataFile):
                 with translate_errors(WriteError, self.path):
                     sent.result()
                 raise WriteError(errno.EIO, "the upload has ended before its last byte", str(self.path))
-            self._parts.append(await run_blocking(self._executor, bytes, piece))
+            self._parts.append(await run_blocking(self._executor, _copied, piece))
             self._next += piece.nbytes
             self._changed.notify_all()
 
@@ -97,16 +97,23 @@ class ObjectUpload(DataFile):
             self._is_over = True
             self._changed.notify_all()
 
-    def _arriving(self) -> Iterator[bytes]:
+    def _arriving(self) -> Iterator[memoryview]:
         """Return the parts, on the thread that sends them."""
         while (part := asyncio.run_coroutine_threadsafe(self._take(), self._loop).result()) is not None:
             yield part
         if not self._is_whole:
             raise OSError(errno.ECANCELED, "the upload was given up")
 
-    async def _take(self) -> bytes | None:
+    async def _take(self) -> memoryview | None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._parts or self._is_over)
             part = self._parts.popleft() if self._parts else None
             self._changed.notify_all()
             return part
+
+
+def _copied(piece: memoryview) -> memoryview:
+    """Return a copy. It is made without the interpreter's lock: ``bytes`` would hold up the trainer's capture."""
+    import numpy as np
+
+    return memoryview(np.frombuffer(piece, np.uint8).copy().data)

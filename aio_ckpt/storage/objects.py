@@ -31,7 +31,7 @@ from aio_ckpt.storage.object_upload import ObjectUpload
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _MODE = 0o644
-_PART_BYTES, _PARTS, _UPLOADS = 5 << 20, 9_000, 12
+_PART_BYTES, _PARTS, _UPLOADS = 8 << 20, 9_000, 8
 """Least bytes of a part of an object, most parts (a store takes 10,000), and parts that are sent at once."""
 
 
@@ -182,12 +182,12 @@ class ObjectStorage(Storage):
     async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
         """Begin an object of ``nbytes``, which several tasks write. It exists once it is synced."""
 
-        def put(parts: Iterator[bytes]) -> None:
+        def put(parts: Iterator[memoryview]) -> None:
             raising_os_errors(path, self._put_parts, path, nbytes, parts)
 
         return ObjectUpload(path, put, self._executor)
 
-    def _put_parts(self, path: Path, nbytes: int, parts: Iterator[bytes]) -> None:
+    def _put_parts(self, path: Path, nbytes: int, parts: Iterator[bytes] | Iterator[memoryview]) -> None:
         import obstore
 
         part_bytes = max(_PART_BYTES, -(-nbytes // _PARTS))
