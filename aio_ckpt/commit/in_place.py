@@ -22,7 +22,9 @@ from aio_ckpt.commit.trash import tidy
 from aio_ckpt.commit.user_files import files_of_caller
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, RootError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, new_metadata_name, save_of_file
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, names_in
+from aio_ckpt.storage.lock import ProcessLock
 from aio_ckpt.storage.small_files import save_of
 
 PENDING = "aio_ckpt.pending-"
@@ -38,11 +40,14 @@ _log = logging.getLogger("aio_ckpt")
 def hold_directory(storage: Storage, directory: Path) -> Iterator[None]:
     """Hold the lock of a directory, to begin or to commit a save. Data is written without the lock.
 
+    In an object store, it excludes the saves of this process alone. Of two others, the one that begins last commits.
+
     Raises:
         RootError: this process or another one holds the lock.
     """
     try:
-        lock = storage.lock(directory / LOCK)
+        is_remote = isinstance(directory, RemotePath)
+        lock = ProcessLock(directory / LOCK) if is_remote else storage.lock(directory / LOCK)
     except RootError as error:
         if error.errno not in (errno.EBUSY, errno.EAGAIN):
             raise

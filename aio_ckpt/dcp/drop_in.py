@@ -27,6 +27,8 @@ from aio_ckpt.dcp.runtime import Replacement, Runtime, SharedRuntime
 from aio_ckpt.dcp.stager import AsyncStager, stage_copy
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError, PlanChangedError, RootError
+from aio_ckpt.remote_path import RemotePath, find_remote
+from aio_ckpt.storage.objects import has_obstore
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -35,8 +37,8 @@ def install(config: EngineConfig | None = None, *, package: bool = False) -> Ins
     """Let ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` use this package if the caller passes no writer or reader.
 
     The calls then run on :class:`Writer`, :class:`Reader` and :class:`AsyncStager`, with one set of threads and one
-    staging memory for the process. URLs such as ``s3://`` stay with stock. So does a save that these classes cannot
-    serve, with a warning in the log.
+    staging memory for the process. URLs of object stores are served if obstore is installed; others stay with stock.
+    So does a save that these classes cannot serve, with a warning in the log.
 
     Args:
         config: settings of the writer, the reader and the stager. Each describes which ones it uses.
@@ -130,9 +132,9 @@ class Installation(Installed):
     def _made(
         self, make: Callable[[], Replacement], make_stock: functools.partial[Any], *args: Any, **given: Any
     ) -> Any:
-        """Return ours; stock's if the path is none of the local file system, or ours refuses an argument."""
+        """Return ours; stock's if the path is in a place that ours does not reach, or ours refuses an argument."""
         path = args[0] if args else given.get("path")
-        if isinstance(path, (str, os.PathLike)) and local_path(path) is None:
+        if isinstance(path, (str, os.PathLike)) and not _is_ours(path):
             return make_stock()
         try:
             return make().share(self._runtime)
@@ -145,6 +147,14 @@ class Installation(Installed):
 
     def _executor(self, stock: Callable[..., Any]) -> _Executor:
         return _Executor(stock(), self._writers[0] if self._writers else None)
+
+
+def _is_ours(path: str | os.PathLike[str]) -> bool:
+    """Return whether a checkpoint is on a local file system, or in an object store that can be reached from here."""
+    try:
+        return local_path(path) is not None or (find_remote("checkpoint_id", path) is not None and has_obstore())
+    except ConfigError:
+        return False
 
 
 def _standing_in(places: Sequence[DcpGlobal]) -> Installation | None:
@@ -166,6 +176,11 @@ class _StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["stock"], name)
+
+    def validate_checkpoint_id(self, checkpoint_id: Any) -> bool:
+        """Return whether ours or stock's takes this place."""
+        is_path = isinstance(checkpoint_id, (str, os.PathLike))
+        return (is_path and _is_ours(checkpoint_id)) or bool(self.stock.validate_checkpoint_id(checkpoint_id))
 
     def __repr__(self) -> str:
         return f"<{self.stock.__qualname__} by aio_ckpt.dcp.install()>"
@@ -194,8 +209,8 @@ _DONE_BY_STOCK = ("prepare_local_plan", "prepare_global_plan", "write_data", "fi
 class _Writer(Writer):
     """Writer that serves every call that stock's serves.
 
-    A save without a leader (``use_collectives=False``) is left to stock's writer. If a planner gives other tensors than
-    it has planned, all items are encoded as stock does, in memory.
+    A save without a leader (``use_collectives=False``) is left to stock's writer, unless it goes to an object store. If
+    a planner gives other tensors than it has planned, all items are encoded as stock does, in memory.
     """
 
     def __init__(self, make_stock: Callable[[], Any], *args: Any, **given: Any) -> None:
@@ -208,7 +223,7 @@ class _Writer(Writer):
             vars(self).pop(name, None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("use_collectives", True):
+        if kwargs.get("use_collectives", True) or isinstance(self.path, RemotePath):
             super().set_up_storage_writer(is_coordinator, *args, **kwargs)
             return
         _log.warning("%s: use_collectives=False: stock's FileSystemWriter saves, without checksums", self.path)
@@ -263,6 +278,6 @@ class _Executor:
     def execute_save(self, *args: Any, **given: Any) -> Any:
         """Do stock's ``execute_save``, with a writer if the caller gave none but a path."""
         path, make = given.get("checkpoint_id"), self._make_writer
-        if make is not None and given.get("storage_writer", self) is None and path and local_path(path) is not None:
+        if make is not None and given.get("storage_writer", self) is None and path and _is_ours(path):
             given["storage_writer"] = make(path)
         return self._stock.execute_save(*args, **given)

@@ -20,7 +20,7 @@ from aio_ckpt.checks import shown
 from aio_ckpt.commit.discovery import IS_FILE
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load
-from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime
+from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime, place_of
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -31,7 +31,6 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.storage.local import Storage, read_small_file
-from aio_ckpt.storage.paths import checked_path
 
 
 class Reader(DirectoryReplacement, StorageReader):
@@ -43,10 +42,10 @@ class Reader(DirectoryReplacement, StorageReader):
     checkpoints that you trust. If a save died in the directory, the checkpoint that it would have replaced is read.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint, or its URL in an object store.
         _extension_registry: registry of the stream extensions that the checkpoint was written with, as for stock DCP.
         config: only ``workers`` (reads in flight), ``direct_io``, ``verify`` and ``stall_timeout_secs`` are used.
-        storage: file system of the checkpoint; None for the local one.
+        storage: file system of the checkpoint; None for the one that ``path`` names.
 
     Raises:
         ConfigError: an argument has the wrong type.
@@ -75,7 +74,7 @@ class Reader(DirectoryReplacement, StorageReader):
         """Begin a load, from ``checkpoint_id`` if one is given."""
         self.storage_data, self._checkpoint, self._metadata, self._fault = {}, None, None, None
         if checkpoint_id:
-            self.path = checked_path(checkpoint_id)
+            self.path = place_of(checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

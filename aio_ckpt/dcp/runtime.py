@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,17 +19,19 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import MAX_SECS, check_kind
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
-from aio_ckpt.errors import RootError
+from aio_ckpt.errors import ConfigError, RootError
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
 from aio_ckpt.plan.layout import chunk_bytes_for
 from aio_ckpt.plan.local_plan import PlannedImage
+from aio_ckpt.remote_path import RemotePath, find_remote
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.image import Image, lease_image
 from aio_ckpt.snapshot.save_progress import CapturedRun
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.objects import AnyStorage
 from aio_ckpt.storage.paths import checked_path
 from aio_ckpt.write.throttle import WriteThrottle
 
@@ -46,7 +49,7 @@ class Runtime:
     portal: Portal
     """Loop and I/O threads."""
     storage: Storage
-    """File system of the checkpoints."""
+    """File systems and object stores of the checkpoints."""
     window: LifetimeManager
     """Memory of the window: the chunks of an image that are in memory while it is written."""
     staging: LifetimeManager
@@ -58,7 +61,7 @@ class Runtime:
 
     @classmethod
     def open(cls, config: EngineConfig, storage: Storage | None) -> Runtime:
-        """Start the threads. No memory is allocated yet. ``storage``: None for the local file system."""
+        """Start the threads. No memory is allocated yet. ``storage``: None for any that a path names."""
         log_untried_torch()
         portal = Portal(
             f"aio_ckpt-dcp-{uuid.uuid4().hex[:8]}",
@@ -74,7 +77,7 @@ class Runtime:
             return cls(
                 config=config,
                 portal=portal,
-                storage=storage or Storage(executor, config.direct_io),
+                storage=storage or AnyStorage(executor, config.direct_io),
                 window=LifetimeManager(budget_bytes=window_bytes, executor=executor, debug=config.debug),
                 throttle=WriteThrottle(config.max_write_bytes_per_sec),
                 staging=LifetimeManager(budget_bytes=staging_bytes, executor=executor, debug=config.debug),
@@ -213,9 +216,9 @@ class DirectoryReplacement(Replacement):
     """Base of the replacements that write or read one directory."""
 
     def __init__(self, path: str | os.PathLike[str], config: EngineConfig | None, storage: Storage | None) -> None:
-        """Raise RootError if ``path`` is no path."""
+        """Raise RootError if ``path`` is no path, and ConfigError if it is a URL that names no place in a bucket."""
         super().__init__(config, storage)
-        self.path = checked_path(path)
+        self.path = place_of(path)
 
     @property
     def checkpoint_id(self) -> str:
@@ -224,8 +227,19 @@ class DirectoryReplacement(Replacement):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether stock DCP accepts ``checkpoint_id`` as a path."""
+        """Return whether it is a place in an object store, or stock DCP accepts it as a path."""
         try:
-            return bool(FileSystem.validate_checkpoint_id(checked_path(checkpoint_id)))
-        except RootError:
+            path = place_of(checkpoint_id)
+            return isinstance(path, RemotePath) or bool(FileSystem.validate_checkpoint_id(path))
+        except (RootError, ConfigError):
             return False
+
+
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a checkpoint, as the caller gave it, or its place in an object store.
+
+    Raises:
+        RootError: it is no path.
+        ConfigError: it is a URL that names no place in a bucket.
+    """
+    return find_remote("checkpoint_id", path) or checked_path(path)

@@ -31,15 +31,16 @@ from aio_ckpt.dcp.rank_save import (
     find_save,
     write_rank,
 )
-from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime
+from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime, place_of
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.names import StepNames
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.paths import checked_path, make_dirs
+from aio_ckpt.storage.paths import make_dirs
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -57,7 +58,7 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
     when the last wave of the state is captured.
 
     Args:
-        path: the directory; made if it is missing.
+        path: the directory, made if it is missing; or its URL in an object store.
         single_file_per_rank: accepted; there is always one file a rank.
         sync_files: accepted; files are always fsynced.
         thread_count: writes in flight at once; ``config.workers`` unless given.
@@ -70,7 +71,7 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
             ``max_write_bytes_per_sec``, ``thread_nice``, ``thread_ioprio``,
             ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` are used; the others are for
             an engine.
-        storage: file system of the checkpoint; None for the local one.
+        storage: file system of the checkpoint; None for the one that ``path`` names.
 
     Raises:
         ConfigError: an argument has the wrong type, or is one of stock's that this writer does not support.
@@ -121,7 +122,7 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save, into ``checkpoint_id`` if one is given."""
         if checkpoint_id:
-            self.path = checked_path(checkpoint_id)
+            self.path = place_of(checkpoint_id)
         self.save_id = uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:
@@ -140,6 +141,9 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
             CheckpointExistsError: with ``overwrite=False``, the directory holds a checkpoint.
             WriteError: the directory cannot be made, or a file has its name.
         """
+        if isinstance(self.path, RemotePath):
+            self._check_overwrite(self.path)
+            return plan
         if self.path.is_file():
             raise WriteError(
                 errno.EEXIST,
@@ -148,11 +152,17 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
             )
         with translate_errors(WriteError, self.path):
             make_dirs(self.path.absolute())
-            if not self.overwrite and METADATA_FILE in os.listdir(self.path):
-                raise CheckpointExistsError(
-                    errno.EEXIST, "holds a checkpoint, and overwrite=False keeps it", str(self.path)
-                )
+        self._check_overwrite(self.path)
         return plan
+
+    def _check_overwrite(self, path: Path) -> None:
+        if self.overwrite:
+            return
+        with self._running() as runtime:
+            exists, timeout_secs = runtime.storage.exists, self._config.stall_timeout_secs
+            is_there = runtime.portal.call(exists, path.absolute() / METADATA_FILE, timeout=timeout_secs)
+        if is_there:
+            raise CheckpointExistsError(errno.EEXIST, "holds a checkpoint, and overwrite=False keeps it", str(path))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the save on the leader: remove what dead saves left, mark the save, give each rank its part."""

@@ -118,7 +118,7 @@ def move(bucket: Bucket, source: str, target: str) -> None:
     if record is not None and record.place == target:
         if metadata is None:
             raise FileNotFoundError(errno.ENOENT, f"{METADATA_FILE} of the directory is gone")
-        _commit(bucket.create, bucket, target, metadata)
+        _put_surely(bucket.create, bucket, f"{target}/{METADATA_FILE}", metadata)
     elif record is not None or metadata is not None:
         bucket.create(f"{target}/{RECORD_FILE}", msgspec.json.encode(record or _owned(bucket, source, metadata or b"")))
         if metadata is not None:
@@ -147,7 +147,21 @@ def supersede(bucket: Bucket, pending: str, place: str) -> None:
         replaced = _owned(bucket, place, old)
         saves = None if record.saves is None else (*record.saves, *(replaced.saves or ()))
         _put_record(bucket, pending, Record(place=place, saves=saves, files=(*record.files, *replaced.files)))
-    _commit(bucket.put, bucket, place, metadata)
+    _put_surely(bucket.put, bucket, f"{place}/{METADATA_FILE}", metadata)
+
+
+def replace(bucket: Bucket, source: str, target: str) -> None:
+    """Move one object, in the place of another one if there is one, in one step.
+
+    Raises:
+        FileNotFoundError: there is no such object.
+        DoubtfulError: the target may hold the new content, because the answer was lost.
+    """
+    data = bucket.get(source)
+    if data is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    _put_surely(bucket.put, bucket, target, data)
+    bucket.delete(source)
 
 
 def remove_tree(bucket: Bucket, directory: str) -> None:
@@ -204,21 +218,20 @@ def _files_of_caller(bucket: Bucket, directory: str, save_id: str | None) -> tup
         return ()
 
 
-def _commit(put: Callable[[str, bytes], None], bucket: Bucket, place: str, metadata: bytes) -> None:
-    """Put ``.metadata`` by ``put``. If that fails, reading it tells whether it is there in spite of the error.
+def _put_surely(put: Callable[[str, bytes], None], bucket: Bucket, key: str, data: bytes) -> None:
+    """Put an object by ``put``. If that fails, reading it tells whether it is there in spite of the error.
 
     Raises:
         DoubtfulError: it is not there, or cannot be read, and the store may still do what it was asked.
     """
-    key = f"{place}/{METADATA_FILE}"
     try:
-        put(key, metadata)
+        put(key, data)
     except Exception as error:
         code = code_of(error)
         if code in _CERTAIN:
             raise
         with contextlib.suppress(Exception):
-            if bucket.get(key) == metadata:
+            if bucket.get(key) == data:
                 return
         raise DoubtfulError(code or errno.EIO, text_of(error)) from error
 

@@ -9,6 +9,7 @@ once the call that put it has returned, and no answer of a store is old.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,11 @@ Ts = TypeVarTuple("Ts")
 _MODE = 0o644
 _PART_BYTES, _PARTS, _UPLOADS = 8 << 20, 9_000, 8
 """Least bytes of a part of an object, most parts (a store takes 10,000), and parts that are sent at once."""
+
+
+def has_obstore() -> bool:
+    """Return whether the library for object stores is installed."""
+    return importlib.util.find_spec("obstore") is not None
 
 
 def open_store(place: RemotePath) -> Any:
@@ -285,6 +291,10 @@ class ObjectStorage(Storage):
     def rename(self, src: Path, dst: Path) -> Coro[None]:
         """Move a directory or an object, see :func:`~aio_ckpt.storage.object_directories.move`."""
         return self._run(WriteError, dst, object_directories.move, self._bucket, _key(src), _key(dst))
+
+    def replace(self, src: Path, dst: Path) -> Coro[None]:
+        """See :func:`~aio_ckpt.storage.object_directories.replace`."""
+        return self._run(WriteError, dst, object_directories.replace, self._bucket, _key(src), _key(dst))
 
     def supersede(self, pending: Path, place: Path) -> Coro[None]:
         """See :func:`~aio_ckpt.storage.object_directories.supersede`."""

@@ -70,6 +70,7 @@ def _start(weed: str, folder: Path, ports: list[int]) -> subprocess.Popen[bytes]
     names = [f"{part}.port{kind}" for kind in ("", ".grpc") for part in ("s3", "master", "volume", "filer")]
     command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3"]
     command += [f"-s3.config={folder / 's3.json'}", "-master.volumeSizeLimitMB=1024", "-volume.max=200"]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # their ports are fixed
     command += [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)

@@ -31,7 +31,7 @@ from warm_python import run_warm
 
 from aio_ckpt import EngineConfig, _torch
 from aio_ckpt.config import LEAST_BUDGET_BYTES
-from aio_ckpt.dcp import Installation, Reader, Writer, default, install
+from aio_ckpt.dcp import Installation, Reader, Writer, default, drop_in, install
 from aio_ckpt.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -213,10 +213,23 @@ def test_saves_and_loads_of_urls_are_stocks(caplog: pytest.LogCaptureFixture) ->
         saved_async({"w": torch.ones(3)}, url)  # type: ignore[arg-type]
         target = {"w": torch.zeros(3)}
         dcp.load(target, checkpoint_id=url)
-        assert type(dcp.FileSystemWriter("s3://bucket/step-1")) is FileSystemWriter
-        assert type(dcp.FileSystemReader("s3://bucket/step-1")) is FileSystemReader
+        assert type(dcp.FileSystemWriter("hf://org/step-1")) is FileSystemWriter
+        assert type(dcp.FileSystemReader("hf://org/step-1")) is FileSystemReader
     assert target["w"].tolist() == [1, 1, 1]
     assert warned(caplog) == []
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_places_in_object_stores_are_ours_if_obstore_is_installed(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drop_in, "has_obstore", lambda: is_installed)
+    with default(package=True):
+        for url in ("s3://bucket/step-1", "gs://bucket/step-1", "az://bucket/step-1"):
+            assert isinstance(dcp.FileSystemWriter(url), Writer) == is_installed
+            assert isinstance(dcp.FileSystemReader(url), Reader) == is_installed
+            assert dcp.FileSystemWriter.validate_checkpoint_id(url) == is_installed
+        assert type(dcp.FileSystemWriter("s3://key:secret@bucket/x")) is FileSystemWriter
 
 
 @needs_local_saves
