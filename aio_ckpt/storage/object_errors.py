@@ -19,6 +19,8 @@ _ANSWER = re.compile(
     r"status code: (?P<status>\d+ [^:]*):.*<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>",
     re.DOTALL,
 )
+_METADATA_SERVICE = "169.254.169.254"
+"""Address that a client asks for credentials last, on the virtual machines of clouds."""
 _CODES = {
     "NotFoundError": errno.ENOENT,
     "FileNotFoundError": errno.ENOENT,
@@ -61,6 +63,11 @@ def code_of(error: Exception) -> int | None:
 def text_of(error: Exception) -> str:
     """Return what an error of obstore tells a user: what the server answered, else its first line."""
     text = str(error).strip()
+    if _METADATA_SERVICE in text:
+        return (
+            "no credentials were found: set those of the store in the environment, for S3 AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY; profiles of ~/.aws count if boto3 is installed"
+        )
     if answer := _ANSWER.search(text):
         return f"the server answered {answer['status']}: {answer['message']} ({answer['code']})"
     return _QUERY.sub(r"\1", text.splitlines()[0]) if text else type(error).__name__

@@ -8,6 +8,7 @@ once the call that put it has returned, and no answer of a store is old.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import os
@@ -44,6 +45,8 @@ def has_obstore() -> bool:
 def open_store(place: RemotePath) -> Any:
     """Return the store of a bucket. Its credentials, its region and its endpoint come from the environment.
 
+    For S3, profiles of ``~/.aws`` count, too, which boto3 reads.
+
     Raises:
         ConfigError: obstore is missing, or refuses the URL.
     """
@@ -53,9 +56,19 @@ def open_store(place: RemotePath) -> Any:
     except ImportError as error:
         raise ConfigError(f"{place}: object stores need obstore: pip install 'aio-ckpt[remote]'") from error
     try:
-        return from_url(place.bucket_url)
+        return from_url(place.bucket_url, **_aws_profile(place))
     except (BaseError, OSError, ValueError) as error:
         raise ConfigError(f"{place}: {text_of(error)}") from error
+
+
+def _aws_profile(place: RemotePath) -> dict[str, Any]:
+    """Return the options of a store by which boto3 finds its credentials, which obstore looks for in fewer places."""
+    if place.bucket_url.startswith("s3:") and "AWS_ACCESS_KEY_ID" not in os.environ:
+        with contextlib.suppress(ImportError, ValueError):  # no boto3; no credentials
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            return {"credential_provider": Boto3CredentialProvider()}
+    return {}
 
 
 class ObjectStorage(Storage):

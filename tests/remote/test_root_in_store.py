@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from command_line import called, document
+from obstore.exceptions import GenericError
 from obstore.store import from_url
 from rank_processes import Ranks
 
@@ -26,7 +27,8 @@ from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine
 from aio_ckpt.commit.owner import Owner, encoded_owner
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError
 from aio_ckpt.format.names import CLAIM_FILE
-from bench.common.seaweedfs import SECRET
+from aio_ckpt.storage.object_errors import text_of
+from bench.common.seaweedfs import KEY, SECRET
 from tests.remote.fault_proxy import Choose, fault_proxy
 from tests.remote.test_object_store import data_of, get, keys, put
 
@@ -312,6 +314,24 @@ def test_no_message_and_no_log_line_holds_a_credential(
         assert "Signature" not in text
     assert "Permission denied" in str(caught.value)
     assert bucket in str(caught.value)
+
+
+def test_credentials_of_a_profile_are_found(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "credentials").write_text(
+        f"[training]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\nregion = us-east-1\n"
+    )
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "training")
+    with opened(f"{bucket}/run") as engine:
+        engine.save(state(1.0), step=1).result(TIMEOUT)
+        assert value_of(engine.read()) == 1.0
+
+
+def test_missing_credentials_are_named_with_the_remedy() -> None:
+    asked = GenericError("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 1s")
+    assert text_of(asked).startswith("no credentials were found: set those of the store in the environment")
 
 
 def test_the_bucket_of_a_root_that_does_not_exist_is_named(bucket: str) -> None:
