@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -52,12 +53,19 @@ class Bucket:
 
     def get(self, key: str) -> bytes | None:
         """Return an object; None if it does not exist."""
+        data, _ = self.get_version(key)
+        return data
+
+    def get_version(self, key: str) -> tuple[bytes | None, Any]:
+        """Return an object and its version, for :meth:`put`; None and None if it does not exist."""
         import obstore
 
         try:
-            return bytes(obstore.get(self._store, key).bytes())
+            found = obstore.get(self._store, key)
+            version = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
+            return bytes(found.bytes()), version
         except FileNotFoundError:
-            return None
+            return None, None
 
     def create(self, key: str, data: bytes) -> None:
         """Put an object that does not exist. One that holds ``data`` is that of a call whose answer was lost.
@@ -74,11 +82,15 @@ class Bucket:
             if self.get(key) != data:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
 
-    def put(self, key: str, data: bytes) -> None:
-        """Put an object, in the place of another one."""
+    def put(self, key: str, data: bytes, version: Any = None) -> None:
+        """Put an object, in the place of another one; if a version is given, of that one.
+
+        Raises:
+            PreconditionError: the object has another version by now.
+        """
         import obstore
 
-        obstore.put(self._store, key, data)
+        obstore.put(self._store, key, data, mode=version or "overwrite")
 
     def delete(self, *keys: str) -> None:
         """Delete objects. Those that do not exist are passed by."""
@@ -137,17 +149,19 @@ def supersede(bucket: Bucket, pending: str, place: str) -> None:
 
     Raises:
         FileNotFoundError: the save has no ``.metadata``.
+        PreconditionError: another writer has replaced the checkpoint meanwhile.
         DoubtfulError: the new checkpoint may be in place, because the answer was lost.
     """
     record, metadata = _record(bucket, pending), bucket.get(f"{pending}/{METADATA_FILE}")
-    old = bucket.get(f"{place}/{METADATA_FILE}")
+    old, version = bucket.get_version(f"{place}/{METADATA_FILE}")
     if record is None or metadata is None:
         raise FileNotFoundError(errno.ENOENT, f"{METADATA_FILE} of the save is gone")
     if old is not None and old != metadata:
         replaced = _owned(bucket, place, old)
         saves = None if record.saves is None else (*record.saves, *(replaced.saves or ()))
         _put_record(bucket, pending, Record(place=place, saves=saves, files=(*record.files, *replaced.files)))
-    _put_surely(bucket.put, bucket, f"{place}/{METADATA_FILE}", metadata)
+    put = bucket.create if old is None else functools.partial(bucket.put, version=version)
+    _put_surely(put, bucket, f"{place}/{METADATA_FILE}", metadata)
 
 
 def replace(bucket: Bucket, source: str, target: str) -> None:
@@ -227,12 +241,12 @@ def _put_surely(put: Callable[[str, bytes], None], bucket: Bucket, key: str, dat
     try:
         put(key, data)
     except Exception as error:
-        code = code_of(error)
-        if code in _CERTAIN:
-            raise
         with contextlib.suppress(Exception):
             if bucket.get(key) == data:
                 return
+        code = code_of(error)
+        if code in _CERTAIN:
+            raise
         raise DoubtfulError(code or errno.EIO, text_of(error)) from error
 
 

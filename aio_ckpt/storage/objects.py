@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from aio_ckpt.config import DirectIO
-from aio_ckpt.errors import ConfigError, MismatchError, ReadError, WriteError
+from aio_ckpt.errors import ConfigError, MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage import object_directories
@@ -277,11 +277,10 @@ class ObjectStorage(Storage):
         return self._run(WriteError, path, self._put_anew, path)
 
     def _put_anew(self, path: Path) -> None:
-        import obstore
-
-        found = obstore.get(self._store, _key(path))
-        version: Any = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
-        obstore.put(self._store, _key(path), bytes(found.bytes()), mode=version)
+        data, version = self._bucket.get_version(_key(path))
+        if data is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        self._bucket.put(_key(path), data, version)
 
     # -- directories ------------------------------------------------------------------------------------
 
@@ -318,8 +317,22 @@ class ObjectStorage(Storage):
         return self._run(WriteError, path, object_directories.remove_tree, self._bucket, _key(path))
 
     def lock(self, path: Path) -> RootLock:
-        """Return a lock that excludes nobody: the claim does. Its file shows the time of the store."""
-        return ProcessLock(path, lambda: raising_os_errors(path, self._bucket.put, _key(path), b""))
+        """Return a lock that excludes other engines of this process. Its file shows the time of the store.
+
+        Raises:
+            RootError: another engine of this process holds it; or the store ignores conditions, and so could not
+                exclude a second writer.
+        """
+        return ProcessLock(path, lambda: raising_os_errors(path, self._prove_conditions, path))
+
+    def _prove_conditions(self, path: Path) -> None:
+        self._bucket.put(_key(path), b"")
+        try:
+            self._bucket.create(_key(path), b"on the condition that there is no such object")
+        except FileExistsError:
+            return
+        text = "the store ignores the condition of a put (If-None-Match), and so cannot exclude a second writer: use a "
+        raise RootError(errno.EOPNOTSUPP, text + "store that has conditional puts, or a root on a disk", str(path))
 
 
 class Unpublished(Storage):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import obstore
 import pytest
 import torch
 from memory_bucket import Fault, MemoryBucket
@@ -17,7 +18,7 @@ import aio_ckpt
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit import leftovers
-from aio_ckpt.errors import AioCkptError
+from aio_ckpt.errors import AioCkptError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import save_of_file, save_of_metadata
 from aio_ckpt.format.root_manifest import decode_root
 
@@ -150,6 +151,41 @@ def test_without_faults_all_operations_do_what_they_say_and_leave_nothing(bucket
     assert observed(bucket) == model == {step_name(2): 2.75, step_name(3): 3.0, step_name(4): 4.5}
     assert leaked(bucket) == set()
     assert len(bucket.changes) < 200
+
+
+def test_an_overwrite_replaces_no_checkpoint_but_the_one_that_it_has_seen(bucket: MemoryBucket) -> None:
+    """A writer that stands still between the look at its claim and the commit finds the next writer's step there."""
+    with opened() as engine:
+        engine.save(state(1.0), step=1).result(TIMEOUT)
+        key, others = f"{step_name(1)}/.metadata", b"the next writer's"
+
+        records = []
+
+        def stand_still(name: str, changed: str, _: int) -> Fault:
+            if name == "put" and changed.endswith("/files.json"):
+                records.append(changed)
+                if len(records) == 2:  # that of what is to be replaced: the commit follows
+                    bucket.replace(key, others)
+            return ""
+
+        bucket.choose = stand_still
+        with pytest.raises(WriteError, match="Stale"):
+            engine.save(state(2.0), step=1, overwrite=True).result(TIMEOUT)
+    assert bucket.get(key) == others
+
+
+def test_a_store_that_ignores_conditions_is_refused_before_the_first_save(
+    bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = obstore.put
+
+    def put_anyway(*args: Any, **options: Any) -> Any:
+        return put(*args, **(options | {"mode": "overwrite"}))
+
+    monkeypatch.setattr(obstore, "put", put_anyway)
+    with opened() as engine, pytest.raises(RootError, match=r"ignores the condition of a put \(If-None-Match\)"):
+        engine.save(state(1.0), step=1)
+    assert bucket.keys() == {"run/.aio_ckpt/lock"}
 
 
 def test_the_requests_of_a_save_and_of_a_load_are_those_of_the_documentation(bucket: MemoryBucket) -> None:
