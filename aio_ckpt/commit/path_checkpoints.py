@@ -95,12 +95,12 @@ def is_same_place(path: Path, other: Path) -> bool:
 
 
 async def prepare_place(storage: Storage, path: Path) -> None:
-    """Make the parents of ``path``, durably.
+    """Make the parents of ``path``, durably. A store needs none.
 
     Raises:
         WriteError: one cannot be made.
     """
-    if not await storage.exists(path.parent):
+    if not isinstance(path, RemotePath) and not await storage.exists(path.parent):
         await storage.make_dir(path.parent, parents=True)
 
 

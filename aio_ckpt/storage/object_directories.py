@@ -93,11 +93,16 @@ class Bucket:
         obstore.put(self._store, key, data, mode=version or "overwrite")
 
     def delete(self, *keys: str) -> None:
-        """Delete objects. Those that do not exist are passed by."""
+        """Delete objects. Those that do not exist are passed by: some stores raise an error then, and stop there."""
         import obstore
 
-        if keys:
-            obstore.delete(self._store, keys)
+        try:
+            if keys:
+                obstore.delete(self._store, keys)
+        except FileNotFoundError:
+            for key in keys:
+                with contextlib.suppress(FileNotFoundError):
+                    obstore.delete(self._store, key)
 
     def names(self, place: str) -> list[str]:
         """Return the names of all objects below ``place``, at whatever depth."""

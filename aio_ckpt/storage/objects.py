@@ -261,12 +261,7 @@ class ObjectStorage(Storage):
 
     def remove_file(self, path: Path) -> Coro[None]:
         """Delete an object. Do nothing if it does not exist."""
-        return self._run(WriteError, path, self._delete, path)
-
-    def _delete(self, path: Path) -> None:
-        import obstore
-
-        obstore.delete(self._store, _key(path))
+        return self._run(WriteError, path, self._bucket.delete, _key(path))
 
     def replace_file(self, path: Path, data: bytes) -> Coro[None]:
         """Put an object, in the place of another one if there is one."""
