@@ -56,19 +56,25 @@ def open_store(place: RemotePath) -> Any:
     except ImportError as error:
         raise ConfigError(f"{place}: object stores need obstore: pip install 'aio-ckpt[remote]'") from error
     try:
-        return from_url(place.bucket_url, **_aws_profile(place))
+        return from_url(place.bucket_url, **_s3_options(place))
     except (BaseError, OSError, ValueError) as error:
         raise ConfigError(f"{place}: {text_of(error)}") from error
 
 
-def _aws_profile(place: RemotePath) -> dict[str, Any]:
-    """Return the options of a store by which boto3 finds its credentials, which obstore looks for in fewer places."""
-    if place.bucket_url.startswith("s3:") and "AWS_ACCESS_KEY_ID" not in os.environ:
+def _s3_options(place: RemotePath) -> dict[str, Any]:
+    """Return the options of a store that speaks S3: the server checks the sum of each part, by a header that most know.
+
+    boto3 finds the credentials, if it is installed: obstore looks for them in fewer places.
+    """
+    if not place.bucket_url.startswith("s3:"):
+        return {}
+    options: dict[str, Any] = {} if "AWS_CHECKSUM_ALGORITHM" in os.environ else {"checksum_algorithm": "SHA256"}
+    if "AWS_ACCESS_KEY_ID" not in os.environ:
         with contextlib.suppress(ImportError, ValueError):  # no boto3; no credentials
             from obstore.auth.boto3 import Boto3CredentialProvider
 
-            return {"credential_provider": Boto3CredentialProvider()}
-    return {}
+            options["credential_provider"] = Boto3CredentialProvider()
+    return options
 
 
 class ObjectStorage(Storage):

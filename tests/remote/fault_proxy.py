@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["", "busy", "cut", "lost", "flipped"]
-"""What happens to a request: nothing; 503 in the place of an answer; half of the body; the server does what it is asked
-and its answer is lost; a wrong byte in the body."""
+Fault = Literal["", "busy", "cut", "lost", "flipped", "sent wrong"]
+"""What happens to a request: nothing; 503 in the place of an answer; half of the answer's body; the server does what it
+is asked and its answer is lost; a wrong byte in the answer's body, or in that of the request."""
 Choose = Callable[[str, str, int], Fault]
 """Gets the method, the path and the number of this request among those of both; returns its fault."""
 
@@ -37,6 +37,8 @@ def fault_proxy(endpoint: str, choose: Choose) -> Iterator[str]:
                 return self._answer(
                     503, {}, b"<Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"
                 )
+            if fault == "sent wrong" and body:
+                body = _flipped(body)
             connection = http.client.HTTPConnection(upstream.hostname or "", upstream.port, timeout=30)
             # The host is the proxy's: the client has signed it.
             connection.request(self.command, self.path, body, dict(self.headers.items()))
@@ -48,8 +50,7 @@ def fault_proxy(endpoint: str, choose: Choose) -> Iterator[str]:
                 self.close_connection = True
                 return None
             if fault == "flipped" and data:
-                middle = len(data) // 2
-                data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+                data = _flipped(data)
             return self._answer(found.status, headers, data, is_cut=fault == "cut")
 
         def _answer(self, status: int, headers: dict[str, str], data: bytes, *, is_cut: bool = False) -> None:
@@ -76,6 +77,11 @@ def fault_proxy(endpoint: str, choose: Choose) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join(10.0)
+
+
+def _flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
 _BUSY = b"<Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"

@@ -25,11 +25,11 @@ from rank_processes import Ranks
 import aio_ckpt
 from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine
 from aio_ckpt.commit.owner import Owner, encoded_owner
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
 from aio_ckpt.format.names import CLAIM_FILE
 from aio_ckpt.storage.object_errors import text_of
 from bench.common.seaweedfs import KEY, SECRET
-from tests.remote.fault_proxy import Choose, fault_proxy
+from tests.remote.fault_proxy import Choose, Fault, fault_proxy
 from tests.remote.test_object_store import data_of, get, keys, put
 
 TIMEOUT = 60.0
@@ -289,6 +289,30 @@ def test_a_put_whose_answer_is_lost_is_found_to_be_done(bucket: str, faulty, end
         engine.save(state(2.0), step=1, overwrite=True).result(TIMEOUT)
         assert value_of(engine.read(1)) == 2.0
     assert keys(f"{bucket}/run/.aio_ckpt") == {"lock"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"AWS_UNSIGNED_PAYLOAD": "true", "AWS_CHECKSUM_ALGORITHM": "CRC64NVME"}])
+def test_a_part_that_arrives_wrong_is_refused_by_the_server_and_never_committed(
+    bucket: str, faulty, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header holds the SHA-256 of the part, or its CRC64."""
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    wrong: list[str] = []
+
+    def spoil(method: str, path: str, number: int) -> Fault:
+        is_part = method == "PUT" and path.endswith(".distcp") and not wrong
+        wrong.extend([path] if is_part else [])
+        return "sent wrong" if is_part else ""
+
+    faulty(spoil)
+    with opened(f"{bucket}/run") as engine:
+        with contextlib.suppress(WriteError):
+            engine.save(state(1.0, size=5_000_000), step=1).result(TIMEOUT)
+        engine.save(state(2.0, size=5_000_000), step=2).result(TIMEOUT)
+        assert value_of(engine.read(2)) == 2.0
+        assert [value_of(engine.read(step)) for step in engine.steps()] in ([2.0], [1.0, 2.0])
+    assert wrong
 
 
 def test_a_store_that_is_busy_is_asked_again(bucket: str, faulty) -> None:
