@@ -32,6 +32,7 @@ from aio_ckpt.format.names import (
 )
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.object_directories import RECORD_FILE
 from aio_ckpt.storage.objects import store_of
 
 MAX_OWNER_BYTES = 1 << 20
@@ -168,6 +169,11 @@ async def make_pending(storage: Storage, pending: Path, final: Path, save_id: st
     except WriteError as error:
         if error.errno != errno.EEXIST:
             raise
+
+
+async def has_pending(storage: Storage, pending: Path) -> bool:
+    """Return whether a rank has made the pending directory. In a store, that is one request, and not a listing."""
+    return await storage.exists(pending / RECORD_FILE if isinstance(pending, RemotePath) else pending)
 
 
 def encoded_owner(owner: Owner) -> bytes:
