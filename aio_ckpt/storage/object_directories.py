@@ -24,8 +24,8 @@ from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, 
 from aio_ckpt.format.root_manifest import decode_root
 from aio_ckpt.storage.object_errors import DoubtfulError, code_of, text_of
 
-RECORD_FILE = "files.json"
-"""Name of a record in the directory whose files lie elsewhere."""
+RECORD_FILE = ".metadata.files"
+"""Name of a record in the directory whose files lie elsewhere. No file of a caller has such a name."""
 _CERTAIN = frozenset({errno.EEXIST, errno.ENOENT, errno.EACCES, errno.ESTALE})
 """Codes of errors after which it is certain that nothing was put."""
 

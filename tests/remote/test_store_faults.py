@@ -118,10 +118,10 @@ def leaked(bucket: MemoryBucket) -> set[str]:
         assert save_id is not None
         place = directory
         owned.add(key)
-        if f"{directory}/files.json" in keys:
-            record = json.loads(bucket.get(f"{directory}/files.json"))
+        if f"{directory}/.metadata.files" in keys:
+            record = json.loads(bucket.get(f"{directory}/.metadata.files"))
             place, files = record["place"], record["files"]
-            owned.add(f"{directory}/files.json")
+            owned.add(f"{directory}/.metadata.files")
         else:
             files = files_of(bucket, directory)
         owned.update(
@@ -129,7 +129,7 @@ def leaked(bucket: MemoryBucket) -> set[str]:
         )
         owned.update(f"{place}/{each}" for each in files)
     set_aside = [key for key in keys if "/abandoned/" in key or "/corrupt/" in key]
-    return keys - owned - {key for key in set_aside if key.endswith("/files.json")}
+    return keys - owned - {key for key in set_aside if key.endswith("/.metadata.files")}
 
 
 @contextlib.contextmanager
@@ -162,7 +162,7 @@ def test_an_overwrite_replaces_no_checkpoint_but_the_one_that_it_has_seen(bucket
         records = []
 
         def stand_still(name: str, changed: str, _: int) -> Fault:
-            if name == "put" and changed.endswith("/files.json"):
+            if name == "put" and changed.endswith("/.metadata.files"):
                 records.append(changed)
                 if len(records) == 2:  # that of what is to be replaced: the commit follows
                     bucket.replace(key, others)
