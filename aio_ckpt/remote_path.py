@@ -40,6 +40,8 @@ class RemotePath(PosixPath):
             raise ValueError(f"no place in a bucket: give {scheme}://BUCKET/PATH, without a query")
         if "@" in match["bucket"] and scheme != "abfss":
             raise ValueError("a URL with credentials: give them by the environment, as the store's own tools take them")
+        if {".", ".."} & {*match["key"].split("/")}:
+            raise ValueError("a URL with . or .. in it: give the place itself")
         return cls(f"{scheme}:/{match['bucket']}", *[part for part in match["key"].split("/") if part])
 
     @property

@@ -58,6 +58,7 @@ NOT_RUN = {
     "ray.train": "needs Ray; tests/integrations/test_ray.py runs it",
     "import deepspeed": "needs DeepSpeed; tests/integrations/test_deepspeed.py runs it",
     "torchtitan": "needs torchtitan; tests/integrations/test_torchtitan.py runs it",
+    "aws s3api": "needs a bucket",
     "s3://bucket": "needs a bucket; tests/remote/test_object_store.py runs its like",
 }
 """By a part of its text: why a block is not run here."""

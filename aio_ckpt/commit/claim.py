@@ -29,8 +29,9 @@ HEARTBEAT_SECS = 10.0
 """Time between two heartbeats of a claim."""
 SILENCE_SECS = 3 * HEARTBEAT_SECS
 """Time without a heartbeat of an engine that seems dead, after which it is."""
-_STORE_SILENCE_SECS = 6 * HEARTBEAT_SECS
-"""The same in an object store, where nothing but a heartbeat tells, and no answer is old."""
+_STORE_SILENCE_SECS = 12 * HEARTBEAT_SECS
+"""The same in an object store, where a heartbeat alone tells. A request that hangs must have ended by then, see
+:data:`~aio_ckpt.storage.objects.RETRY_SECS`."""
 _BEATS_A_LOOK = 6
 """Heartbeats after which the claim is read: a writer that was taken over must not renew the claim of another one."""
 _POLL_SECS = 1.0
@@ -105,6 +106,11 @@ def lock_root(storage: Storage, root: Path, mount: Mount) -> RootLock:
             raise
         _log.info("%s: %s. The claim decides", path, error.strerror)
         return ProcessLock(path)
+
+
+def longest_silence(mount: Mount) -> float:
+    """Return for how many seconds :meth:`Claim.take` may wait for a heartbeat."""
+    return _STORE_SILENCE_SECS if mount.is_store else SILENCE_SECS
 
 
 class Claim:
@@ -229,8 +235,7 @@ class Claim:
         raise RootError(
             errno.EBUSY,
             f"{_named(holder)} writes here, its last heartbeat is {idle} old: let it end, or give another root. "
-            f"Its claim is void {void_secs:.0f} s (stale_after_secs) after the last heartbeat; if it is surely dead, "
-            "remove this file",
+            f"Its claim is void {void_secs:.0f} s after the last heartbeat; if it is surely dead, remove this file",
             str(self._path),
         )
 
@@ -243,12 +248,12 @@ class Claim:
         if self._watched is None or self._watched[0] != seen:
             self._watched = seen, time.monotonic()
             if silence_secs:
-                text = "%s claims %s and seems to be dead: waiting %.0f s for its heartbeat"
+                text = "%s claims %s: waiting %.0f s for its heartbeat; if none comes, it is dead"
                 _log.warning(text, _named(holder), self._root, silence_secs)
         proven = self._watched[1] + silence_secs
         while (now := time.monotonic()) < proven:
             if now >= limit:
-                text = f"{_named(holder)} claims the root and seems to be dead, but its heartbeat must stay away for "
+                text = f"{_named(holder)} claims the root. It is dead if its heartbeat stays away for "
                 text += f"{proven - now:.0f} s more, and the limit of this call has passed: call again"
                 raise RootError(errno.EBUSY, text, str(self._root))
             await anyio.sleep(min(_POLL_SECS, proven - now, limit - now))

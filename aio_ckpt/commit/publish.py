@@ -23,8 +23,15 @@ from aio_ckpt.storage.objects import store_of
 _log = logging.getLogger("aio_ckpt")
 
 
-async def write_user_files(storage: Storage, pending: Path, files_at: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files of ``save(files=)``. In a store they replace those of the checkpoint before, just before it."""
+async def write_user_files(
+    storage: Storage, pending: Path, files_at: Path, files: Mapping[str, bytes], check: Check
+) -> None:
+    """Write the files of ``save(files=)``. In a store they replace those of the checkpoint before, just before it.
+
+    Raises:
+        RootError: another writer has taken over, see :data:`Check`.
+        WriteError: the system failed.
+    """
     if not isinstance(files_at, RemotePath):
         for name, content in files.items():
             await storage.write_file(files_at / name, content)
@@ -32,6 +39,7 @@ async def write_user_files(storage: Storage, pending: Path, files_at: Path, file
     store = store_of(storage, files_at)
     if files:
         await store.name_files(pending, tuple(files))
+        await check()
     for name, content in files.items():
         await store.replace_file(files_at / name, content)
 

@@ -201,7 +201,7 @@ class SavePipeline:
         job.begin("making its directory durable", stage="commit")
         if job.call.path is not None:
             await path_checkpoints.prepare_place(ctx.storage, job.call.path)
-        await publish.write_user_files(ctx.storage, job.pending, job.files_at, job.call.files)
+        await publish.write_user_files(ctx.storage, job.pending, job.files_at, job.call.files, self.claim.check)
         await publish.sync_pending(ctx.storage, job.files_at, job.save_id, root_manifest)
         job.timer.reached("dir_synced")
         job.begin("waiting while other checkpoints are renamed")

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt.commit import discovery, path_checkpoints, retention
-from aio_ckpt.commit.claim import SILENCE_SECS, Claim, lock_root, mount_of_root
+from aio_ckpt.commit.claim import Claim, lock_root, longest_silence, mount_of_root
 from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.owner import make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
@@ -240,7 +240,7 @@ class RootSession:
             functools.partial(self._claim.take, mount, is_locked=lock.is_granted, limit_secs=left_secs),
             what="claiming the root",
             idle_secs=lambda: self._claim.idle_secs,
-            more_secs=SILENCE_SECS,
+            more_secs=longest_silence(mount),
             deadline=deadline,
         )
         if self._heartbeat is None:

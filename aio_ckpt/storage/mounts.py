@@ -65,7 +65,9 @@ class Mount:
     def consequences(self) -> tuple[str, ...]:
         """What follows for checkpoints, one sentence each, as a clause without a full stop."""
         if self.is_store:
-            return ("no locks: the claim excludes other writers, and if one dies, the next one goes on after a minute",)
+            return (
+                "no locks: the claim excludes other writers, and if one dies, the next one goes on after 2 minutes",
+            )
         if not self.is_shared:
             return ("a file system of this host: engines of other hosts do not see it",)
         found = [

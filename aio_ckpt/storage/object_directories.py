@@ -13,19 +13,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_file, save_of_metadata
+from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR
 from aio_ckpt.format.root_manifest import decode_root
 from aio_ckpt.storage.object_errors import DoubtfulError, code_of, text_of
 
 RECORD_FILE = ".metadata.files"
 """Name of a record in the directory whose files lie elsewhere. No file of a caller has such a name."""
+_log = logging.getLogger("aio_ckpt")
 _CERTAIN = frozenset({errno.EEXIST, errno.ENOENT, errno.EACCES, errno.ESTALE})
 """Codes of errors after which it is certain that nothing was put."""
 
@@ -70,6 +73,8 @@ class Bucket:
     def create(self, key: str, data: bytes) -> None:
         """Put an object that does not exist. One that holds ``data`` is that of a call whose answer was lost.
 
+        Empty ones tell nothing.
+
         Raises:
             FileExistsError: another object has this key.
         """
@@ -79,8 +84,22 @@ class Bucket:
         try:
             obstore.put(self._store, key, data, mode="create")
         except AlreadyExistsError:
-            if self.get(key) != data:
+            if not data or self.get(key) != data:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+
+    def create_new(self, key: str, data: bytes) -> None:
+        """Put an object that does not exist. Of several callers with the same ``data``, one gets it.
+
+        Raises:
+            FileExistsError: an object has this key, perhaps that of this very call, whose answer was lost.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            obstore.put(self._store, key, data, mode="create")
+        except AlreadyExistsError:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
 
     def put(self, key: str, data: bytes, version: Any = None) -> None:
         """Put an object, in the place of another one; if a version is given, of that one.
@@ -136,15 +155,26 @@ def move(bucket: Bucket, source: str, target: str) -> None:
         if metadata is None:
             raise FileNotFoundError(errno.ENOENT, f"{METADATA_FILE} of the directory is gone")
         _put_surely(bucket.create, bucket, f"{target}/{METADATA_FILE}", metadata)
+        with _forgiving(source):
+            bucket.delete(f"{source}/{METADATA_FILE}")
+            bucket.delete(f"{source}/{RECORD_FILE}")
     elif record is not None or metadata is not None:
         bucket.create(f"{target}/{RECORD_FILE}", msgspec.json.encode(record or _owned(bucket, source, metadata or b"")))
         if metadata is not None:
             bucket.create(f"{target}/{METADATA_FILE}", metadata)
+        bucket.delete(f"{source}/{METADATA_FILE}")
+        bucket.delete(f"{source}/{RECORD_FILE}")
     else:
         _move_object(bucket, source, target)
-        return
-    bucket.delete(f"{source}/{METADATA_FILE}")
-    bucket.delete(f"{source}/{RECORD_FILE}")
+
+
+@contextlib.contextmanager
+def _forgiving(source: str) -> Iterator[None]:
+    """Log an error of the block: the checkpoint is committed, and the next writer deletes what is left."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded
+        _log.warning("%s stays, and the next writer deletes it: %s", source, text_of(error))
 
 
 def supersede(bucket: Bucket, pending: str, place: str) -> None:
@@ -192,7 +222,8 @@ def remove_tree(bucket: Bucket, directory: str) -> None:
     if METADATA_FILE in names:
         bucket.delete(f"{directory}/{METADATA_FILE}")
     if record is not None:
-        bucket.delete(*(f"{record.place}/{name}" for name in _removable(bucket, record)))
+        aside = _saves_aside(bucket, directory, record.place)
+        bucket.delete(*(f"{record.place}/{name}" for name in _removable(bucket, record, aside)))
     bucket.delete(*(f"{directory}/{name}" for name in names if name not in (METADATA_FILE, RECORD_FILE)))
     if RECORD_FILE in names:
         bucket.delete(f"{directory}/{RECORD_FILE}")
@@ -200,18 +231,33 @@ def remove_tree(bucket: Bucket, directory: str) -> None:
         bucket.delete(directory)
 
 
-def _removable(bucket: Bucket, record: Record) -> Iterator[str]:
+def _removable(bucket: Bucket, record: Record, aside: Collection[str]) -> Iterator[str]:
+    """Return the names of the files of a record that nothing else needs. ``aside``: saves of what was set aside."""
     names = bucket.names(record.place)
     metadata = bucket.get(f"{record.place}/{METADATA_FILE}")
-    if record.saves is None:
-        yield from names if metadata is None else ()
+    if record.saves is None:  # the checkpoint of another program, whose files hold no id
+        yield from (name for name in names if metadata is None and save_of_file(name) is None)
         return
     committed = None if metadata is None else save_of_metadata(metadata)
     kept = () if metadata is None else _files_of_caller(bucket, record.place, committed)
     for name in names:
         save_id = save_of_file(name)
-        if (save_id in record.saves and save_id != committed) or (name in record.files and name not in kept):
+        if (save_id in record.saves and save_id not in (committed, *aside)) or (
+            name in record.files and name not in kept
+        ):
             yield name
+
+
+def _saves_aside(bucket: Bucket, directory: str, place: str) -> set[str]:
+    """Return the ids of the saves whose files in ``place`` belong to what the engine of ``directory`` has set aside."""
+    engine_dir, found = directory.rpartition("/")[0].rpartition("/")[0], set[str]()
+    for kind in (ABANDONED_DIR, CORRUPT_DIR):
+        below = f"{engine_dir}/{kind.rpartition('/')[2]}"
+        for name in bucket.names(below):
+            record = _record(bucket, f"{below}/{name.rpartition('/')[0]}") if name.endswith(RECORD_FILE) else None
+            if record is not None and record.place == place:
+                found.update(record.saves or ())
+    return found
 
 
 def _owned(bucket: Bucket, directory: str, metadata: bytes) -> Record:
@@ -259,7 +305,7 @@ def _move_object(bucket: Bucket, source: str, target: str) -> None:
     data = bucket.get(source)
     if data is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    bucket.create(target, data)
+    bucket.create_new(target, data)
     bucket.delete(source)
 
 

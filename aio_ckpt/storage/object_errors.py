@@ -52,7 +52,12 @@ def raising_os_errors(path: Path, fn: Callable[[*Ts], T], *args: *Ts) -> T:
 def as_os_error(error: Exception, path: Path) -> OSError:
     """Return an error of obstore about ``path`` as an error of the system."""
     code = code_of(error)
-    return OSError(code or errno.EIO, os.strerror(code) if code else text_of(error), str(path))
+    text = os.strerror(code) if code else text_of(error)
+    if code == errno.EACCES:
+        answer = _ANSWER.search(str(error))  # a HEAD has none
+        told = f" ({answer['message']}, {answer['code']})" if answer else ""
+        text += f"{told}: look at the credentials; they must be allowed to get, put, list and delete"
+    return OSError(code or errno.EIO, text, str(path))
 
 
 def code_of(error: Exception) -> int | None:

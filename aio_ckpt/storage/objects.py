@@ -14,6 +14,7 @@ import importlib.util
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -33,6 +34,9 @@ from aio_ckpt.storage.object_upload import ObjectUpload
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _MODE = 0o644
+RETRY_SECS, REQUEST_SECS = 45, 30
+"""Time after which a request that fails is tried no more, and obstore's limit of one try. Their sum is less than the
+silence after which a writer is dead: a commit that hangs must not come after the next writer has cleared the save."""
 _PART_BYTES, _PARTS, _UPLOADS = 8 << 20, 9_000, 8
 """Least bytes of a part of an object, most parts (a store takes 10,000), and parts that are sent at once."""
 
@@ -56,7 +60,15 @@ def open_store(place: RemotePath) -> Any:
     except ImportError as error:
         raise ConfigError(f"{place}: object stores need obstore: pip install 'aio-ckpt[remote]'") from error
     try:
-        return from_url(place.bucket_url, **_s3_options(place))
+        return from_url(
+            place.bucket_url,
+            retry_config={
+                "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
+                "max_retries": RETRY_SECS,
+                "retry_timeout": timedelta(seconds=RETRY_SECS),
+            },
+            **_s3_options(place),
+        )
     except (BaseError, OSError, ValueError) as error:
         raise ConfigError(f"{place}: {text_of(error)}") from error
 

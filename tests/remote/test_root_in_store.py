@@ -128,8 +128,9 @@ def test_a_save_is_loaded_read_verified_and_copied_to_a_disk_where_stock_reads_i
         assert engine.latest_step() == 1
     assert get(f"{bucket}/run/step_000000001/card.md") == b"mine"
     assert document(capsys, "verify", f"{bucket}/run")[1]["is_good"]
-    row = document(capsys, "ls", f"{bucket}/run")[1]["checkpoints"][0]
-    assert (row["step"], row["is_damaged"]) == (1, False)
+    table = document(capsys, "ls", f"{bucket}/run")[1]
+    (row,) = table["checkpoints"]
+    assert (row["step"], row["is_damaged"], table["pending"]) == (1, False, [])
     copied = aio_ckpt.copy(f"{bucket}/run/step_000000001", tmp_path / "back")
     loaded = {"w": torch.zeros(70_000)}
     dcp.load(loaded, checkpoint_id=str(copied.path))
@@ -240,7 +241,7 @@ def test_a_second_writer_is_refused_by_name(bucket: str, capsys: pytest.CaptureF
     take_over(root)
     with opened(root) as engine:
         assert value_of(engine.read()) == 1.0
-        with pytest.raises(RootError, match=r"process \d+ on node-7 writes here|its heartbeat must stay away"):
+        with pytest.raises(RootError, match=r"process \d+ on node-7 writes here|It is dead if its heartbeat"):
             engine.save(state(2.0), step=2, deadline_secs=0.5)
     assert names_of(root) == {".aio_ckpt", "step_000000001"}
 
@@ -250,12 +251,14 @@ def test_a_writer_that_was_taken_over_changes_nothing(bucket: str, call: str) ->
     root, best = f"{bucket}/run", f"{bucket}/best"
     with opened(root) as engine:
         for step in (1, 2, 3):
-            engine.save(state(step), step=step).result(TIMEOUT)
+            engine.save(state(step), step=step, files={"card.md": b"mine"}).result(TIMEOUT)
         engine.save(state(5.0), path=best).result(TIMEOUT)
         take_over(root)
         calls: dict[str, Callable[[], Any]] = {
             "save": lambda: engine.save(state(9.0), step=9).result(TIMEOUT),
-            "overwrite": lambda: engine.save(state(9.0), step=3, overwrite=True).result(TIMEOUT),
+            "overwrite": lambda: engine.save(state(9.0), step=3, overwrite=True, files={"card.md": b"late"}).result(
+                TIMEOUT
+            ),
             "save_path": lambda: engine.save(state(9.0), path=best).result(TIMEOUT),
             "rollback": lambda: engine.rollback(1),
             "delete": lambda: engine.delete(1),
@@ -266,6 +269,7 @@ def test_a_writer_that_was_taken_over_changes_nothing(bucket: str, call: str) ->
         assert engine.steps() == [1, 2, 3]
         assert value_of(engine.read(3)) == 3.0
         assert value_of(engine.read(path=best)) == 5.0
+    assert get(f"{root}/step_000000003/card.md") == b"mine"
 
 
 # -- faults on the way ----------------------------------------------------------------------------------
@@ -337,6 +341,7 @@ def test_no_message_and_no_log_line_holds_a_credential(
         assert SECRET not in text
         assert "Signature" not in text
     assert "Permission denied" in str(caught.value)
+    assert "look at the credentials" in str(caught.value)
     assert bucket in str(caught.value)
 
 

@@ -21,6 +21,11 @@ from aio_ckpt.commit import leftovers
 from aio_ckpt.errors import AioCkptError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import save_of_file, save_of_metadata
 from aio_ckpt.format.root_manifest import decode_root
+from aio_ckpt.remote_path import RemotePath, check_place
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage import objects
+from aio_ckpt.storage.mounts import OBJECT_STORE
+from aio_ckpt.storage.objects import ObjectStorage
 
 ROOT, BEST = "s3://bucket/run", "s3://bucket/best"
 TIMEOUT = 30.0
@@ -151,6 +156,51 @@ def test_without_faults_all_operations_do_what_they_say_and_leave_nothing(bucket
     assert observed(bucket) == model == {step_name(2): 2.75, step_name(3): 3.0, step_name(4): 4.5}
     assert leaked(bucket) == set()
     assert len(bucket.changes) < 200
+
+
+def test_a_save_is_committed_though_nothing_may_be_deleted(
+    bucket: MemoryBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened() as engine:
+        bucket.choose = lambda name, key, _: "failed" if name == "delete" and "/pending/" in key else ""
+        for step in (1, 2):
+            engine.save(state(step), step=step).result(TIMEOUT)
+        assert "the next writer deletes it" in caplog.text
+        engine.rollback(1)
+    bucket.revive()
+    before = bucket.keys()
+    aside = {key for key in before if key.startswith(f"{step_name(2)}/")}
+    with opened() as engine:
+        engine.save(state(3.0), step=3).result(TIMEOUT)
+        engine.close()
+    assert aside, "the files of a step that was set aside stay where they are"
+    after = bucket.keys()
+    assert aside <= after, "what is pending is deleted, and not what was set aside since"
+    assert not any("/pending/" in key for key in after)
+
+
+async def test_of_two_engines_that_set_a_dead_claim_aside_one_gets_it(bucket: MemoryBucket) -> None:
+    executor = Executor("claims", 2)
+    storage, claim = ObjectStorage(executor, bucket.store), check_place("path", f"{ROOT}/.aio_ckpt/claim.json")
+    try:
+        await storage.write_file(claim, b"dead")
+        await storage.rename(claim, claim.parent / "trash/claim-dead")
+        await storage.write_file(claim, b"dead")
+        with pytest.raises(WriteError, match="exists"):
+            await storage.rename(claim, claim.parent / "trash/claim-dead")
+        await storage.write_file(claim.parent / "protected/1", b"")
+        with pytest.raises(WriteError, match="exists"):
+            await storage.write_file(claim.parent / "protected/1", b"")
+    finally:
+        executor.shutdown()
+
+
+def test_a_request_that_hangs_ends_before_its_writer_counts_as_dead() -> None:
+    place = RemotePath.of("s3://bucket/run")
+    assert place is not None
+    retry, silence = objects.open_store(place).retry_config, claims.longest_silence(OBJECT_STORE)
+    assert retry["retry_timeout"].total_seconds() == objects.RETRY_SECS
+    assert silence > objects.RETRY_SECS + objects.REQUEST_SECS + 2 * claims.HEARTBEAT_SECS
 
 
 def test_an_overwrite_replaces_no_checkpoint_but_the_one_that_it_has_seen(bucket: MemoryBucket) -> None:

@@ -308,6 +308,7 @@ def test_a_place_in_an_object_store_is_refused_where_none_can_be_used(
     [
         ("s3://bucket", "the root is a whole bucket: give a place in it"),
         ("s3://", "no place in a bucket"),
+        ("s3://bucket/a/../run", r"a URL with \. or \.\. in it"),
         ("s3://key:secret@bucket/run", "a URL with credentials: give them by the environment"),
     ],
 )
