@@ -36,6 +36,7 @@ from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.plan.global_plan import places
 from aio_ckpt.ranks.liveness import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
@@ -209,11 +210,23 @@ class SavePipeline:
             await self.claim.check()
             if not (job.call.overwrite or job.call.path is not None):
                 await publish.publish(ctx.storage, pending=job.pending, final=job.final)
+                await self._check_in_time(job)
                 return
             for directory in await publish.publish_over(
                 ctx.storage, pending=job.pending, final=job.final, save_id=job.save_id, check=self.claim.check
             ):
                 self.runner.trash.add(directory)
+            await self._check_in_time(job)
+
+    async def _check_in_time(self, job: SaveJob) -> None:
+        """Raise RootError, in doubt, if the next writer may have cleared the files before a commit in a store, whose
+        request hung."""
+        if isinstance(job.final, RemotePath):
+            try:
+                await self.claim.check()
+            except RootError as error:
+                error.in_doubt = True
+                raise
 
     async def _metadata_of_all(self, job: SaveJob, votes: Sequence[Vote]) -> MetadataFile:
         """Render and write ``.metadata`` of the shares of all ranks."""
