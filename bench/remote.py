@@ -56,6 +56,11 @@ class _Watched(Contender):
         """Note the rise."""
         self.peaks.append(_resident("VmHWM") - self._begun)
 
+    @property
+    def rise(self) -> Spread:
+        """Rise of the resident memory in the timed rounds, in MiB."""
+        return Spread.of([peak / _MIB for peak in self.peaks[1:]])
+
 
 def _resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -110,32 +115,28 @@ class DcpSave(_Watched):
 
     def start(self) -> Waitable:
         """Save."""
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        save(dict(self._state), storage_writer=FsspecWriter(self._url), no_dist=True)
+        save(dict(self._state), storage_writer=self._writer(), no_dist=True)
         return DONE
 
+    def _writer(self) -> Any:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-class S3TorchSave(_Watched):
+        return FsspecWriter(self._url)
+
+
+class S3TorchSave(DcpSave):
     """``dcp.save`` by s3torchconnector."""
 
     name = "dcp.save, s3torchconnector"
 
-    def __init__(self, state: State, url: str) -> None:
-        super().__init__()
-        self._state, self._url = state, url
-
-    def start(self) -> Waitable:
-        """Save."""
+    def _writer(self) -> Any:
         from s3torchconnector import S3ClientConfig
         from s3torchconnector.dcp import S3StorageWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
 
         config = S3ClientConfig(force_path_style=True)
-        writer = S3StorageWriter(region=os.environ["AWS_REGION"], path=self._url, s3client_config=config)
-        save(dict(self._state), storage_writer=writer, no_dist=True)
-        return DONE
+        return S3StorageWriter(region=os.environ["AWS_REGION"], path=self._url, s3client_config=config)
 
 
 class PlainGet(_Watched):
@@ -304,19 +305,13 @@ def _rows(contenders: Sequence[_Watched], rounds: int, nbytes: int) -> list[Row]
 
 
 def _memory_rows(what: str, contenders: Sequence[_Watched]) -> list[FigureRow]:
-    return [
-        FigureRow(
-            text=f"{what}: {each.name}: rise of resident memory",
-            values=Spread.of([peak / _MIB for peak in each.peaks[1:]]),
-            unit="MiB",
-        )
-        for each in contenders
-    ]
+    about = "rise of resident memory"
+    return [FigureRow(text=f"{what}: {each.name}: {about}", values=each.rise, unit="MiB") for each in contenders]
 
 
 def _goals(saved: dict[str, Row], loaded: dict[str, Row], savers: Sequence[_Watched]) -> list[Goal]:
     remote, disk = saved["aio_ckpt"], saved["aio_ckpt, to a disk"]
-    peaks = {each.name: Spread.of([peak / _MIB for peak in each.peaks[1:]]).median for each in savers}
+    rises = {each.name: each.rise.median for each in savers}
     plain = saved["obstore.put"]
     more = (remote.cpu_secs_per_gb - disk.cpu_secs_per_gb - plain.cpu_secs_per_gb) * (1 << 30) / 1e9
     return [
@@ -324,7 +319,7 @@ def _goals(saved: dict[str, Row], loaded: dict[str, Row], savers: Sequence[_Watc
         Goal(text="load: speed / ranged gets", figure=1 / loaded["aio_ckpt"].ratio, bound=0.9, is_floor=True),
         Goal(
             text="save: memory above a save to a disk",
-            figure=peaks["aio_ckpt"] - peaks["aio_ckpt, to a disk"],
+            figure=rises["aio_ckpt"] - rises["aio_ckpt, to a disk"],
             bound=64.0,
             unit="MiB",
         ),

@@ -141,28 +141,17 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
             CheckpointExistsError: with ``overwrite=False``, the directory holds a checkpoint.
             WriteError: the directory cannot be made, or a file has its name.
         """
-        if isinstance(self.path, RemotePath):
-            self._check_overwrite(self.path)
-            return plan
-        if self.path.is_file():
-            raise WriteError(
-                errno.EEXIST,
-                "is a file, and a checkpoint is a directory: move it away, or save to another checkpoint_id",
-                str(self.path),
-            )
-        with translate_errors(WriteError, self.path):
-            make_dirs(self.path.absolute())
-        self._check_overwrite(self.path)
+        if not isinstance(self.path, RemotePath):
+            _make_directory(self.path)
+        if not self.overwrite and self._holds_checkpoint():
+            text = "holds a checkpoint, and overwrite=False keeps it"
+            raise CheckpointExistsError(errno.EEXIST, text, str(self.path))
         return plan
 
-    def _check_overwrite(self, path: Path) -> None:
-        if self.overwrite:
-            return
+    def _holds_checkpoint(self) -> bool:
         with self._running() as runtime:
             exists, timeout_secs = runtime.storage.exists, self._config.stall_timeout_secs
-            is_there = runtime.portal.call(exists, path.absolute() / METADATA_FILE, timeout=timeout_secs)
-        if is_there:
-            raise CheckpointExistsError(errno.EEXIST, "holds a checkpoint, and overwrite=False keeps it", str(path))
+            return runtime.portal.call(exists, self.path.absolute() / METADATA_FILE, timeout=timeout_secs)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the save on the leader: remove what dead saves left, mark the save, give each rank its part."""
@@ -290,6 +279,18 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
 
     def _step(self, path: Path) -> int:
         return StepNames(self._config.step_dir).step(path.name) or 0
+
+
+def _make_directory(path: Path) -> None:
+    """Make the directory of a checkpoint. Raises WriteError if that fails, or a file has its name."""
+    if path.is_file():
+        raise WriteError(
+            errno.EEXIST,
+            "is a file, and a checkpoint is a directory: move it away, or save to another checkpoint_id",
+            str(path),
+        )
+    with translate_errors(WriteError, path):
+        make_dirs(path.absolute())
 
 
 def _with_workers(config: EngineConfig, thread_count: int) -> EngineConfig:

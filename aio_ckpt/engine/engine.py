@@ -54,6 +54,7 @@ from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure
 from aio_ckpt.ranks.polls import AgreedPreemption, AgreedTimer, AgreedWork, Work
 from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_group
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.futures import follow
@@ -61,7 +62,7 @@ from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, P
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.objects import AnyStorage
+from aio_ckpt.storage.objects import AnyStorage, store_of
 from aio_ckpt.ticket import Milestone, PendingCall, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
 
@@ -103,6 +104,8 @@ class BaseEngine:
             self._ctx = self._make_context(
                 path, config, owner, coordinator, storage, is_solo_by_default=is_solo_by_default
             )
+            if isinstance(path, RemotePath):
+                store_of(self._ctx.storage, path)  # raises ConfigError now, if it cannot be opened
             self._make_parts()
             self._rescue.announce(self._portal)
             self._portal.at_exit(self._drain)

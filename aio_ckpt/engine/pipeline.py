@@ -208,14 +208,13 @@ class SavePipeline:
         job.begin("waiting while other checkpoints are renamed")
         async with self.runner.committing(job, self.quarantine.renames):
             await self.claim.check()
-            if not (job.call.overwrite or job.call.path is not None):
+            if job.call.overwrite or job.call.path is not None:
+                for directory in await publish.publish_over(
+                    ctx.storage, pending=job.pending, final=job.final, save_id=job.save_id, check=self.claim.check
+                ):
+                    self.runner.trash.add(directory)
+            else:
                 await publish.publish(ctx.storage, pending=job.pending, final=job.final)
-                await self._check_in_time(job)
-                return
-            for directory in await publish.publish_over(
-                ctx.storage, pending=job.pending, final=job.final, save_id=job.save_id, check=self.claim.check
-            ):
-                self.runner.trash.add(directory)
             await self._check_in_time(job)
 
     async def _check_in_time(self, job: SaveJob) -> None:

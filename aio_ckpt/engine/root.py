@@ -35,7 +35,6 @@ from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start
 from aio_ckpt.runtime.waiting import WaitWarning, call_within, disk_warning
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
-from aio_ckpt.storage.objects import open_store
 from aio_ckpt.storage.paths import checked_path
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ def usable_root(root: str | os.PathLike[str], limit_secs: float) -> tuple[Path, 
 
     Raises:
         RootError: the path is no path, is a file or a checkpoint, or cannot be made; see :func:`checked_path`.
-        ConfigError: it is a URL that names no place in an object store, or one with credentials; or obstore is missing.
+        ConfigError: it is a URL that names no place in an object store, or one with credentials.
         StallError: the disk does not answer within ``limit_secs``.
     """
     if place := find_remote("root", root):
@@ -62,7 +61,6 @@ def usable_root(root: str | os.PathLike[str], limit_secs: float) -> tuple[Path, 
             raise RootError(
                 errno.EINVAL, "the root is a whole bucket: give a place in it, such as BUCKET/run", str(place)
             )
-        open_store(place)
         return place, OBJECT_STORE
     path = checked_path(root).absolute()
     return path, call_within(limit_secs, functools.partial(_check_root, path), "looking at the root", path)

@@ -47,14 +47,14 @@ class RootLock:
         """
         self.path = path
         self._pid = os.getpid()
-        self._key = os.path.realpath(path)
+        self._key = str(path) if isinstance(path, RemotePath) else os.path.realpath(path)
         self._descriptor: int | None = None
         self.is_granted = False
         """Whether the file system has granted the lock. False: it has no locks."""
         self._entry = (self._pid, weakref.ref(self))
         try:
             self._claim()
-            self._descriptor, self.is_granted = _open_locked(path)
+            self._descriptor, self.is_granted = self._open()
         except BaseException:
             self._unclaim()
             raise
@@ -82,7 +82,7 @@ class RootLock:
             _close(self._descriptor)  # the file was removed, so that other processes would lock a new one
             self._descriptor = None
         if self._descriptor is None:
-            self._descriptor, self.is_granted = _open_locked(self.path)
+            self._descriptor, self.is_granted = self._open()
             return True
         _lock(self._descriptor, self.path)
         return False
@@ -102,6 +102,10 @@ class RootLock:
             _close(descriptor)
         if os.getpid() == self._pid:
             self._unclaim()  # also without a descriptor, as after a renewal that failed
+
+    def _open(self) -> tuple[int | None, bool]:
+        """Return a descriptor of the lock file, and whether its lock was granted."""
+        return _open_locked(self.path)
 
     def _claim(self) -> None:
         while (holder := _held.setdefault(self._key, self._entry)) is not self._entry:
@@ -125,22 +129,16 @@ class ProcessLock(RootLock):
         Raises:
             RootError: another engine of this process holds the lock.
         """
-        self.path = path
-        self._pid = os.getpid()
-        self._key = str(path) if isinstance(path, RemotePath) else os.path.realpath(path)
-        self._descriptor = None
-        self.is_granted = False
-        self._entry = (self._pid, weakref.ref(self))
-        self._claim()
-        try:
-            make()
-        except BaseException:
-            self._unclaim()
-            raise
+        self._make = make
+        super().__init__(path)
 
     def renew(self) -> bool:
         """Return False: nothing of this lock is on the file system."""
         return False
+
+    def _open(self) -> tuple[int | None, bool]:
+        self._make()
+        return None, False
 
 
 def _open_locked(path: Path) -> tuple[int, bool]:

@@ -22,7 +22,7 @@ import msgspec
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_file, save_of_metadata
-from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR
+from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR
 from aio_ckpt.format.root_manifest import decode_root
 from aio_ckpt.storage.object_errors import DoubtfulError, code_of, text_of
 
@@ -78,14 +78,11 @@ class Bucket:
         Raises:
             FileExistsError: another object has this key.
         """
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
         try:
-            obstore.put(self._store, key, data, mode="create")
-        except AlreadyExistsError:
+            self.create_new(key, data)
+        except FileExistsError:
             if not data or self.get(key) != data:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+                raise
 
     def create_new(self, key: str, data: bytes) -> None:
         """Put an object that does not exist. Of several callers with the same ``data``, one gets it.
@@ -123,12 +120,12 @@ class Bucket:
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._store, key)
 
-    def names(self, place: str) -> list[str]:
-        """Return the names of all objects below ``place``, at whatever depth."""
+    def lengths(self, place: str) -> dict[str, int]:
+        """Return the length in bytes of each object below ``place``, at whatever depth, by its name below it."""
         import obstore
 
-        found = (each["path"] for batch in obstore.list(self._store, place) for each in batch)
-        return [key.removeprefix(f"{place}/") for key in found]
+        listed = (each for batch in obstore.list(self._store, place) for each in batch)
+        return {each["path"].removeprefix(f"{place}/"): each["size"] for each in listed}
 
 
 def begin(bucket: Bucket, pending: str, place: str, save_id: str) -> None:
@@ -193,7 +190,7 @@ def supersede(bucket: Bucket, pending: str, place: str) -> None:
         raise FileNotFoundError(errno.ENOENT, f"{METADATA_FILE} of the save is gone")
     if old is not None and old != metadata:
         replaced = _owned(bucket, place, old)
-        saves = None if record.saves is None else (*record.saves, *(replaced.saves or ()))
+        saves = (*(record.saves or ()), *(replaced.saves or ()))
         _put_record(bucket, pending, Record(place=place, saves=saves, files=(*record.files, *replaced.files)))
     put = bucket.create if old is None else functools.partial(bucket.put, version=version)
     _put_surely(put, bucket, f"{place}/{METADATA_FILE}", metadata)
@@ -218,7 +215,7 @@ def remove_tree(bucket: Bucket, directory: str) -> None:
 
     A checkpoint stops being one first, and a record goes last, so that the next call goes on after a crash.
     """
-    record, names = _record(bucket, directory), bucket.names(directory)
+    record, names = _record(bucket, directory), bucket.lengths(directory)
     if METADATA_FILE in names:
         bucket.delete(f"{directory}/{METADATA_FILE}")
     if record is not None:
@@ -233,7 +230,7 @@ def remove_tree(bucket: Bucket, directory: str) -> None:
 
 def _removable(bucket: Bucket, record: Record, aside: Collection[str]) -> Iterator[str]:
     """Return the names of the files of a record that nothing else needs. ``aside``: saves of what was set aside."""
-    names = bucket.names(record.place)
+    names = bucket.lengths(record.place)
     metadata = bucket.get(f"{record.place}/{METADATA_FILE}")
     if record.saves is None:  # the checkpoint of another program, whose files hold no id
         yield from (name for name in names if metadata is None and save_of_file(name) is None)
@@ -250,11 +247,11 @@ def _removable(bucket: Bucket, record: Record, aside: Collection[str]) -> Iterat
 
 def _saves_aside(bucket: Bucket, directory: str, place: str) -> set[str]:
     """Return the ids of the saves whose files in ``place`` belong to what the engine of ``directory`` has set aside."""
-    engine_dir, found = directory.rpartition("/")[0].rpartition("/")[0], set[str]()
-    for kind in (ABANDONED_DIR, CORRUPT_DIR):
-        below = f"{engine_dir}/{kind.rpartition('/')[2]}"
-        for name in bucket.names(below):
-            record = _record(bucket, f"{below}/{name.rpartition('/')[0]}") if name.endswith(RECORD_FILE) else None
+    root, found = directory.partition(f"/{ENGINE_DIR}/")[0], set[str]()
+    for name in bucket.lengths(f"{root}/{ENGINE_DIR}"):
+        holder, _, last = f"{ENGINE_DIR}/{name}".rpartition("/")
+        if last == RECORD_FILE and holder.startswith((ABANDONED_DIR, CORRUPT_DIR)):
+            record = _record(bucket, f"{root}/{holder}")
             if record is not None and record.place == place:
                 found.update(record.saves or ())
     return found

@@ -251,14 +251,7 @@ class ObjectStorage(Storage):
 
     def all_lengths(self, path: Path) -> Coro[dict[str, int]]:
         """Return the length in bytes of each object below a prefix, at whatever depth, by its name below it."""
-        return self._run(ReadError, path, self._all_lengths, path)
-
-    def _all_lengths(self, path: Path) -> dict[str, int]:
-        import obstore
-
-        begin = len(_key(path)) + 1
-        listed = (each for batch in obstore.list(self._store, _key(path)) for each in batch)
-        return {each["path"][begin:]: each["size"] for each in listed}
+        return self._run(ReadError, path, self._bucket.lengths, _key(path))
 
     def get_file(self, path: Path, target: Path, advance: Callable[[int], None]) -> Coro[None]:
         """Get an object as a new file of this host, durably. ``advance`` is called with the bytes written since."""

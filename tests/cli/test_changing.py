@@ -7,16 +7,16 @@ import os
 import shutil
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
 from command_line import called, document, state
+from other_owner import owner_elsewhere
 from saved_files import ROOT_MANIFEST, root_manifest
 
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.commit import claim as claims
-from aio_ckpt.commit.owner import Owner, encoded_owner
+from aio_ckpt.commit.owner import encoded_owner
 from aio_ckpt.format.names import CLAIM_FILE
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.mounts import Mount
@@ -186,7 +186,7 @@ def test_a_root_that_another_host_claims_is_not_changed(
 ) -> None:
     """On a file system whose locks stay on this host, the claim alone tells."""
     monkeypatch.setattr(claims, "mount_of", lambda _: CLAIMED_ELSEWHERE)
-    other = msgspec.structs.replace(Owner.of_this_process("other"), host="node-7", machine_id="m", boot_id="b")
+    other = owner_elsewhere()
     (many / CLAIM_FILE).write_bytes(encoded_owner(other))
     before = sorted(path.name for path in many.iterdir())
     name, *options = command

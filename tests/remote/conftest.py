@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import obstore
 import pytest
 from obstore.store import from_url
 
 from bench.common import seaweedfs
+from tests.remote.fault_proxy import Choose, fault_proxy
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +31,14 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv(name, value)
     obstore.put(from_url("s3://bucket"), "first", b"")  # makes the bucket
     return f"s3://bucket/{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def faulty(s3_server: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Choose], None]]:
+    """From the call on, the environment leads to a proxy that makes requests fail."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(choose: Choose) -> None:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", stack.enter_context(fault_proxy(s3_server, choose)))
+
+        yield begin

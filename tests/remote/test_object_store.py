@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.objects import ObjectStorage
 from bench.common.seaweedfs import SECRET
-from tests.remote.fault_proxy import Choose, Fault, fault_proxy
+from tests.remote.fault_proxy import Fault
 
 STEPS = (10, 20)
 
@@ -317,17 +316,6 @@ def test_a_trainer_copies_its_steps_in_a_thread_of_its_own(tmp_path: Path, bucke
 
 
 # -- faults on the way ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def faulty(s3_server: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Choose], None]]:
-    """From the call on, the environment leads to a proxy that makes requests fail."""
-    with contextlib.ExitStack() as stack:
-
-        def begin(choose: Choose) -> None:
-            monkeypatch.setenv("AWS_ENDPOINT_URL", stack.enter_context(fault_proxy(s3_server, choose)))
-
-        yield begin
 
 
 def test_a_store_that_is_busy_is_asked_again(root: Path, bucket: str, capsys, faulty) -> None:

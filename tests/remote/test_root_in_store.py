@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import obstore
 import pytest
 import torch
@@ -20,16 +19,16 @@ import torch.distributed.checkpoint as dcp
 from command_line import called, document
 from obstore.exceptions import GenericError
 from obstore.store import from_url
+from other_owner import claim_of_another_host
 from rank_processes import Ranks
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine
-from aio_ckpt.commit.owner import Owner, encoded_owner
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
 from aio_ckpt.format.names import CLAIM_FILE
 from aio_ckpt.storage.object_errors import text_of
 from bench.common.seaweedfs import KEY, SECRET
-from tests.remote.fault_proxy import Choose, Fault, fault_proxy
+from tests.remote.fault_proxy import Fault
 from tests.remote.test_object_store import data_of, get, keys, put
 
 TIMEOUT = 60.0
@@ -230,8 +229,7 @@ def test_ranks_save_and_load_one_checkpoint_in_a_store(two: Ranks, bucket: str) 
 
 
 def take_over(url: str) -> None:
-    other = msgspec.structs.replace(Owner.of_this_process(), host="node-7", machine_id="m", boot_id="b")
-    put(f"{url}/{CLAIM_FILE}", encoded_owner(other))
+    put(f"{url}/{CLAIM_FILE}", claim_of_another_host())
 
 
 def test_a_second_writer_is_refused_by_name(bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,16 +271,6 @@ def test_a_writer_that_was_taken_over_changes_nothing(bucket: str, call: str) ->
 
 
 # -- faults on the way ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def faulty(s3_server: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Choose], None]]:
-    with contextlib.ExitStack() as stack:
-
-        def begin(choose: Choose) -> None:
-            monkeypatch.setenv("AWS_ENDPOINT_URL", stack.enter_context(fault_proxy(s3_server, choose)))
-
-        yield begin
 
 
 @pytest.mark.parametrize("end", [".distcp", ".bin", ".json", ".metadata", "claim.json"])

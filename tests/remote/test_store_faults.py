@@ -9,17 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import msgspec
 import obstore
 import pytest
 import torch
 from memory_bucket import Fault, MemoryBucket
+from other_owner import claim_of_another_host
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit import leftovers
-from aio_ckpt.commit.owner import Owner, encoded_owner
 from aio_ckpt.errors import AioCkptError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import save_of_file, save_of_metadata
 from aio_ckpt.format.root_manifest import decode_root
@@ -214,8 +213,7 @@ def test_a_commit_that_comes_after_the_takeover_is_no_success(bucket: MemoryBuck
 
         def hang(name: str, key: str, _: int) -> Fault:
             if (name, key) == ("put", f"{step_name(1)}/.metadata"):
-                other = msgspec.structs.replace(Owner.of_this_process(), host="node-7", machine_id="m", boot_id="b")
-                bucket.replace("run/.aio_ckpt/claim.json", encoded_owner(other))
+                bucket.replace("run/.aio_ckpt/claim.json", claim_of_another_host())
             return ""
 
         bucket.choose = hang

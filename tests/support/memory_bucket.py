@@ -11,7 +11,6 @@ import pytest
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
-from aio_ckpt.engine import root as engine_root
 from aio_ckpt.storage import objects
 
 Fault = Literal["", "failed", "lost", "dead"]
@@ -35,8 +34,7 @@ class MemoryBucket:
         self._is_dead = False
         self._put = obstore.put
         self._mutex = threading.Lock()
-        for module in (objects, engine_root):
-            monkeypatch.setattr(module, "open_store", lambda _: self.store)
+        monkeypatch.setattr(objects, "open_store", lambda _: self.store)
         for name in (*_CHANGES, *_READS):
             monkeypatch.setattr(obstore, name, self._called(name, getattr(obstore, name)))
 

@@ -10,18 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from builders import listing, save, steps_dir, weights
 from gated_storage import TIMEOUT, GatedStorage
 from lock_holder import locked_by_another_process
+from other_owner import claim_of_another_host
 from saved_files import data_file
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit import retention
-from aio_ckpt.commit.owner import Owner, encoded_owner
 from aio_ckpt.errors import RootError
 from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE, PENDING_DIR
 from aio_ckpt.runtime.portal import Executor
@@ -31,9 +30,8 @@ NFS = Mount("nfs4", frozenset({"local_lock=none"}))
 
 
 def take_over(root: Path) -> None:
-    """Write the claim of an engine on another host, as one on a mount without locks of a server does."""
-    other = msgspec.structs.replace(Owner.of_this_process(), host="node-7", machine_id="m", boot_id="b")
-    (root / CLAIM_FILE).write_bytes(encoded_owner(other))
+    """Write the claim of an engine on another host."""
+    (root / CLAIM_FILE).write_bytes(claim_of_another_host())
 
 
 @pytest.mark.parametrize("call", ["save", "overwrite", "save_path", "rollback", "delete", "remove"])
