@@ -26,9 +26,12 @@ from aio_ckpt.storage.direct_io import (
     RWF_DONTCACHE,
     aligned_span,
     check_fallback,
+    create_direct,
+    create_exclusively,
     open_direct,
 )
 from aio_ckpt.storage.durability import sync_data
+from aio_ckpt.storage.mounts import is_shared
 from aio_ckpt.storage.remedies import with_remedy
 
 if TYPE_CHECKING:
@@ -131,16 +134,21 @@ class CreatedFile:
 
     path: Path
     numbers: list[int]
-    """A descriptor that goes through the page cache. If O_DIRECT could be opened, a second one with it."""
+    """The descriptor."""
+    is_direct: bool
+    """Whether it was opened with O_DIRECT."""
 
     @classmethod
     def create(cls, path: Path, nbytes: int, direct_io: DirectIO) -> CreatedFile:
-        """Create ``path``, which must not exist, and reserve ``nbytes``."""
-        base = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        created = cls(path, [base])
+        """Create ``path``, which must not exist, and reserve ``nbytes`` on a file system of this host.
+
+        It is opened once, because each open of a shared file system asks the server.
+        """
+        number = create_direct(path, direct_io)
+        is_direct = number is not None
+        created = cls(path, [create_exclusively(path, 0) if number is None else number], is_direct)
         try:
-            _reserve(base, nbytes)
-            created.numbers.extend(open_direct(path, os.O_WRONLY, direct_io))
+            _reserve(created.numbers[0], nbytes)
         except BaseException:
             created.discard()
             raise
@@ -163,10 +171,12 @@ class DataFile:
 
     def __init__(self, created: CreatedFile, executor: Executor, direct_io: DirectIO) -> None:
         self.path = created.path
-        self.mode: WriteMode = "direct" if len(created.numbers) > 1 else "dontcache"
+        self.mode: WriteMode = "direct" if created.is_direct else "dontcache"
         """How bytes reach the disk from now on."""
         self._direct_io = direct_io
-        self._numbers = tuple(created.numbers)
+        self._is_direct = self._takes_unaligned = created.is_direct
+        self._numbers = created.numbers
+        """The descriptor of the file. If that is direct and some bytes went through the page cache, one for these."""
         self._files = _Descriptors(executor, created.numbers)
         self._executor = executor
 
@@ -187,14 +197,18 @@ class DataFile:
         while rest:
             mode = self.mode
             span = aligned_span(rest, offset) if mode == "direct" else 0
-            number = self._numbers[1 if span else 0]  # what is not aligned goes through the page cache
+            is_direct = bool(span) or (mode == "direct" and self._takes_unaligned)
+            number = self._numbers[0] if is_direct else self._cached_number()
             flags = RWF_DONTCACHE if mode == "dontcache" else 0
             try:
                 written = os.pwritev(number, [rest[:span] if span else rest], offset, flags)
             except OSError as error:
-                if not (span or flags) or error.errno not in REFUSALS:
+                if not (is_direct or flags) or error.errno not in REFUSALS:
                     raise
-                self._fall_back(mode, error)
+                if is_direct and not span:
+                    self._takes_unaligned = False
+                else:
+                    self._fall_back(mode, error)
                 continue
             if not written:
                 raise OSError(errno.EIO, f"nothing of {rest.nbytes} bytes was written at offset {offset}")
@@ -206,6 +220,12 @@ class DataFile:
             check_fallback(self.path, self._direct_io, error)
         if self.mode == refused:
             self.mode = "dontcache" if refused == "direct" else "buffered"
+
+    def _cached_number(self) -> int:
+        """Return the descriptor that goes through the page cache. If the first one is direct, open it when needed."""
+        if self._is_direct and len(self._numbers) == 1:  # two threads may each open one; all are closed
+            self._numbers.append(os.open(self.path, os.O_WRONLY | os.O_CLOEXEC))
+        return self._numbers[-1]
 
     async def sync(self) -> None:
         """Make the written bytes durable (fdatasync). After a failure the file is lost: do not try again."""
@@ -219,11 +239,12 @@ class DataFile:
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Allocate ``nbytes``. If the file system cannot, only set the length.
+    """Allocate ``nbytes`` on a file system of this host. If it cannot, only set the length.
 
-    This does not use os.posix_fallocate: if the file system cannot allocate, glibc writes a byte into every 4 KiB.
+    A server allocates what is written, and to reserve is a further call to it. This does not use os.posix_fallocate: if
+    the file system cannot allocate, glibc writes a byte into every 4 KiB.
     """
-    if not nbytes:
+    if not nbytes or is_shared(os.fstat(descriptor).st_dev):
         return
     while _LIBC.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         code = ctypes.get_errno()
@@ -251,7 +272,8 @@ class OpenedFile:
         numbers = [open_regular_file(path)]
         try:
             nbytes = os.fstat(numbers[0]).st_size
-            numbers.extend(open_direct(path, os.O_RDONLY, direct_io))
+            if (direct := open_direct(path, direct_io)) is not None:
+                numbers.append(direct)
         except BaseException:
             _close_numbers(numbers)
             raise

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from aio_ckpt.config import DirectIO
 
 _log = logging.getLogger("aio_ckpt")
+
+_WARNERS: dict[Path, object] = {}
+"""By mount, who has warned that it refuses O_DIRECT. The warning belongs to the machine, and not to an engine."""
 
 RWF_DONTCACHE = 0x80
 """Flag of Linux 6.14: a write goes through the page cache and is dropped from it once written. ``os`` lacks it."""
@@ -35,28 +38,42 @@ PageCache: TypeAlias = Literal["pass", "take", "fill"]
 """
 
 
-def open_direct(path: Path, access: int, direct_io: DirectIO) -> list[int]:
-    """Open ``path`` with O_DIRECT. Return the descriptor; an empty list if ``direct_io`` or the file system is without.
+def open_direct(path: Path, direct_io: DirectIO) -> int | None:
+    """Open ``path``, which exists, for reading with O_DIRECT; None if ``direct_io`` or the file system is without.
 
     That it can be opened proves little: a file system may still refuse single operations, see :func:`check_fallback`.
-
-    Args:
-        path: A file that exists.
-        access: ``os.O_RDONLY`` or ``os.O_WRONLY``.
-        direct_io: See :class:`~aio_ckpt.EngineConfig`.
 
     Raises:
         OSError: a failure other than a refusal of O_DIRECT; if ``direct_io="on"``, also the refusal.
     """
-    if direct_io == "off":
-        return []
+    return _unless_refused(direct_io, os.open, path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+
+def create_direct(path: Path, direct_io: DirectIO) -> int | None:
+    """Create ``path``, which must not exist, for writing with O_DIRECT. Otherwise as :func:`open_direct`."""
+    return _unless_refused(direct_io, create_exclusively, path, os.O_DIRECT)
+
+
+def create_exclusively(path: Path, flags: int) -> int:
+    """Create ``path``, which must not exist, for writing, and return its descriptor. If that fails, leave no file."""
     try:
-        return [os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)]
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o666)
+    except OSError as error:
+        if error.errno in NOT_SUPPORTED:  # open(2), BUGS: the file may have been created
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _unless_refused(direct_io: DirectIO, opening: Callable[[Path, int], int], path: Path, flags: int) -> int | None:
+    if direct_io == "off":
+        return None
+    try:
+        return opening(path, flags)
     except OSError as error:
         if error.errno not in NOT_SUPPORTED:
             raise
         _check_may_fall_back(direct_io, error)
-        return []
+        return None
 
 
 def check_fallback(path: Path, direct_io: DirectIO, refused: OSError) -> None:
@@ -79,14 +96,15 @@ def _check_may_fall_back(direct_io: DirectIO, refused: OSError) -> None:
         raise OSError(refused.errno, f'{refused.strerror}; direct_io="on" refuses to fall back') from refused
 
 
-@functools.cache
 def _warn_of_refusal(mount: Path, reason: str) -> None:
-    _log.warning(
-        "%s: the file system there opens files with O_DIRECT and refuses to write or read with it (%s): the page cache "
-        'is used instead, which is slower. direct_io="off" does so without a try. Told once',
-        mount,
-        reason,
-    )
+    warner = object()
+    if _WARNERS.setdefault(mount, warner) is warner:  # atomic: of several threads, the first one warns
+        _log.warning(
+            "%s: the file system there opens files with O_DIRECT and refuses to write or read with it (%s): the page "
+            'cache is used instead, which is slower. direct_io="off" does so without a try. Told once',
+            mount,
+            reason,
+        )
 
 
 def aligned_span(view: memoryview, offset: int) -> int:

@@ -84,7 +84,7 @@ class Storage:
     async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
         """Create ``path`` for concurrent writes, in the first mode of :data:`WriteMode` that works.
 
-        ``nbytes`` are reserved, so that a full disk shows before a byte is written.
+        On a disk of this host, ``nbytes`` are reserved, so that a full disk shows before a byte is written.
 
         Raises:
             WriteError: the file exists, or there is no room for it, or ``direct_io="on"`` and it cannot be opened so.

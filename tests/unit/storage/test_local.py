@@ -125,7 +125,7 @@ def refuse(patch: pytest.MonkeyPatch, *modes: str, code: int = errno.EINVAL) -> 
     write, read = os.pwritev, os.preadv
     patch.setattr(os, "pwritev", pwritev)
     patch.setattr(os, "preadv", preadv)
-    direct_io._warn_of_refusal.cache_clear()
+    direct_io._WARNERS.clear()
     return refused
 
 
@@ -268,6 +268,57 @@ async def test_where_nothing_can_be_reserved_the_length_is_set(
     file = await local.create_data_file(tmp_path / "d", 2 * PAGE)
     await file.close()
     assert (tmp_path / "d").stat().st_size == 2 * PAGE
+
+
+async def test_a_file_on_a_shared_file_system_costs_one_open_and_no_reservation(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS takes unaligned bytes with O_DIRECT. Each further call would ask the server."""
+    real, opens, opened = os.pwritev, os.open, list[str]()
+
+    def write(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        with monkeypatch.context() as any_alignment:
+            any_alignment.setattr(os, "pwritev", real)
+            cached = opens(tmp_path / "d", os.O_WRONLY)
+            try:
+                return os.pwritev(cached, buffers, offset)
+            finally:
+                os.close(cached)
+
+    def seen(path: Any, *arguments: Any) -> int:
+        opened.append(str(path))
+        return opens(path, *arguments)
+
+    monkeypatch.setattr(datafile, "is_shared", lambda device: True)
+    monkeypatch.setattr(os, "pwritev", write)
+    monkeypatch.setattr(os, "open", seen)
+    file = await Storage(executor).create_data_file(tmp_path / "d", len(data := numbers(PAGE + 100)))
+    assert (tmp_path / "d").stat().st_size == 0
+    await file.write(0, aligned(data))
+    await file.close()
+    monkeypatch.undo()
+    assert opened == [str(tmp_path / "d")]
+    assert (tmp_path / "d").read_bytes() == data
+
+
+async def test_a_file_that_was_created_though_o_direct_was_refused_is_created_once_more(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """open(2), BUGS: O_CREAT with an O_DIRECT that the file system refuses creates the file and fails."""
+    opens = os.open
+
+    def refusing(path: Any, flags: int, *mode: int) -> int:
+        if not flags & os.O_DIRECT:
+            return opens(path, flags, *mode)
+        os.close(opens(path, flags & ~os.O_DIRECT, *mode))
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+
+    monkeypatch.setattr(os, "open", refusing)
+    file = await Storage(executor).create_data_file(tmp_path / "d", PAGE)
+    await file.write(0, aligned(numbers(PAGE)))
+    await file.close()
+    assert file.mode != "direct"
+    assert (tmp_path / "d").read_bytes() == numbers(PAGE)
 
 
 async def test_an_existing_file_is_never_written_over(local: Storage, tmp_path: Path) -> None:
@@ -465,7 +516,7 @@ async def test_a_write_that_falls_short_is_continued(
 async def test_what_a_short_direct_write_leaves_unaligned_goes_through_the_page_cache(
     executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stands in for a kernel that stops inside a page; this one does not."""
+    """Stands in for a kernel that stops inside a page; this one does not. It is asked first: NFS takes such bytes."""
     local, real, taken = storage_of_mode(executor, "direct", tmp_path, monkeypatch), os.pwritev, list[bool]()
 
     def falls_short(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
@@ -477,7 +528,7 @@ async def test_what_a_short_direct_write_leaves_unaligned_goes_through_the_page_
     file = await local.create_data_file(tmp_path / "d", 3 * PAGE)
     await file.write(0, aligned(numbers(3 * PAGE)))
     await file.close()
-    assert taken == [True, False]
+    assert taken == [True, True, False]
     assert (tmp_path / "d").read_bytes() == numbers(3 * PAGE)
 
 
@@ -650,21 +701,26 @@ async def test_a_creation_that_fails_closes_every_descriptor_though_a_close_tell
     local, path, opened = Storage(executor), tmp_path / "d", list[int]()
     open_, close, baseline = os.open, os.close, open_files()
 
-    def failing_open(name: Any, *arguments: Any, **options: Any) -> int:
+    def seen_open(name: Any, *arguments: Any, **options: Any) -> int:
         if Path(name) != path:
             return open_(name, *arguments, **options)
-        if len(opened) == 1:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(name))
         opened.append(open_(name, *arguments, **options))
         return opened[-1]
+
+    class Full:
+        @staticmethod
+        def fallocate(*_: object) -> int:
+            ctypes.set_errno(errno.ENOSPC)
+            return -1
 
     def failing_close(number: int) -> None:
         close(number)
         if number in opened:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(os, "open", failing_open)
+    monkeypatch.setattr(os, "open", seen_open)
     monkeypatch.setattr(os, "close", failing_close)
+    monkeypatch.setattr(datafile, "_LIBC", Full)
     with pytest.raises(WriteError):
         await local.create_data_file(path, PAGE)
     monkeypatch.undo()
