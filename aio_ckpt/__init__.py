@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from aio_ckpt._version import __version__
-from aio_ckpt.config import EngineConfig, KeepBest
+from aio_ckpt.config import EngineConfig, KeepBest, Mirror
 from aio_ckpt.errors import (
     AioCkptError,
     BudgetExceededError,
@@ -93,6 +93,7 @@ __all__ = [
     "FormatVersionError",
     "KeepBest",
     "LoadReport",
+    "Mirror",
     "MismatchError",
     "MissingNameError",
     "PeerFailedError",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from aio_ckpt.checks import check_callback, check_flag, check_seconds, is_among, is_path, shown
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import SaveReport
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "FailurePolicy",
     "KeepBest",
     "MetricMode",
+    "Mirror",
     "Staging",
     "VerifyPolicy",
 ]
@@ -42,6 +45,8 @@ MAX_WORKERS = 256
 MAX_BYTES_PER_SEC = 1e15
 MIN_BYTES_PER_SEC = 1 << 20
 """Smallest cap. With it, a chunk of 32 MiB, which is written at once, waits half a minute."""
+_LEAST_MIRROR_RATE = 8 << 20
+"""With it, a part of 16 MiB that each of four readers reads at once is paid for before the next heartbeat is due."""
 GATHER_BYTES = 64 << 20
 """Default of ``EngineConfig.gather_bytes``."""
 LEAST_BUDGET_BYTES = 64 << 10
@@ -83,6 +88,35 @@ class KeepBest:
             raise ConfigError(f"KeepBest(mode={shown(self.mode)}): allowed are 'min', 'max'")
         if type(self.count) is not int or self.count < 1:
             raise ConfigError(f"KeepBest(count={shown(self.count)}): give a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """A second root to which committed steps are copied in the background: :doc:`mirror`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    place: str | os.PathLike[str]
+    """Directory, as of a shared file system, or URL of an object store (``s3://``, ``gs://``, ``az://``; needs
+    ``aio-ckpt[remote]``)."""
+
+    every: int = field(default=1, kw_only=True)
+    """Steps divisible by this are copied. If a step is committed before the copy of another one has begun, that one is
+    passed over."""
+
+    keep_last: int | None = field(default=None, kw_only=True)
+    """Newest steps to keep in the mirror; None deletes nothing there. Protected steps stay, too."""
+
+    max_bytes_per_sec: float | None = field(default=None, kw_only=True)
+    """Cap on copying, at least 8 MiB; None: none. Each byte counts twice, as it is copied and then read back."""
+
+    def __post_init__(self) -> None:
+        check_place("Mirror(place)", self.place, of="a mirror")
+        _whole(_AT_LEAST_1, 1)("Mirror(every)", self.every)
+        _whole(_AT_LEAST_1, 1, or_none=True)("Mirror(keep_last)", self.keep_last)
+        _rate(_LEAST_MIRROR_RATE)("Mirror(max_bytes_per_sec)", self.max_bytes_per_sec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +182,10 @@ class EngineConfig:
 
     keep_best: KeepBest | None = None
     """The best steps by a metric are kept, beside ``keep_last``, which it needs."""
+
+    mirror: Mirror | None = None
+    """A second root, to which rank 0 copies committed steps; ``load()`` takes the newest step of both. Retention keeps
+    a step until its copy is there."""
 
     verify: VerifyPolicy = "load"
     """Check the sums of every byte that a load reads, or never."""
@@ -224,13 +262,18 @@ def _one_of(allowed: tuple[str, ...]) -> _Check:
     return check
 
 
-def _check_write_cap(name: str, value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_rate = is_number and MIN_BYTES_PER_SEC <= value <= MAX_BYTES_PER_SEC  # type: ignore[operator]
-    if value is None or is_rate:
-        return
-    told = "so large a number" if isinstance(value, int) and value > 1 << 64 else shown(value)
-    raise ConfigError(f"{name}={told}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or None")
+def _rate(least: int) -> _Check:
+    """Return the check for bytes a second, or None."""
+
+    def check(name: str, value: object) -> None:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_rate = is_number and least <= value <= MAX_BYTES_PER_SEC  # type: ignore[operator]
+        if value is None or is_rate:
+            return
+        told = "so large a number" if isinstance(value, int) and value > 1 << 64 else shown(value)
+        raise ConfigError(f"{name}={told}: give bytes a second from {least} to 1e15, or None")
+
+    return check
 
 
 def _check_shm_path(name: str, value: object) -> None:
@@ -241,6 +284,11 @@ def _check_shm_path(name: str, value: object) -> None:
 def _check_keep_best(name: str, value: object) -> None:
     if value is not None and not isinstance(value, KeepBest):
         raise ConfigError(f"{name}={shown(value)}: give a KeepBest")
+
+
+def _check_mirror(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, Mirror):
+        raise ConfigError(f"{name}={shown(value)}: give a Mirror")
 
 
 def _check_device_copy_bytes(name: str, value: object) -> None:
@@ -278,7 +326,7 @@ _CHECKS: dict[str, _Check] = {
     "drain_timeout_secs": check_seconds,
     "thread_nice": _whole("give a whole number from 0 to 19", 0, 19),
     "thread_ioprio": _whole("give a whole number from 0 to 7, or None", 0, 7, or_none=True),
-    "max_write_bytes_per_sec": _check_write_cap,
+    "max_write_bytes_per_sec": _rate(MIN_BYTES_PER_SEC),
     "staging": _one_of(get_args(Staging)),
     "direct_io": _one_of(get_args(DirectIO)),
     "when_busy": _one_of(get_args(BusyPolicy)),
@@ -289,6 +337,7 @@ _CHECKS: dict[str, _Check] = {
     "on_error": check_callback,
     "shm_path": _check_shm_path,
     "keep_best": _check_keep_best,
+    "mirror": _check_mirror,
     "trusted_objects": check_flag,
     "debug": check_flag,
     "gather_bytes": _whole(_BYTES, 0),

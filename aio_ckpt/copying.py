@@ -14,8 +14,9 @@ from typing import TypeAlias
 import anyio
 
 from aio_ckpt.checkpoint.verify import verify_checkpoint
+from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.discovery import checkpoint_at, discover
-from aio_ckpt.commit.in_place import LOCK, PENDING
+from aio_ckpt.commit.in_place import LOCK, PENDING, Check
 from aio_ckpt.commit.owner import pending_path
 from aio_ckpt.commit.publish import publish
 from aio_ckpt.commit.step_numbers import check_step_number
@@ -48,7 +49,7 @@ __all__ = ["copy"]
 OnProgress: TypeAlias = Callable[[int, int], object]
 """Function that gets the bytes done so far, and those in all."""
 _READERS = 4
-_PART_BYTES = 64 << 20
+_PART_BYTES = 8 << 20
 """Bytes that one call of the system copies."""
 
 
@@ -131,7 +132,7 @@ async def copy_checkpoint(
 
     wanted = _Wanted(source=source, files=files, step=number, names=names)
     if isinstance(root, RemotePath):
-        final = await _copy_to_store(storage, executor, wanted, root, advance)
+        final = await _copy_to_store(storage, executor, wanted, root, _nothing_to_check, advance)
     else:
         final = await _copy_to_disk(storage, executor, wanted, root, advance)
     on_progress(total, total)
@@ -152,48 +153,92 @@ class _Wanted:
     """Names of the steps of the other root."""
 
 
+async def copy_as_writer(
+    storage: AnyStorage,
+    executor: Executor,
+    source: Path,
+    root: Path,
+    names: StepNames,
+    step: int,
+    claim: Claim,
+    advance: Callable[[int], None],
+) -> Path:
+    """Do :func:`copy_checkpoint` for the holder of the claim of ``root``. Return the copy's directory."""
+    wanted = _Wanted(source=source, files=await copied_files(storage, executor, source), step=step, names=names)
+    if isinstance(root, RemotePath):
+        return await _copy_to_store(storage, executor, wanted, root, claim.check, advance)
+    return await _copy_into(storage, executor, wanted, root, claim, advance)
+
+
 async def _copy_to_disk(
     storage: AnyStorage, executor: Executor, wanted: _Wanted, root: Path, advance: Callable[[int], None]
 ) -> Path:
-    """Copy into a directory: pending first, and published by the engine's own commit. Return the copy's directory."""
-    source, names, final = wanted.source, wanted.names, root / wanted.names.name(wanted.step)
+    """Copy into a directory, as its only writer. Return the copy's directory."""
     is_new = not await storage.exists(root)
     if not is_new:
-        await _check_free(storage, root, names, wanted.step)
+        await _check_free(storage, root, wanted.names, wanted.step)
     try:
-        await run_blocking(executor, make_dirs, root)
-        async with as_writer(storage, root, names, instead="aio-ckpt cp") as claim:
-            await _check_free(storage, root, names, wanted.step)
-            pending = pending_path(root, claim.owner, 1)
-            await storage.make_dir(pending)
-            try:
-                for name in wanted.files:
-                    if isinstance(source, RemotePath):
-                        await storage.store_of(source).get_file(source / name, pending / name, advance)
-                    else:
-                        await run_blocking(executor, _copy_file, source / name, pending / name, advance)
-                await run_blocking(executor, _sync_dirs, pending)
-                await _check_copy(storage, executor, pending, wanted, advance)
-                await claim.check()
-                await publish(storage, pending=pending, final=final)
-            except BaseException as error:
-                if not (isinstance(error, AioCkptError) and error.in_doubt):
-                    with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
-                        await storage.remove_tree(pending)
-                raise
+        await make_root(executor, root)
+        async with as_writer(storage, root, wanted.names, instead="aio-ckpt cp") as claim:
+            return await _copy_into(storage, executor, wanted, root, claim, advance)
     except BaseException:
         if is_new:
             _remove_if_empty(storage, root)
         raise
+
+
+async def make_root(executor: Executor, root: Path) -> None:
+    """Make a root that does not exist, durably. In a store, it exists once it holds an object."""
+    if not isinstance(root, RemotePath):
+        await run_blocking(executor, make_dirs, root)
+
+
+async def _copy_into(
+    storage: AnyStorage,
+    executor: Executor,
+    wanted: _Wanted,
+    root: Path,
+    claim: Claim,
+    advance: Callable[[int], None],
+) -> Path:
+    """Copy into a root that this process has claimed: pending first, and published by the engine's own commit."""
+    source, final = wanted.source, root / wanted.names.name(wanted.step)
+    await _check_free(storage, root, wanted.names, wanted.step)
+    pending = pending_path(root, claim.owner, 1)
+    await storage.make_dir(pending)
+    try:
+        for name in wanted.files:
+            if isinstance(source, RemotePath):
+                await storage.store_of(source).get_file(source / name, pending / name, advance)
+            else:
+                await run_blocking(executor, _copy_file, source / name, pending / name, advance)
+        await run_blocking(executor, _sync_dirs, pending)
+        await _check_copy(storage, executor, pending, wanted, advance)
+        await claim.check()
+        await publish(storage, pending=pending, final=final)
+    except BaseException as error:
+        if not (isinstance(error, AioCkptError) and error.in_doubt):
+            with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
+                await storage.remove_tree(pending)
+        raise
     return final
 
 
+async def _nothing_to_check() -> None:
+    """Stand in for the check of a claim. A copy by hand needs none in a store: it replaces and deletes nothing."""
+
+
 async def _copy_to_store(
-    storage: AnyStorage, executor: Executor, wanted: _Wanted, root: RemotePath, advance: Callable[[int], None]
+    storage: AnyStorage,
+    executor: Executor,
+    wanted: _Wanted,
+    root: RemotePath,
+    check: Check,
+    advance: Callable[[int], None],
 ) -> Path:
     """Copy into an object store. Return the copy's directory.
 
-    Root manifest and ``.metadata`` are put last, once all else was read back.
+    Root manifest and ``.metadata`` are put last, once all else was read back, and ``check`` has raised nothing.
 
     Raises:
         CheckpointExistsError: ``root`` holds the step, or another copy was faster.
@@ -209,6 +254,7 @@ async def _copy_to_store(
             await store.put_file(source / name, final / name, advance)
         unpublished = Unpublished(store, {final / name: data for name, data in small.items()})
         await _check_copy(unpublished, executor, final, wanted, advance)
+        await check()
         for name, data in small.items():
             await _put_once(store, final / name, data)
     except CheckpointExistsError:

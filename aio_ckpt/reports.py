@@ -224,6 +224,8 @@ class EngineStats:
     """Saves, and calls of ``prepare()``, that reused the cached layout."""
     plan_misses: int
     """Saves, and calls of ``prepare()``, that planned anew."""
+    mirrored_step: int | None
+    """Newest step that this engine knows to be in the mirror; None before the first copy, and on other ranks than 0."""
 
     def numbers(self) -> dict[str, float]:
         """Return all numbers by name, without nesting, for a tracker: ``{"committed": 3, "write_secs": 0.8}``."""

@@ -1,4 +1,4 @@
-"""Result of ``save()``: a :class:`SaveTicket` with two :class:`Milestone` s. Any thread and any loop can wait for them.
+"""Result of ``save()``: a :class:`SaveTicket` with :class:`Milestone` s. Any thread and any loop can wait for them.
 
 If a wait is given up (a cancelled await, ``asyncio.timeout``, a timeout), the save goes on. Only
 :meth:`SaveTicket.cancel` cancels it.
@@ -30,7 +30,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 class Milestone(Generic[T]):
-    """Milestone of a save: staged or committed. The save reaches it once, or fails to.
+    """Milestone of a save: staged, committed or mirrored. The save reaches it once, or fails to.
 
     Invariant: the outcome is set once, by the engine, and never by a waiter. Each await has a private future of
     its own loop, woken by a callback. All waiters of a failure get the same exception object, with the traceback
@@ -226,7 +226,7 @@ def _set_if_pending(waiter: asyncio.Future[None]) -> None:
 class SaveTicket:
     """Handle of one save in the background. ``await ticket`` is ``await ticket.committed``.
 
-    A skipped save (``when_busy="skip"``) has ``skipped=True``. Both milestones are reached, and the report is None.
+    A skipped save (``when_busy="skip"``) has ``skipped=True``. All milestones are reached, and the report is None.
     """
 
     def __init__(
@@ -256,6 +256,9 @@ class SaveTicket:
         """Reached once everything is copied. The sources may be changed then."""
         self.committed: Milestone[SaveReport | None] = Milestone(f"committed of {title(path or step)}", portal_check)
         """Reached once the checkpoint is durable and visible."""
+        self.mirrored: Milestone[Path | None] = Milestone(f"mirrored of {title(path or step)}", portal_check)
+        """Reached once the mirror holds a verified copy, whose directory it is; None if this rank makes none: without a
+        :class:`Mirror`, on other ranks than 0, and if ``every`` leaves the step out or a later one came first."""
         self._cancel = cancel
         self._fence = fence
         self._read_progress = progress
@@ -263,6 +266,7 @@ class SaveTicket:
         if skipped:
             self.staged.resolve(None)
             self.committed.resolve(None)
+            self.mirrored.resolve(None)
         self.committed.add_done_callback(self._release)
 
     def __repr__(self) -> str:
@@ -364,9 +368,10 @@ def settle_with(milestone: Milestone[T], work: Future[T]) -> None:
 
 
 def settle(ticket: SaveTicket, outcome: SaveReport | BaseException) -> None:
-    """Set the outcome of a save: both milestones fail with an error; a report reaches ``committed``."""
+    """Set the outcome of a save: all milestones fail with an error; a report reaches ``committed``."""
     if isinstance(outcome, BaseException):
         ticket.staged.fail(outcome)
         ticket.committed.fail(outcome)
+        ticket.mirrored.fail(outcome)
     else:
         ticket.committed.resolve(outcome)

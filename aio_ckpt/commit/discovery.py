@@ -230,9 +230,20 @@ async def abandon_after(
         raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
     committed.sort(key=lambda checkpoint: checkpoint.step)
     later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
-    for checkpoint in later:
+    await abandon(storage, root, later, tag, check)
+    return sorted({checkpoint.step for checkpoint in later}, reverse=True)
+
+
+async def abandon(
+    storage: Storage,
+    root: Path,
+    checkpoints: Iterable[CommittedCheckpoint],
+    tag: str,
+    check: Callable[[], Awaitable[None]],
+) -> None:
+    """Move checkpoints below ``.aio_ckpt/abandoned/``, in their order; see :func:`abandon_after`."""
+    for checkpoint in checkpoints:
         target = root / ABANDONED_DIR / f"{tag}-{checkpoint.path.name}"
         await check()
         await storage.rename(checkpoint.path, target)
         await sync_parents(storage, checkpoint.path, target)  # after each rename: a power loss may keep any of several
-    return sorted({checkpoint.step for checkpoint in later}, reverse=True)

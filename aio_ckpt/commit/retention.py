@@ -242,6 +242,7 @@ class Retention:
         committed: Callable[[], Awaitable[Sequence[CommittedCheckpoint]]],
         renames: anyio.Lock,
         must_wait: Callable[[], bool],
+        held: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         """Set up retention by ``policy``.
 
@@ -254,6 +255,7 @@ class Retention:
             committed: function that lists the steps that count.
             renames: lock of all renames of steps.
             must_wait: while this returns True, no step is deleted; a later pass deletes it.
+            held: function that returns steps that do not expire yet, as they are being copied.
         """
         self._storage = storage
         self._root = root
@@ -263,6 +265,7 @@ class Retention:
         self._committed = committed
         self._renames = renames
         self._must_wait = must_wait
+        self._held = held
         self._one_at_a_time = anyio.Lock()
         self._is_pass_waiting = False
         self._metrics: dict[Path, tuple[tuple[int, ...], float | None]] = {}
@@ -366,6 +369,7 @@ class Retention:
         committed = await self._committed()
         self._good &= {checkpoint.step for checkpoint in committed}  # steps rolled back or proven damaged do not count
         stay = await protected_steps(self._storage, self._root)
+        stay.update(self._held())
         stay.add(self._last)  # it may be an old step, which was overwritten
         best = self._policy.keep_best
         metrics = None if best is None else await self._read_metrics(committed, best.metric)

@@ -37,6 +37,9 @@ class EngineContext:
     world_size: int
     """Number of ranks that save together."""
 
+    mirror: Path | None = None
+    """Root of the copies; None if there is no mirror."""
+
     def final_path(self, target: Target) -> Path:
         """Return the directory of a checkpoint once it is committed."""
         return target if isinstance(target, Path) else self.root / self.names.name(target)

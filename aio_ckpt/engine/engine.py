@@ -36,7 +36,14 @@ from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkp
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.removal import Remover
-from aio_ckpt.engine.root import RootSession, check_in_store, check_stale_after, log_mount, usable_root
+from aio_ckpt.engine.root import (
+    RootSession,
+    check_in_store,
+    check_stale_after,
+    log_mount,
+    usable_mirror,
+    usable_root,
+)
 from aio_ckpt.engine.root_changes import RootChanges
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.shutdown import Shutdown
@@ -48,6 +55,7 @@ from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
+from aio_ckpt.mirror import Mirroring
 from aio_ckpt.plan.safetensors_plan import FileRename, SafetensorsOptions
 from aio_ckpt.ranks.exchange import Coordinator
 from aio_ckpt.ranks.membership import Membership
@@ -91,6 +99,7 @@ class BaseEngine:
         path, mount = usable_root(root, config.stall_timeout_secs)
         check_stale_after(config.stale_after_secs, mount)
         check_in_store(config, mount)
+        mirror = None if config.mirror is None else usable_mirror(config.mirror, path, config.stall_timeout_secs)
         if coordinator.rank == coordinator.leader:
             log_mount(path, mount)
         owner = Owner.of_this_process()
@@ -102,11 +111,13 @@ class BaseEngine:
         log_untried_torch()
         with self._portal.opening():
             self._ctx = self._make_context(
-                path, config, owner, coordinator, storage, is_solo_by_default=is_solo_by_default
+                path, config, owner, coordinator, storage, mirror, is_solo_by_default=is_solo_by_default
             )
             if isinstance(path, RemotePath):
                 store_of(self._ctx.storage, path)  # raises ConfigError now, if it cannot be opened
             self._make_parts()
+            if self._mirroring is not None:
+                self._mirroring.start()
             self._rescue.announce(self._portal)
             self._portal.at_exit(self._drain)
             self._state_saves.meet()
@@ -118,10 +129,15 @@ class BaseEngine:
         owner: Owner,
         coordinator: Coordinator,
         storage: Storage | None,
+        mirror: Path | None,
         *,
         is_solo_by_default: bool,
     ) -> EngineContext:
-        rules = {"when_busy": repr(config.when_busy), "step_dir": repr(config.step_dir)}
+        rules = {
+            "when_busy": repr(config.when_busy),
+            "step_dir": repr(config.step_dir),
+            "mirror": "None" if mirror is None else "one",  # hosts may mount it at different places
+        }
         executor, stall_secs = self._portal.executor, config.stall_timeout_secs
         members = Membership(
             coordinator,
@@ -141,6 +157,7 @@ class BaseEngine:
             config=config,
             rank=coordinator.rank,
             world_size=coordinator.world_size,
+            mirror=mirror,
         )
 
     def _make_parts(self) -> None:
@@ -156,6 +173,7 @@ class BaseEngine:
         self._rescue = Rescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
         self._loader = Loader(ctx=ctx, quarantine=self._quarantine)
         claim = Claim(ctx.storage, ctx.root, ctx.owner, stale_after_secs=ctx.config.stale_after_secs)
+        self._mirroring = mirroring = self._make_mirroring()
         self._root_session = RootSession(
             ctx,
             portal,
@@ -163,7 +181,8 @@ class BaseEngine:
             quarantine=self._quarantine,
             trash=self._trash,
             rescue=self._rescue,
-            must_wait=lambda: self._preemption.is_on,
+            must_wait=lambda: self._preemption.is_on or not (mirroring is None or mirroring.is_ready),
+            held=frozenset if mirroring is None else mirroring.held_steps,
         )
         runner = JobRunner(ctx=ctx, throttle=self._throttle, trash=self._trash)
         pipeline = SavePipeline(ctx=ctx, runner=runner, claim=claim, quarantine=self._quarantine, rescue=self._rescue)
@@ -171,7 +190,9 @@ class BaseEngine:
         self._session = session = CaptureSession(ctx, self._rescue.shared_memory)
         self._recorder = OutcomeRecorder(ctx, session, self._root_session)
         remover = Remover(ctx=ctx, claim=claim, quarantine=self._quarantine, trash=self._trash)
-        self._queue = queue = JobQueue(ctx, portal, runner, self._quarantine, remover, session, self._recorder)
+        self._queue = queue = JobQueue(
+            ctx, portal, runner, self._quarantine, remover, session, self._recorder, mirroring
+        )
         self._earlier_steps = EarlierSteps(ctx.root)
         self._state_saves = StateSaves(
             call_lock=call_lock,
@@ -200,11 +221,20 @@ class BaseEngine:
             background=lambda: [
                 *self._root_session.last_passes(),
                 *(agreed.ended for agreed in self._agreed),
+                *([] if mirroring is None else mirroring.finish()),
             ],
             agreements=lambda: [agreed.name for agreed in self._agreed if not agreed.ended.done()],
+            copying=lambda: "" if mirroring is None else mirroring.activity,
             release=self._shut_down,
             restore=self._preemption.local.restore,
         )
+
+    def _make_mirroring(self) -> Mirroring | None:
+        """Return what copies steps to the mirror: on the leader, if there is a mirror."""
+        ctx, rule = self._ctx, self._ctx.config.mirror
+        if rule is None or ctx.mirror is None or not ctx.members.is_leader:
+            return None
+        return Mirroring(ctx.root, ctx.mirror, rule, ctx.config, is_saving=lambda: self._queue.pending_count > 0)
 
     @property
     def root(self) -> Path:
@@ -414,6 +444,7 @@ class BaseEngine:
             memory_bytes=session.lifetime.arena_bytes,
             plan_hits=session.cache.hits,
             plan_misses=session.cache.misses,
+            mirrored_step=None if self._mirroring is None else self._mirroring.newest,
         )
 
     @property
@@ -576,6 +607,8 @@ class BaseEngine:
             steps.callback(lambda: self._portal.call(coordinator.leave, timeout=STOP_SECS))
             steps.callback(self._root_session.release_claim)
             steps.callback(self._session.release_devices)
+            if self._mirroring is not None:
+                steps.callback(self._mirroring.close)
 
 
 class CheckpointEngine(BaseEngine):

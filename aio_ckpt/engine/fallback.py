@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from aio_ckpt.commit import discovery
+from aio_ckpt.commit.copies import counting_copies
 from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import (
@@ -18,6 +19,7 @@ from aio_ckpt.errors import (
     FormatVersionError,
     MismatchError,
     ReadError,
+    RootError,
 )
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.error_notes import mark_modified, name_checkpoint
@@ -160,7 +162,9 @@ class FallbackSearch:
         proven = (
             CorruptCandidate(checkpoint=found.checkpoint, error=found.error)
             for found in self.damaged
-            if found.is_proven and isinstance(found.error, CorruptCheckpointError)
+            if found.is_proven
+            and isinstance(found.error, CorruptCheckpointError)
+            and found.checkpoint.path.parent != ctx.mirror  # its copies stay: the root may be copied anew
         )
         moved = await self.quarantine.add(ctx.storage, ctx.root, proven, ctx.config.stall_timeout_secs)
         for found in self.damaged:
@@ -198,10 +202,12 @@ class FallbackSearch:
 async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.CommittedCheckpoint]:
     """Return the directory that is given, or the committed checkpoints, newest first.
 
-    Checkpoints that have lost their ``.metadata`` are among them.
+    Checkpoints that have lost their ``.metadata`` are among them. If there is a mirror, its copies are, too, each after
+    the checkpoint of the same step in the root.
 
     Raises:
         CheckpointNotFoundError: there is none.
+        ReadError: the root holds none, and the mirror cannot be read.
     """
     if wanted.path is not None:
         return [await discovery.checkpoint_at(ctx.storage, wanted.path, ctx.names)]
@@ -209,7 +215,8 @@ async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.Commi
     with disk_warning("looking for checkpoints", ctx.root, rank=ctx.rank).on_loop():
         committed, torn = await discovery.discover_all(ctx.storage, ctx.root, ctx.names)
     steps = [checkpoint.step for checkpoint in committed]
-    chosen = [checkpoint for checkpoint in (*committed, *torn) if step in (None, checkpoint.step)]
+    found = [*committed, *torn, *await _copies(ctx, is_needed=not committed)]
+    chosen = [checkpoint for checkpoint in found if step in (None, checkpoint.step)]
     if not chosen:
         missing = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         is_older = step is not None and bool(steps) and step < steps[0]
@@ -218,6 +225,20 @@ async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.Commi
             hint = await _why_empty(ctx)
         raise CheckpointNotFoundError(f"{missing} under {ctx.root}; committed steps: {steps}{hint}")
     return sorted(chosen, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+async def _copies(ctx: EngineContext, *, is_needed: bool) -> list[discovery.CommittedCheckpoint]:
+    """Return the checkpoints of the mirror. If it cannot be read, and ``is_needed`` is False, return none."""
+    if ctx.mirror is None:
+        return []
+    try:
+        with disk_warning("looking for checkpoints", ctx.mirror, rank=ctx.rank).on_loop():
+            return await counting_copies(ctx.storage, ctx.root, ctx.mirror, ctx.names)
+    except (ReadError, RootError) as error:
+        if is_needed:
+            raise
+        _log.warning("%s: the mirror cannot be read, and a newer step may be there: %s", ctx.mirror, error)
+        return []
 
 
 async def _why_empty(ctx: EngineContext) -> str:

@@ -98,6 +98,8 @@ class _Instruction(msgspec.Struct, frozen=True, array_like=True):
     """``LOAD``: the step to read."""
     directory: str = ""
     """``LOAD``: name of its directory below the root; empty if each rank was given a path."""
+    in_mirror: bool = False
+    """``LOAD``: whether the directory lies below the mirror, and not below the root."""
     text: str = ""
     """Text of the error that ends the load; empty if there is no error. ``APART``: host of ``rank``."""
     rank: int = 0
@@ -241,7 +243,7 @@ class LoadMember:
         ctx = self.search.ctx
         try:
             if self._wanted.path is None:
-                path = ctx.root / instruction.directory
+                path = (ctx.mirror if instruction.in_mirror and ctx.mirror else ctx.root) / instruction.directory
                 self._candidate = await discovery.step_at(ctx.storage, path, instruction.step)
             else:
                 self._candidate = (await candidates(ctx, self._wanted))[0]
@@ -393,7 +395,8 @@ class LoadLeader:
         candidate = self._remaining.pop(0)
         self._step = candidate.step
         directory = "" if candidate.is_given else candidate.path.name
-        return msgspec.structs.replace(instruction, step=self._step, directory=directory)
+        in_mirror = candidate.path.parent == self._ctx.mirror
+        return msgspec.structs.replace(instruction, step=self._step, directory=directory, in_mirror=in_mirror)
 
 
 def _rank_apart(messages: Sequence[_Message], leader: int) -> int | None:

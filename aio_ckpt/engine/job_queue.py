@@ -39,6 +39,7 @@ from aio_ckpt.errors import (
     StallError,
 )
 from aio_ckpt.memory.lifetime import Lease
+from aio_ckpt.mirror import Mirroring
 from aio_ckpt.plan.local_plan import PlannedImage
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.messages import Topic
@@ -82,6 +83,7 @@ class JobQueue:
         remover: Remover,
         session: CaptureSession,
         recorder: OutcomeRecorder,
+        mirroring: Mirroring | None,
     ) -> None:
         self._ctx = ctx
         self._portal = portal
@@ -89,6 +91,7 @@ class JobQueue:
         self._remover = remover
         self._session = session
         self._recorder = recorder
+        self._mirroring = mirroring
         self._max = ctx.config.max_in_flight
         self.steps = KnownSteps(quarantine, counts_calls=ctx.world_size > 1)
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
@@ -374,7 +377,16 @@ class JobQueue:
             self._leave(job, error)
             job.settled.set_result(None)
             settle(job.ticket, outcome)
+            self._mirror(job)
         self._recorder.call_back(job, outcome)  # last: a slow callback delays no waiter, and no save() that waits
+
+    def _mirror(self, job: WriteJob) -> None:
+        """Offer a step that was committed to the mirror. Its pass of retention, on this loop, has not begun yet."""
+        mirrored = job.ticket.mirrored
+        if not mirrored.done() and job.step is not None and self._mirroring is not None:
+            self._mirroring.offer(job.step, mirrored)
+        else:
+            mirrored.resolve(None)
 
     def _leave(self, job: WriteJob, error: BaseException | None) -> None:
         """Take a save that has ended out of the table."""

@@ -10,7 +10,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
@@ -23,11 +23,11 @@ from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.owner import make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash, check_engine_dirs
-from aio_ckpt.config import EngineConfig
+from aio_ckpt.config import EngineConfig, Mirror
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.remote_path import find_remote
+from aio_ckpt.remote_path import RemotePath, check_place, find_remote
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
@@ -66,6 +66,25 @@ def usable_root(root: str | os.PathLike[str], limit_secs: float) -> tuple[Path, 
     return path, call_within(limit_secs, functools.partial(_check_root, path), "looking at the root", path)
 
 
+def usable_mirror(mirror: Mirror, root: Path, limit_secs: float) -> Path:
+    """Return the place of a mirror, absolute.
+
+    Raises:
+        ConfigError: it cannot be that of this root; nothing was touched.
+        StallError: the disk does not answer within ``limit_secs``.
+    """
+    place = check_place("mirror", mirror.place, of="a mirror")
+    if isinstance(place, RemotePath) and isinstance(root, RemotePath):
+        raise ConfigError(f"mirror={place}: the root is in an object store, too: give a mirror on a disk, or none")
+    if isinstance(place, RemotePath) and not place.key:
+        raise ConfigError(f"mirror={place}: a whole bucket: give a place in it, such as {place}/run")
+    look = functools.partial(_real_paths, place, root)
+    real, own = call_within(limit_secs, look, "looking at the mirror", place)
+    if real.is_relative_to(own) or own.is_relative_to(real):
+        raise ConfigError(f"mirror={place}: it holds the root {root}, or lies in it: give a directory beside it")
+    return place
+
+
 def check_stale_after(stale_after_secs: float, mount: Mount) -> None:
     """Raise ConfigError if a heartbeat, as another host sees it through ``mount``, may seem older than it is."""
     if mount.is_shared and stale_after_secs < _SHARED_STALE_SECS:
@@ -89,6 +108,10 @@ def check_in_store(config: EngineConfig, mount: Mount) -> None:
 def log_mount(root: Path, mount: Mount) -> None:
     """Log the file system of a root, the options of its mount that matter, and what follows."""
     _log.info("%s is on %s: %s", root, mount.title, "; ".join(mount.consequences))
+
+
+def _real_paths(*paths: Path) -> list[Path]:
+    return [path if isinstance(path, RemotePath) else Path(os.path.realpath(path)) for path in paths]
 
 
 def _check_root(path: Path) -> Mount:
@@ -143,8 +166,9 @@ class RootSession:
         trash: Trash,
         rescue: Rescue,
         must_wait: Callable[[], bool],
+        held: Callable[[], Collection[int]],
     ) -> None:
-        """While ``must_wait()`` is True, nothing is deleted."""
+        """While ``must_wait()`` is True, nothing is deleted. Steps that ``held()`` returns do not expire."""
         self._ctx = ctx
         self._claim = claim
         self._heartbeat: Future[None] | None = None
@@ -164,6 +188,7 @@ class RootSession:
             committed=lambda: quarantine.committed(ctx.storage, ctx.root, ctx.names),
             renames=quarantine.renames,
             must_wait=must_wait,
+            held=held,
         )
         self._passes: list[Future[None]] = []
         self._lock: RootLock | None = None

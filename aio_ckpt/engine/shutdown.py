@@ -47,17 +47,20 @@ class Shutdown:
         *,
         background: Callable[[], Iterable[Future[Any]]],
         agreements: Callable[[], Iterable[str]],
+        copying: Callable[[], str],
         release: Callable[[], None],
         restore: Callable[[], None],
     ) -> None:
         """``background`` returns the other work that must end. It begins before its save settles.
 
-        ``agreements`` names the work of all ranks, in the background, that has not ended. ``release`` may wait for the
-        disk. ``restore`` restores signal handlers, which needs the main thread.
+        ``agreements`` names the work of all ranks, in the background, that has not ended; ``copying`` the copy to the
+        mirror, '' if there is none. ``release`` may wait for the disk. ``restore`` restores signal handlers, which
+        needs the main thread.
         """
         self._queue = queue
         self._background = background
         self._agreements = agreements
+        self._copying = copying
         self._release = release
         self._restore = restore
 
@@ -141,7 +144,7 @@ class Shutdown:
         """Return what is waited for beside saves; '' if it is deletions."""
         for name in self._agreements():
             return f"other ranks: {name}"
-        return ""
+        return self._copying()
 
     def _release_here(self) -> None:
         try:

@@ -279,7 +279,7 @@ class World:
         session = CaptureSession(self.ctx, None)
         quarantine, runner = pipeline.quarantine, pipeline.runner
         remover = Remover(ctx=self.ctx, claim=pipeline.claim, quarantine=quarantine, trash=runner.trash)
-        return JobQueue(self.ctx, self.portal, runner, quarantine, remover, session, outcomes), pipeline
+        return JobQueue(self.ctx, self.portal, runner, quarantine, remover, session, outcomes, None), pipeline
 
     async def _learn(self, queue: JobQueue) -> None:
         while not queue.steps.are_known:

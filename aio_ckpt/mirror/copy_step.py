@@ -1,0 +1,102 @@
+"""Copy one committed step into the mirror, as the only writer there, and delete what expires by it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from aio_ckpt.commit import discovery
+from aio_ckpt.commit.claim import Claim
+from aio_ckpt.commit.copies import abandoned_copies
+from aio_ckpt.commit.owner import Owner
+from aio_ckpt.commit.retention import Policy, Retention
+from aio_ckpt.commit.writing import writing
+from aio_ckpt.copying import copy_as_writer, make_root
+from aio_ckpt.errors import CheckpointNotFoundError
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.objects import AnyStorage
+
+_log = logging.getLogger("aio_ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCopier:
+    """Copies steps of one root into one mirror."""
+
+    storage: AnyStorage
+    executor: Executor
+    root: Path
+    place: Path
+    """The mirror."""
+    names: StepNames
+    """Names of the steps of both."""
+    keep_last: int | None
+    """Newest steps that the mirror keeps; None: all."""
+    stale_after_secs: float
+
+    async def copy(self, step: int, advance: Callable[[int], None]) -> Path:
+        """Copy a step, unless the mirror holds it. Return the directory of the copy.
+
+        ``advance`` is called with the bytes done since, in any thread: each is copied, then read back.
+
+        Raises:
+            CheckpointNotFoundError: the root does not hold the step any more.
+            CorruptCheckpointError: the copy does not verify; nothing becomes visible.
+            ProtectedStepError: the mirror holds another save of the step, which is protected there.
+            RootError, ReadError, WriteError: another writer holds the mirror, or the system failed.
+        """
+        committed = await discovery.discover(self.storage, self.root, self.names)
+        source = next((found for found in committed if found.step == step), None)
+        if source is None:
+            raise CheckpointNotFoundError(f"no committed step {step} under {self.root} any more")
+        save_id = await discovery.read_save_id(self.storage, source.path)
+        if (copied := await self._copy_of(step, save_id)) is not None:
+            return copied
+        await make_root(self.executor, self.place)
+        here = Owner.of_this_process()
+        async with writing(self.storage, self.place, self.names, here, stale_after_secs=self.stale_after_secs) as claim:
+            retention = self._retention(claim)
+            await self._set_abandoned_aside(claim)
+            if any(found.step == step for found in await self._copies()):  # of another save: overwritten in the root
+                await retention.discard(step, allow_newest=True)
+                await retention.delete_discarded(step)
+            path = await copy_as_writer(
+                self.storage, self.executor, source.path, self.place, self.names, step, claim, advance
+            )
+            await retention.enforce(step)
+        return path
+
+    async def _copies(self) -> list[discovery.CommittedCheckpoint]:
+        return await discovery.discover(self.storage, self.place, self.names)
+
+    async def _copy_of(self, step: int, save_id: str) -> Path | None:
+        """Return the directory in the mirror that holds this very save of a step; None if there is none."""
+        for found in await self._copies():
+            if found.step == step and save_id and await discovery.read_save_id(self.storage, found.path) == save_id:
+                return found.path
+        return None
+
+    def _retention(self, claim: Claim) -> Retention:
+        return Retention(
+            self.storage,
+            self.place,
+            self.names,
+            Policy(keep_last=self.keep_last, keep_every=None, keep_best=None),
+            check=claim.check,
+            committed=self._copies,
+            renames=anyio.Lock(),
+            must_wait=lambda: False,
+        )
+
+    async def _set_abandoned_aside(self, claim: Claim) -> None:
+        """Roll the mirror back, as the root was: otherwise they would come back if the root is lost."""
+        aside = await abandoned_copies(self.storage, self.root, self.place, self.names)
+        if aside:
+            await discovery.abandon(self.storage, self.place, aside, str(time.time_ns()), claim.check)
+            _log.info("%s: set aside steps %s, as the root was rolled back", self.place, [each.step for each in aside])

@@ -1,0 +1,248 @@
+"""Copies of committed steps in the mirror, in the background: which step is next, one at a time, until it is there.
+
+The newest step is copied first, and one that a newer one overtakes is passed over. Nothing needs a journal: what is to
+be copied follows from what the root and the mirror hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from aio_ckpt.commit import discovery
+from aio_ckpt.commit.claim import longest_silence
+from aio_ckpt.config import EngineConfig, Mirror
+from aio_ckpt.errors import EngineClosedError, StallError
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.mirror.copy_step import StepCopier
+from aio_ckpt.mirror.pace import Pace, PacedExecutor
+from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.reports import amount
+from aio_ckpt.runtime.futures import first_cause
+from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
+from aio_ckpt.runtime.priority import lower_priority
+from aio_ckpt.storage.mounts import OBJECT_STORE
+from aio_ckpt.storage.objects import AnyStorage
+from aio_ckpt.ticket import Milestone
+
+_THREADS = 8
+"""Four readers, and calls beside them that must not wait: the heartbeat of the claim."""
+_NICE, _IOPRIO = 19, 7
+_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 5.0, 300.0
+"""Pause before a copy that failed is tried again. It doubles."""
+_log = logging.getLogger("aio_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A step to be copied."""
+
+    step: int
+    mirrored: Milestone[Path | None] | None = None
+    """Milestone of its save; None if an earlier engine saved it."""
+
+    def settle(self, path: Path | None) -> None:
+        if self.mirrored is not None:
+            self.mirrored.resolve(path)
+
+    def fail(self, error: BaseException) -> None:
+        if self.mirrored is not None:
+            self.mirrored.fail(error)
+
+
+class Mirroring:
+    """The mirror of one engine, on its leader, with threads of its own."""
+
+    def __init__(
+        self, root: Path, place: Path, rule: Mirror, config: EngineConfig, *, is_saving: Callable[[], bool]
+    ) -> None:
+        """``place`` is the checked path of ``rule``. While ``is_saving()``, copies go slowly."""
+        self._root = root
+        self._place = place
+        self._rule = rule
+        self._names = StepNames(config.step_dir)
+        self._stall_secs = config.stall_timeout_secs + longest_silence(OBJECT_STORE)
+        self._stale_after_secs = config.stale_after_secs
+        self._pace = Pace(rule.max_bytes_per_sec, is_saving)
+        self._portal = Portal(f"aio_ckpt-mirror-{id(self):x}", 1)
+        self._lock = Lock()
+        self._wanted: _Wanted | None = None
+        self._copied_now: _Wanted | None = None
+        self._is_ready = False
+        self._is_closing = False
+        self._wake = anyio.Event()
+        self._moved, self._progress = time.monotonic(), 0
+        self._running: Future[None] | None = None
+        self._executor: PacedExecutor | None = None
+        self.newest: int | None = None
+        """Newest step that is known to be in the mirror."""
+
+    def start(self) -> None:
+        """Begin with the newest step that the root holds.
+
+        Raises:
+            ConfigError: the store of the mirror cannot be opened.
+            SystemLimitError: the system gives no thread.
+        """
+        with self._portal.opening():
+            self._executor = PacedExecutor(
+                self._portal.name, _THREADS, self._pace, functools.partial(lower_priority, _NICE, _IOPRIO)
+            )
+            storage = AnyStorage(self._executor)
+            if isinstance(self._place, RemotePath):
+                storage.store_of(self._place)  # raises ConfigError now, if it cannot be opened
+            copier = StepCopier(
+                storage=storage,
+                executor=self._executor,
+                root=self._root,
+                place=self._place,
+                names=self._names,
+                keep_last=self._rule.keep_last,
+                stale_after_secs=self._stale_after_secs,
+            )
+            self._running = self._portal.submit(self._run, copier)
+
+    # -- calls of the engine --------------------------------------------------------------------------
+
+    def offer(self, step: int, mirrored: Milestone[Path | None]) -> None:
+        """Copy a step that was committed, in the place of one that still waits. Call this before it may expire."""
+        if step % self._rule.every or self._is_closing:
+            mirrored.resolve(None)
+            return
+        with self._lock:
+            older, self._wanted = self._wanted, _Wanted(step, mirrored)
+        if older is not None:
+            _log.warning("step %d is not copied to %s: step %d came before its turn", older.step, self._place, step)
+            older.settle(None)
+        self._portal.post(self._notify)
+
+    def held_steps(self) -> set[int]:
+        """Return the steps that retention has to keep: the one that is being copied, and the next one."""
+        with self._lock:
+            return {wanted.step for wanted in (self._copied_now, self._wanted) if wanted is not None}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`held_steps` knows what earlier engines have left to be copied."""
+        return self._is_ready
+
+    @property
+    def activity(self) -> str:
+        """What is being copied, for a log line; '' if nothing is."""
+        wanted = self._copied_now or self._wanted
+        return "" if wanted is None else f"the copy of step {wanted.step} to {self._place} ({amount(self._progress)})"
+
+    def finish(self) -> list[Future[None]]:
+        """Copy what is wanted, once more if that failed, and end. Return what is to be waited for."""
+        self._is_closing = True
+        self._portal.post(self._notify)
+        return [] if self._running is None else [self._running]
+
+    def close(self) -> None:
+        """End now. What is not copied is logged, and the next engine with this mirror goes on."""
+        self._is_closing = True
+        self._pace.lift()
+        self._portal.close(STOP_SECS)
+        if self._executor is not None:
+            self._executor.close(STOP_SECS)
+        for wanted in (self._copied_now, self._wanted):
+            if wanted is not None:
+                text = "step %d is not copied to %s: the next engine with this mirror copies the newest step"
+                _log.error(text, wanted.step, self._place)
+                wanted.fail(EngineClosedError(f"the engine was closed before step {wanted.step} was copied"))
+        self._copied_now = self._wanted = None
+
+    # -- on the loop of the mirror --------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        self._wake.set()
+
+    async def _run(self, copier: StepCopier) -> None:
+        await self._find_first(copier)
+        pause_secs = 0.0
+        while True:
+            with anyio.move_on_after(pause_secs if self._wanted is not None else None):
+                if not self._is_closing and (pause_secs or self._wanted is None):
+                    await self._wake.wait()
+            self._wake = anyio.Event()
+            with self._lock:
+                wanted, self._wanted = self._wanted, None
+                self._copied_now = wanted
+            if wanted is None:
+                if self._is_closing:
+                    return
+                continue
+            if await self._copy(copier, wanted):
+                pause_secs = 0.0
+            else:
+                pause_secs = min(max(2 * pause_secs, _FIRST_PAUSE_SECS), _LONGEST_PAUSE_SECS)
+
+    async def _find_first(self, copier: StepCopier) -> None:
+        """Want the newest step that an earlier engine has left, unless this one has committed a step meanwhile."""
+        try:
+            found = await discovery.discover(copier.storage, self._root, self._names)
+            steps = [checkpoint.step for checkpoint in found if checkpoint.step % self._rule.every == 0]
+            with self._lock:
+                if steps and self._wanted is None:
+                    self._wanted = _Wanted(steps[-1])
+        except Exception as error:  # noqa: BLE001 - the saves of this engine are copied all the same
+            _log.warning("%s: what is to be copied to %s is unknown: %s", self._root, self._place, error)
+        finally:
+            self._is_ready = True
+
+    async def _copy(self, copier: StepCopier, wanted: _Wanted) -> bool:
+        """Copy a step. If that fails, want it again, unless a newer one waits or the engine is closing."""
+        began, self._progress = time.monotonic(), 0
+        self._moved = began
+        try:
+            path = await self._while_it_moves(copier, wanted.step)
+        except Exception as error:  # noqa: BLE001 - whatever it is, training and later copies go on
+            _log.warning("step %d was not copied to %s: %s", wanted.step, self._place, error)
+            with self._lock:
+                self._copied_now = None
+                is_last = self._is_closing or self._wanted is not None
+                if not is_last:
+                    self._wanted = wanted
+            if is_last:
+                wanted.fail(error)
+            return False
+        self.newest = max(wanted.step, self.newest or 0)
+        with self._lock:
+            self._copied_now = None
+        if self._progress:
+            secs = time.monotonic() - began
+            _log.info("step %d is in %s: %s in %.1f s", wanted.step, path, amount(self._progress / 2), secs)
+        wanted.settle(path)
+        return True
+
+    async def _while_it_moves(self, copier: StepCopier, step: int) -> Path:
+        """Return the copy of a step. Raises StallError if no byte moves for too long."""
+        path: Path | None = None
+
+        async def copy() -> None:
+            nonlocal path
+            path = await copier.copy(step, self._advance)
+            watch.cancel_scope.cancel()
+
+        try:
+            async with anyio.create_task_group() as watch:
+                watch.start_soon(copy)
+                while (left_secs := self._moved + self._stall_secs - time.monotonic()) > 0:  # noqa: ASYNC110 - threads move it
+                    await anyio.sleep(left_secs)
+                raise StallError(f"the copy of step {step} to {self._place} has not moved for {self._stall_secs:g} s")
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from None
+        assert path is not None, "only the end of the copy ends the watch without an error"
+        return path
+
+    def _advance(self, nbytes: int) -> None:
+        self._moved = time.monotonic()
+        self._progress += nbytes
+        self._pace.pay(nbytes)
