@@ -310,7 +310,7 @@ class Retention:
                 _log.warning("%s: retention was put off: %s", self._root, error)
             self.undeleted = undeleted
             if deleted := [step for step in removed if step not in undeleted]:
-                _log.info("deleted %s (keep_last=%s)", _text_of(deleted), self._policy.keep_last)
+                _log.info("%s: deleted %s (keep_last=%s)", self._root, _text_of(deleted), self._policy.keep_last)
         finally:
             self._one_at_a_time.release()
 

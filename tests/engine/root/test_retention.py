@@ -176,8 +176,8 @@ def test_a_pass_that_deletes_logs_one_line_with_its_steps(root: Path, caplog: py
     with SyncCheckpointEngine(root, EngineConfig(keep_last=3)) as engine:
         save(engine, 17)
     told = [(record.levelname, record.getMessage()) for record in caplog.records if "deleted" in record.getMessage()]
-    first = "deleted steps 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 3 more (keep_last=2)"
-    assert told == [("INFO", first), ("INFO", "deleted step 14 (keep_last=2)")]
+    first = f"{root}: deleted steps 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 3 more (keep_last=2)"
+    assert told == [("INFO", first), ("INFO", f"{root}: deleted step 14 (keep_last=2)")]
 
 
 def test_a_step_expires_by_a_rename_that_is_durable_before_a_file_is_deleted(root: Path) -> None:

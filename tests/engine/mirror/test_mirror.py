@@ -1,0 +1,499 @@
+"""The mirror: which steps are copied, when they may expire, which of both a load takes, and what a failure leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from builders import flip, weights
+from saved_files import data_file
+from warm_python import WarmPython
+
+from aio_ckpt import EngineConfig, Mirror, SyncCheckpointEngine, copying
+from aio_ckpt.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    EngineClosedError,
+    RootError,
+    StallError,
+    WriteError,
+)
+from aio_ckpt.mirror import mirroring
+from aio_ckpt.mirror.pace import YIELD_SECS, Pace
+
+TIMEOUT = 60.0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "mirror"
+
+
+@contextlib.contextmanager
+def opened(
+    root: Path, place: Path, *, every: int = 1, keep: int | None = None, **settings: Any
+) -> Iterator[SyncCheckpointEngine]:
+    config = EngineConfig(mirror=Mirror(place, every=every, keep_last=keep), **settings)
+    with SyncCheckpointEngine(root, config) as engine:
+        yield engine
+
+
+def value_of(state: dict[str, Any]) -> float:
+    return float(state["w"].flatten()[0])
+
+
+def damage(checkpoint: Path) -> None:
+    file = data_file(checkpoint)
+    data = file.read_bytes()
+    flip(file, data.index(weights(int(checkpoint.name[-1]))["w"].numpy().tobytes()))
+
+
+def steps_in(root: Path) -> list[int]:
+    with SyncCheckpointEngine(root) as engine:
+        return engine.steps()
+
+
+def mirrored(engine: SyncCheckpointEngine, *steps: int, **options: Any) -> list[Path | None]:
+    """Save steps, each once the copy of the one before is there."""
+    return [engine.save(weights(step), step, **options).mirrored.result(TIMEOUT) for step in steps]
+
+
+def loaded(engine: SyncCheckpointEngine, step: int | None = None) -> tuple[int, Path]:
+    state = weights(0)
+    report = engine.load(state, step)
+    assert value_of(state) == report.step
+    return report.step, report.path.parent
+
+
+class GatedCopies:
+    """Copies to a disk, which stand still at their first file until the gate is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.gate, copy = threading.Event(), threading.Event(), copying._copy_file
+        self.error: BaseException | None = None
+
+        def gated(*arguments: Any) -> None:
+            self.entered.set()
+            self.gate.wait(TIMEOUT)
+            if self.error is not None:
+                raise self.error
+            copy(*arguments)
+
+        monkeypatch.setattr(copying, "_copy_file", gated)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedCopies]:
+    gated = GatedCopies(monkeypatch)
+    yield gated
+    gated.gate.set()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if part in record.getMessage()]
+
+
+# -- copying ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_copy_is_a_checkpoint_of_its_own_that_stock_reads(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        assert mirrored(engine, 3) == [place / "step_000000003"]
+        assert engine.stats().mirrored_step == 3
+    shutil.rmtree(root)
+    state = {"w": torch.zeros_like(weights(0)["w"])}
+    dcp.load(state, checkpoint_id=place / "step_000000003")
+    assert torch.equal(state["w"], weights(3)["w"])
+    assert steps_in(place) == [3]
+
+
+def test_steps_divisible_by_every_are_copied_and_the_newest_of_them_kept(root: Path, place: Path) -> None:
+    with opened(root, place, every=2, keep=2) as engine:
+        found = mirrored(engine, *range(1, 8))
+    assert [path and path.name[-1] for path in found] == [None, "2", None, "4", None, "6", None]
+    assert steps_in(place) == [4, 6]
+    assert steps_in(root) == list(range(1, 8))
+
+
+def test_a_protected_copy_stays(root: Path, place: Path) -> None:
+    with opened(root, place, keep=1) as engine:
+        mirrored(engine, 1)
+        with SyncCheckpointEngine(place) as there:
+            there.protect(1)
+        mirrored(engine, 2, 3)
+    assert steps_in(place) == [1, 3]
+
+
+def test_the_caller_s_files_and_a_save_by_path(root: Path, place: Path, tmp_path: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 1, files={"config.json": b"{}"})
+        assert engine.save(weights(2), path=root / "best").mirrored.result(TIMEOUT) is None
+        assert engine.save_file(weights(2), tmp_path / "w.pt").mirrored.result(TIMEOUT) is None
+    assert (place / "step_000000001" / "config.json").read_bytes() == b"{}"
+    assert not (place / "best").exists()
+
+
+def test_an_overwritten_step_is_copied_anew(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 1)
+        assert engine.save(weights(9), 1, overwrite=True).mirrored.result(TIMEOUT) == place / "step_000000001"
+    with SyncCheckpointEngine(place) as engine:
+        state = weights(0)
+        engine.load(state)
+    assert value_of(state) == 9
+
+
+def test_a_newer_step_overtakes_one_that_waits_and_neither_expires(
+    root: Path, place: Path, copies: GatedCopies, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(root, place, keep_last=1) as engine:
+        first = engine.save(weights(1), 1)
+        assert copies.entered.wait(TIMEOUT)
+        others = [engine.save(weights(step), step) for step in (2, 3, 4)]
+        assert [other.mirrored.result(TIMEOUT) for other in others[:2]] == [None, None]
+        others[2].result(TIMEOUT)
+        engine.save(weights(5), path=root / "other").result(TIMEOUT)  # behind the passes of retention
+        until(lambda: engine.steps() == [1, 4])
+        copies.gate.set()
+        assert [ticket.mirrored.result(TIMEOUT) for ticket in (first, others[2])] == [
+            place / "step_000000001",
+            place / "step_000000004",
+        ]
+        mirrored(engine, 6)
+    assert steps_in(root) == [6]
+    assert steps_in(place) == [1, 4, 6]
+    assert lines(caplog, "came before its turn") == [
+        f"step {step} is not copied to {place}: step {step + 1} came before its turn" for step in (2, 3)
+    ]
+
+
+def test_close_waits_for_the_copy_and_says_so(
+    root: Path, place: Path, copies: GatedCopies, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aio_ckpt.runtime.waiting.FIRST_LINE_SECS", 0.05)
+
+    def open_when_told() -> None:
+        until(lambda: bool(lines(caplog, "has waited")))
+        copies.gate.set()
+
+    with opened(root, place) as engine:
+        ticket = engine.save(weights(1), 1)
+        assert copies.entered.wait(TIMEOUT)
+        opener = threading.Thread(target=open_when_told)
+        opener.start()
+    opener.join()
+    assert ticket.mirrored.result(0) == place / "step_000000001"
+    assert f"for the copy of step 1 to {place}" in lines(caplog, "has waited")[0]
+
+
+def test_what_terminate_leaves_the_next_engine_copies(
+    root: Path, place: Path, copies: GatedCopies, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(root, place) as engine:
+        ticket = engine.save(weights(1), 1)
+        ticket.result(TIMEOUT)
+        assert copies.entered.wait(TIMEOUT)
+        threading.Timer(0.2, copies.gate.set).start()
+        engine.terminate()
+        with pytest.raises(EngineClosedError, match="before step 1 was copied"):
+            ticket.mirrored.result(TIMEOUT)
+    assert lines(caplog, "the next engine with this mirror copies the newest step")
+    with opened(root, place):
+        pass  # close() waits
+    assert steps_in(place) == [1]
+
+
+KILLED = """
+    import os, sys, threading
+    from pathlib import Path
+    from builders import weights
+    from aio_ckpt import EngineConfig, Mirror, SyncCheckpointEngine, copying
+
+    copy, copied = copying._copy_file, []
+
+    def second_file_hangs(*arguments):
+        if copied:
+            print("held", flush=True)
+            threading.Event().wait()
+        copied.append(arguments)
+        copy(*arguments)
+
+    copying._copy_file = second_file_hangs
+    root, place = map(Path, sys.argv[1:])
+    with SyncCheckpointEngine(root, EngineConfig(mirror=Mirror(place))) as engine:
+        for step in (1, 2):
+            engine.save(weights(step), step).result(60)
+        threading.Event().wait()
+"""
+
+
+def test_a_copy_that_a_kill_ended_is_made_by_the_next_run(root: Path, place: Path) -> None:
+    with WarmPython(KILLED, str(root), str(place), stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        child.send_signal(signal.SIGKILL)
+    assert steps_in(place) == []
+    with opened(root, place):
+        pass
+    assert steps_in(place) == [2]
+    assert os.listdir(place / ".aio_ckpt" / "pending") == []
+
+
+# -- failures ---------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_fails_is_tried_again_and_fails_no_save(
+    root: Path, place: Path, copies: GatedCopies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mirroring, "_FIRST_PAUSE_SECS", 0.01)
+    monkeypatch.setattr(mirroring, "_LONGEST_PAUSE_SECS", 0.01)
+    copies.error = WriteError(errno.ENOSPC, "No space left on device", "x")
+    copies.gate.set()
+    with opened(root, place) as engine:
+        ticket = engine.save(weights(1), 1)
+        until(lambda: len(lines(caplog, "step 1 was not copied")) >= 3)
+        copies.error = None
+        assert ticket.mirrored.result(TIMEOUT) == place / "step_000000001"
+
+
+def test_a_copy_that_fails_until_the_end_is_the_error_of_its_milestone(
+    root: Path, place: Path, copies: GatedCopies
+) -> None:
+    copies.error = WriteError(errno.ENOSPC, "No space left on device", "x")
+    copies.gate.set()
+    with opened(root, place) as engine:
+        ticket = engine.save(weights(1), 1)
+    assert isinstance(ticket.mirrored.exception(TIMEOUT), WriteError)
+    assert steps_in(place) == []
+
+
+def test_a_damaged_step_is_not_copied(root: Path, place: Path, copies: GatedCopies) -> None:
+    with opened(root, place) as engine:
+        ticket = engine.save(weights(1), 1)
+        assert copies.entered.wait(TIMEOUT)
+        damage(root / "step_000000001")
+        copies.gate.set()
+    assert isinstance(ticket.mirrored.exception(TIMEOUT), CorruptCheckpointError)
+    assert steps_in(place) == []
+
+
+def test_a_mirror_that_hangs_is_given_up_after_a_while(
+    root: Path, place: Path, copies: GatedCopies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mirroring, "longest_silence", lambda _: 0.0)
+    with opened(root, place, stall_timeout_secs=0.5) as engine:
+        ticket = engine.save(weights(1), 1)
+        assert copies.entered.wait(TIMEOUT)
+        until(lambda: bool(lines(caplog, "has not moved for 0.5 s")))
+        copies.gate.set()
+        assert ticket.mirrored.state == "pending"
+    assert ticket.mirrored.exception(TIMEOUT) is None or isinstance(ticket.mirrored.exception(0), StallError)
+
+
+def test_another_writer_of_the_mirror_is_left_alone(root: Path, place: Path) -> None:
+    with SyncCheckpointEngine(place) as other:
+        other.save(weights(7), 7).result(TIMEOUT)
+        with opened(root, place) as engine:
+            ticket = engine.save(weights(1), 1)
+    error = ticket.mirrored.exception(TIMEOUT)
+    assert isinstance(error, RootError)
+    assert steps_in(place) == [7]
+
+
+# -- loading ----------------------------------------------------------------------------------------
+
+
+def test_a_root_that_is_lost_is_loaded_from_the_mirror(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2)
+    shutil.rmtree(root)
+    with opened(root, place) as engine:
+        assert loaded(engine) == (2, place)
+        assert loaded(engine, 1) == (1, place)
+        assert value_of(engine.read()) == 2
+        mirrored(engine, 3)
+        assert loaded(engine) == (3, root)
+    assert steps_in(place) == [1, 2, 3]
+
+
+def test_the_newest_step_of_both_is_loaded_and_the_root_s_own_first(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2)
+        assert loaded(engine) == (2, root)
+    shutil.rmtree(root / "step_000000002")  # an older image of the disk
+    with opened(root, place) as engine:
+        assert loaded(engine) == (2, place)
+        assert loaded(engine, 1) == (1, root)
+
+
+def test_a_damaged_step_is_loaded_from_the_mirror_and_set_aside(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2)
+    damage(root / "step_000000002")
+    with opened(root, place) as engine:
+        state = weights(0)
+        report = engine.load(state)
+        assert (report.path, value_of(state)) == (place / "step_000000002", 2)
+        assert [skipped.path for skipped in report.skipped] == [root / "step_000000002"]
+    assert steps_in(place) == [1, 2]
+
+
+def test_damaged_copies_stay_where_they_are(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2)
+    shutil.rmtree(root / "step_000000002")
+    damage(place / "step_000000002")
+    with opened(root, place) as engine:
+        assert loaded(engine) == (1, root)
+        mirrored(engine, 3)
+    assert (place / "step_000000002").exists()
+
+
+def test_a_mirror_that_cannot_be_read_stops_no_load_but_of_an_empty_root(
+    root: Path, place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.listdir
+
+    def fails(path: Any) -> list[str]:
+        if str(path) == str(place):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    with opened(root, place) as engine:
+        mirrored(engine, 1)
+        monkeypatch.setattr(os, "listdir", fails)
+        assert loaded(engine) == (1, root)
+        assert lines(caplog, "the mirror cannot be read, and a newer step may be there")
+    shutil.rmtree(root)
+    with opened(root, place) as engine, pytest.raises(OSError, match="Input/output error"):
+        engine.load(weights(0))
+
+
+def test_no_checkpoint_in_either_is_told_as_before(root: Path, place: Path) -> None:
+    with opened(root, place) as engine, pytest.raises(CheckpointNotFoundError, match=str(root)):
+        engine.load(weights(0))
+    assert not place.exists()
+
+
+def test_a_rollback_counts_for_the_mirror_too(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2, 3)
+        assert engine.rollback(1) == [3, 2]
+        assert loaded(engine) == (1, root)
+        assert steps_in(place) == [1, 2, 3]
+        assert engine.save(weights(20), 2).mirrored.result(TIMEOUT) == place / "step_000000002"
+    assert steps_in(place) == [1, 2]
+    shutil.rmtree(root)
+    with opened(root, place) as engine:
+        state = weights(0)
+        assert engine.load(state).step == 2
+        assert value_of(state) == 20
+
+
+# -- settings ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"every": 0}, "Mirror(every)"),
+        ({"keep_last": 0}, "Mirror(keep_last)"),
+        ({"max_bytes_per_sec": 1000}, "Mirror(max_bytes_per_sec)"),
+        ({"place": "https://host/x"}, "Mirror(place)"),
+        ({"place": "s3://key:secret@bucket/x"}, "credentials"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Mirror(**({"place": "/x"} | settings))
+    assert told in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [".", "below", ".."])
+def test_a_mirror_that_overlaps_its_root_is_refused(root: Path, place: str) -> None:
+    with pytest.raises(ConfigError, match="give a directory beside it"), opened(root, root / place):
+        pass
+    assert not root.exists()
+
+
+def test_a_mirror_is_a_mirror() -> None:
+    with pytest.raises(ConfigError, match="give a Mirror"):
+        EngineConfig(mirror="s3://bucket/run")  # type: ignore[arg-type]
+
+
+# -- the pace ---------------------------------------------------------------------------------------
+
+
+def test_a_pace_waits_until_what_was_moved_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = FakeTime(monkeypatch)
+    pace = Pace(100.0, lambda: False)
+    pace.wait()
+    assert now.secs == 0
+    pace.pay(50)
+    pace.pay(150)
+    pace.wait()
+    assert now.secs == pytest.approx(2.0, abs=0.1)
+    now.secs = 10.0  # idle time earns no credit
+    pace.pay(100)
+    pace.wait()
+    assert now.secs == pytest.approx(11.0, abs=0.1)
+
+
+def test_a_pace_without_a_cap_waits_for_a_pending_save_alone_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, saving = FakeTime(monkeypatch), True
+    pace = Pace(None, lambda: saving)
+    pace.pay(1 << 60)
+    pace.wait()
+    assert now.secs == pytest.approx(YIELD_SECS, abs=0.1)
+    saving, now.secs = False, 0.0
+    pace.wait()
+    assert now.secs == 0
+    saving = True
+    pace.lift()
+    pace.wait()
+    assert now.secs == 0
+
+
+class FakeTime:
+    """Time of a pace: it passes while a thread waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.secs = 0.0
+        monkeypatch.setattr("aio_ckpt.mirror.pace.time.monotonic", lambda: self.secs)
+        monkeypatch.setattr("aio_ckpt.mirror.pace.Condition", lambda: PassingCondition(self))
+
+
+class PassingCondition:
+    def __init__(self, time: FakeTime) -> None:
+        self._time = time
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def notify_all(self) -> None: ...
+
+    def wait(self, secs: float) -> None:
+        self._time.secs += secs
