@@ -92,7 +92,7 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """A second root to which committed steps are copied in the background: :doc:`mirror`.
+    """A second root, to which committed steps are copied in the background.
 
     Raises:
         ConfigError: a value is out of range.

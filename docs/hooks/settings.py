@@ -10,14 +10,14 @@ import textwrap
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from aio_ckpt import EngineConfig, KeepBest
+from aio_ckpt import EngineConfig, KeepBest, Mirror
 
 FIRST = "<!-- settings: first -->"
 """Replaced by the settings that people change first."""
 REST = "<!-- settings: rest -->"
 """Replaced by all other settings, in the order of the dataclass."""
-KEEP_BEST = "<!-- settings: keep_best -->"
-"""Replaced by the fields of ``KeepBest``."""
+OTHERS = {"<!-- settings: keep_best -->": KeepBest, "<!-- settings: mirror -->": Mirror}
+"""Each replaced by the fields of a type."""
 FIRST_NAMES = ("keep_last", "device_copy_bytes", "when_busy", "budget_bytes", "stall_timeout_secs")
 """The five settings that people change first."""
 
@@ -29,7 +29,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     rest = [name for name in setting_names() if name not in FIRST_NAMES]
     markdown = markdown.replace(FIRST, rendered(EngineConfig, FIRST_NAMES))
     markdown = markdown.replace(REST, rendered(EngineConfig, rest))
-    return markdown.replace(KEEP_BEST, rendered(KeepBest, [field.name for field in dataclasses.fields(KeepBest)]))
+    for mark, kind in OTHERS.items():
+        markdown = markdown.replace(mark, rendered(kind, [field.name for field in dataclasses.fields(kind)]))
+    return markdown
 
 
 def setting_names() -> list[str]:
