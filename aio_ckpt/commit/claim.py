@@ -68,8 +68,12 @@ def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount, *, is
 
 async def claim_holder(storage: Storage, root: Path) -> Owner | None:
     """Return the engine that claims the root; None if there is no claim, or none that can be decoded."""
+    return await _owner_in(storage, root / CLAIM_FILE)
+
+
+async def _owner_in(storage: Storage, path: Path) -> Owner | None:
     try:
-        data = await read_small_file(storage, root / CLAIM_FILE, max_bytes=MAX_OWNER_BYTES)
+        data = await read_small_file(storage, path, max_bytes=MAX_OWNER_BYTES)
     except MismatchError:  # no regular file
         return None
     return None if data is None else decoded_owner(data)
@@ -275,8 +279,9 @@ class Claim:
         """Set the claim of ``dead`` aside. Of several engines that try, one gets it: return whether this one did.
 
         The name there is taken by the first of them, and stays until the trash is cleared. An engine that read the
-        claim of ``dead`` before, and comes later, therefore cannot set the new claim aside. A claim that cannot be
-        decoded goes by its last heartbeat, ``seen``.
+        claim of ``dead`` before, and comes later, therefore cannot set the new claim aside. If it comes even after the
+        trash was cleared, it puts the new claim back. A claim that cannot be decoded goes by its last heartbeat,
+        ``seen``.
         """
         aside = self._root / TRASH_DIR / f"claim-{f'of-{seen}' if dead is None else dead.session}"
         try:
@@ -285,7 +290,11 @@ class Claim:
             if error.errno not in (errno.EEXIST, errno.ENOENT):
                 raise
             return False
-        return True
+        moved = await _owner_in(self._storage, aside)
+        if dead is None or moved is None or moved.session == dead.session:
+            return True
+        await self._storage.rename(aside, self._path)
+        return False
 
 
 def _named(holder: Owner | None) -> str:

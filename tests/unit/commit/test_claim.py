@@ -17,7 +17,7 @@ from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.owner import Owner, encoded_owner, make_engine_dirs
 from aio_ckpt.errors import RootError, WriteError
-from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE
+from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE, TRASH_DIR
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.mounts import Mount
@@ -229,6 +229,19 @@ async def test_of_many_engines_that_take_over_at_once_one_gets_the_claim(root: R
             group.start_soon(attempt, claim)
     assert len(won) == 1
     await won[0].check()
+
+
+async def test_an_engine_that_comes_late_to_a_takeover_puts_the_new_claim_back(root: Root) -> None:
+    """It has read the claim of the dead engine, and the first taker has cleared the trash since."""
+    await root.claim("dead", "one").take(NOLOCK, is_locked=True)
+    root.age(STALE_SECS + 1)
+    first, late = root.claim("a", "two"), root.claim("b", "three")
+    await first.take(NOLOCK, is_locked=True)
+    for aside in (root.path / TRASH_DIR).iterdir():
+        aside.unlink()
+    assert not await late._remove(owner("dead", "one"), 0.0)
+    await first.check()
+    assert not any((root.path / TRASH_DIR).iterdir())
 
 
 async def test_a_torn_claim_is_void_after_the_limit(root: Root) -> None:
