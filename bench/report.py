@@ -169,10 +169,24 @@ cores, which do not count. *blocked* is the call of `save()`, which copies the s
     ],
 )
 
+MIRROR_PAGE = Page(
+    "Mirror",
+    f"""{METHOD}
+
+A loop of matrix products on one GPU saves three times, without a mirror and with one. The first run copies to a server on
+the same machine, with half of the cores; the second one to another directory of the same disk. *last copy* begins when
+the copy under way has ended, and reads each byte back.""",
+    [
+        Section(path.parent.name, "", (f"{path.parent.name}/{path.stem}",))
+        for path in sorted(RESULTS.glob("*/mirror*.json"), reverse=True)
+    ],
+)
+
 PAGES: Mapping[str, Page] = {
     "adapters": ADAPTERS_PAGE,
     "cpu": CPU_PAGE,
     "gpu": GPU_PAGE,
+    "mirror": MIRROR_PAGE,
     "ranks": RANKS_PAGE,
     "remote": REMOTE_PAGE,
     "scale": SCALE_PAGE,
