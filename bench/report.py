@@ -173,9 +173,9 @@ MIRROR_PAGE = Page(
     "Mirror",
     f"""{METHOD}
 
-A loop of matrix products on one GPU saves three times, without a mirror and with one. The first run copies to a server on
-the same machine, with half of the cores; the second one to another directory of the same disk. *last copy* begins when
-the copy under way has ended, and reads each byte back.""",
+A loop of matrix products on one GPU saves three times, without a mirror and with one. The first run copies to a server
+on the same machine, with half of the cores; the second one to another directory of the same disk. *last copy* begins
+when the copy under way has ended, and reads each byte back.""",
     [
         Section(path.parent.name, "", (f"{path.parent.name}/{path.stem}",))
         for path in sorted(RESULTS.glob("*/mirror*.json"), reverse=True)

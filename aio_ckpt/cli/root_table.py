@@ -19,7 +19,7 @@ import msgspec
 from aio_ckpt.cli.access import all_steps, unless_replaced
 from aio_ckpt.commit.claim import claim_holder
 from aio_ckpt.commit.discovery import CommittedCheckpoint
-from aio_ckpt.commit.owner import Owner, has_pending, owner_by_name
+from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.commit.retention import best, protected_steps
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, MismatchError, ReadError
@@ -96,7 +96,7 @@ async def list_root(
     """
     rows = await rows_of(storage, executor, root, names)
     listed = await _below(storage, root, PENDING_DIR)
-    pending = tuple([name for name in listed if await has_pending(storage, root / name)])  # some stores list empty ones
+    pending = tuple([name for name in listed if await storage.has_begun(root / name)])  # some stores list empty ones
     here, holder = Owner.of_this_process(), await claim_holder(storage, root) if pending else None
     claim = None if holder is None else await storage.status(root / CLAIM_FILE)
     heartbeat = "" if claim is None else f", {max(0.0, time.time() - claim.modified_unix):.0f} s since its heartbeat"

@@ -10,7 +10,6 @@ host can prove. Neither a free lock nor a pid alone proves anything.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
@@ -24,16 +23,12 @@ from typing import Annotated
 import msgspec
 
 from aio_ckpt.commit.trash import check_engine_dirs
-from aio_ckpt.errors import WriteError
 from aio_ckpt.format.names import (
     ENGINE_DIRS,
     LOCK_FILE,
     PENDING_DIR,
 )
-from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.object_directories import RECORD_FILE
-from aio_ckpt.storage.objects import store_of
 
 MAX_OWNER_BYTES = 1 << 20
 _MAX_PID = (1 << 31) - 1
@@ -157,23 +152,6 @@ def owner_by_name(name: str, here: Owner) -> Owner | None:
 
 def _short(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-
-
-async def make_pending(storage: Storage, pending: Path, final: Path, save_id: str) -> None:
-    """Make the pending directory of a save of several ranks, unless another rank has made it."""
-    if isinstance(pending, RemotePath):
-        await store_of(storage, pending).begin_directory(pending, final, save_id)
-        return
-    try:
-        await storage.make_dir(pending)
-    except WriteError as error:
-        if error.errno != errno.EEXIST:
-            raise
-
-
-async def has_pending(storage: Storage, pending: Path) -> bool:
-    """Return whether a rank has made the pending directory. In a store, that is one request, and not a listing."""
-    return await storage.exists(pending / RECORD_FILE if isinstance(pending, RemotePath) else pending)
 
 
 def encoded_owner(owner: Owner) -> bytes:

@@ -242,7 +242,7 @@ class Retention:
         committed: Callable[[], Awaitable[Sequence[CommittedCheckpoint]]],
         renames: anyio.Lock,
         must_wait: Callable[[], bool],
-        held: Callable[[], Collection[int]] = frozenset,
+        held: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         """Set up retention by ``policy``.
 

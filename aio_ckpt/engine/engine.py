@@ -182,7 +182,7 @@ class BaseEngine:
             trash=self._trash,
             rescue=self._rescue,
             must_wait=lambda: self._preemption.is_on or not (mirroring is None or mirroring.is_ready),
-            held=frozenset if mirroring is None else mirroring.held_steps,
+            held=(lambda: ()) if mirroring is None else mirroring.held_steps,
         )
         runner = JobRunner(ctx=ctx, throttle=self._throttle, trash=self._trash)
         pipeline = SavePipeline(ctx=ctx, runner=runner, claim=claim, quarantine=self._quarantine, rescue=self._rescue)

@@ -23,7 +23,6 @@ from aio_ckpt.commit.manifests import (
     render_root,
     written_names,
 )
-from aio_ckpt.commit.owner import has_pending, make_pending
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import settle_failure
 from aio_ckpt.engine.context import EngineContext
@@ -106,10 +105,8 @@ class SavePipeline:
     async def _make_pending(self, job: SaveJob) -> None:
         job.begin("making its directory")
         storage, is_leader = self.ctx.storage, job.round.is_leader
-        if self.ctx.world_size == 1 and job.files_at == job.pending:
-            await storage.make_dir(job.pending)
-        elif is_leader or not await has_pending(storage, job.pending):  # thousands of mkdirs of one name are slow
-            await make_pending(storage, job.pending, job.final, job.save_id)
+        if is_leader or not await storage.has_begun(job.pending):  # thousands of mkdirs of one name are slow
+            await storage.begin_dir(job.pending, job.final, job.save_id)
 
     async def _write_rank(self, job: SaveJob) -> WrittenRank:
         """Write the data file and this rank's manifest, durable; ``.metadata``, too, if it depends on no other rank."""

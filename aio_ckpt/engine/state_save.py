@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from isal import isal_zlib
 
 from aio_ckpt.commit import step_numbers
-from aio_ckpt.commit.owner import make_pending
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.call_lock import LockedCalls
 from aio_ckpt.engine.capture_session import CaptureSession
@@ -363,7 +362,7 @@ async def _assign_under_one_root(
     """Do :meth:`SaveRound.assign`. The leader makes the pending directory before, and the other ranks must see it."""
     pending = ctx.pending_path(number)
     if ctx.members.is_leader:
-        await make_pending(ctx.storage, pending, ctx.final_path(target), ctx.save_id(number))
+        await ctx.storage.begin_dir(pending, ctx.final_path(target), ctx.save_id(number))
     reply = await round_.assign(message)
     if not ctx.members.is_leader:
         await ctx.members.check_root(ctx.storage, ctx.root, pending)

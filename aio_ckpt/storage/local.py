@@ -130,6 +130,22 @@ class Storage:
         """Create a directory, which must not exist. With ``parents``, it may exist, and new directories are durable."""
         return self._run(WriteError, path, make_dirs if parents else os.mkdir, path)
 
+    async def begin_dir(self, pending: Path, place: Path, save_id: str) -> None:
+        """Make the directory of a save, which gets its files until its commit, unless another rank has made it.
+
+        A store puts the files of save ``save_id`` where they stay, into ``place``, and ``pending`` names them.
+        """
+        del place, save_id
+        try:
+            await self.make_dir(pending)
+        except WriteError as error:
+            if error.errno != errno.EEXIST:
+                raise
+
+    async def has_begun(self, pending: Path) -> bool:
+        """Return whether a rank has made the directory of a save."""
+        return await self.exists(pending)
+
     def sync_dir(self, path: Path) -> Coro[None]:
         """Make the names in the directory ``path`` durable."""
         return self._run(WriteError, path, sync_dir, path)

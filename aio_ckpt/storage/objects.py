@@ -296,11 +296,14 @@ class ObjectStorage(Storage):
     async def sync_dir(self, path: Path) -> None:
         """Do nothing: what was put is durable."""
 
-    def begin_directory(self, pending: Path, place: Path, save_id: str) -> Coro[None]:
+    async def begin_dir(self, pending: Path, place: Path, save_id: str) -> None:
         """See :func:`~aio_ckpt.storage.object_directories.begin`."""
-        return self._run(
-            WriteError, pending, object_directories.begin, self._bucket, _key(pending), _key(place), save_id
-        )
+        begin = object_directories.begin
+        await self._run(WriteError, pending, begin, self._bucket, _key(pending), _key(place), save_id)
+
+    async def has_begun(self, pending: Path) -> bool:
+        """Look for the record, which is one request, and not a listing."""
+        return await self.exists(pending / object_directories.RECORD_FILE)
 
     def name_files(self, pending: Path, files: Sequence[str]) -> Coro[None]:
         """See :func:`~aio_ckpt.storage.object_directories.name_files`."""
@@ -441,6 +444,12 @@ class AnyStorage(Storage):
 
     def make_dir(self, path: Path, *, parents: bool = False) -> Coro[None]:
         return self._at(path).make_dir(path, parents=parents)
+
+    async def begin_dir(self, pending: Path, place: Path, save_id: str) -> None:
+        await self._at(pending).begin_dir(pending, place, save_id)
+
+    async def has_begun(self, pending: Path) -> bool:
+        return await self._at(pending).has_begun(pending)
 
     def sync_dir(self, path: Path) -> Coro[None]:
         return self._at(path).sync_dir(path)

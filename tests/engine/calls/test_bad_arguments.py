@@ -228,6 +228,7 @@ SETTINGS: dict[str, Collection[str]] = {
     "thread_nice": {"0", "1"},
     "thread_ioprio": {"None", "0", "1"},
     "keep_best": {"None"},
+    "mirror": {"None"},
     "shm_path": {"None", "text"},
     **{name: {"None", "a function"} for name in ("on_commit", "on_error")},
 }
