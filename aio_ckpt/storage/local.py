@@ -143,8 +143,11 @@ class Storage:
                 raise
 
     async def has_begun(self, pending: Path) -> bool:
-        """Return whether a rank has made the directory of a save."""
-        return await self.exists(pending)
+        """Return whether a rank has made the directory of a save.
+
+        On a shared file system the answer may be old, and costs one call of the server: then this rank makes it, too.
+        """
+        return await self._run(ReadError, pending, os.path.exists, pending)
 
     def sync_dir(self, path: Path) -> Coro[None]:
         """Make the names in the directory ``path`` durable."""

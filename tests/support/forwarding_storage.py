@@ -75,6 +75,9 @@ class ForwardingStorage(Storage):
     async def read_end(self, path: Path, nbytes: int) -> bytes:
         return await self.run_read(Call("read_file", path), lambda: self._inner.read_end(path, nbytes))
 
+    async def has_begun(self, pending: Path) -> bool:
+        return await self.run_read(Call("exists", pending), lambda: self._inner.has_begun(pending))
+
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
         await self.run(Call("make_dir", path), lambda: self._inner.make_dir(path, parents=parents))
 

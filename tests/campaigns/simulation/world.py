@@ -360,6 +360,10 @@ class SimStorage(Storage):
         """Whether it is there."""
         return await self.run("exists", path, ReadError, lambda: self.at(path) is not None)
 
+    async def has_begun(self, pending: Path) -> bool:
+        """Whether it is there."""
+        return await self.exists(pending)
+
     async def status(self, path: Path) -> FileStatus | None:
         """What is there."""
         return await self.run("status", path, ReadError, lambda: _status(self.at(path)))
