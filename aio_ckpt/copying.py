@@ -42,7 +42,7 @@ from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.objects import AnyStorage, ObjectStorage, Unpublished
 from aio_ckpt.storage.paths import make_dirs
-from aio_ckpt.storage.small_files import read_root
+from aio_ckpt.storage.small_files import read_root, save_of
 
 __all__ = ["copy"]
 
@@ -165,9 +165,16 @@ async def copy_as_writer(
 ) -> Path:
     """Do :func:`copy_checkpoint` for the holder of the claim of ``root``. Return the copy's directory."""
     wanted = _Wanted(source=source, files=await copied_files(storage, executor, source), step=step, names=names)
-    if isinstance(root, RemotePath):
+    if not isinstance(root, RemotePath):
+        return await _copy_into(storage, executor, wanted, root, claim, advance)
+    save_id, pending = await save_of(storage, source), pending_path(root, claim.owner, 1)
+    if save_id is not None:
+        await storage.begin_dir(pending, root / names.name(step), save_id)  # the next writer clears what a kill leaves
+    try:
         return await _copy_to_store(storage, executor, wanted, root, claim.check, advance)
-    return await _copy_into(storage, executor, wanted, root, claim, advance)
+    finally:
+        with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
+            await storage.remove_tree(pending)  # files of the committed save stay
 
 
 async def _copy_to_disk(

@@ -6,7 +6,10 @@ from pathlib import Path
 
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, read_save_id
 from aio_ckpt.format.names import ABANDONED_DIR, StepNames
-from aio_ckpt.storage.local import Storage, names_in
+from aio_ckpt.storage.local import Storage, names_in, read_small_file
+
+_RECORD = "copies"
+"""End of the name of a file with the ids of the saves that a rollback found in the mirror, one a line."""
 
 
 async def counting_copies(storage: Storage, root: Path, mirror: Path, names: StepNames) -> list[CommittedCheckpoint]:
@@ -16,16 +19,27 @@ async def counting_copies(storage: Storage, root: Path, mirror: Path, names: Ste
 
 
 async def abandoned_copies(storage: Storage, root: Path, mirror: Path, names: StepNames) -> list[CommittedCheckpoint]:
-    """Return the checkpoints of a mirror whose very saves a rollback of the root has set aside, newest first."""
-    aside: dict[int, list[Path]] = {}
+    """Return the checkpoints of a mirror whose very saves a rollback of the root has abandoned, newest first."""
+    saves: set[str] = set()
     for name in await names_in(storage, root / ABANDONED_DIR):
-        step = names.step(name.partition("-")[2])
-        if step is not None:
-            aside.setdefault(step, []).append(root / ABANDONED_DIR / name)
-    found = []
-    for copy in await discover(storage, mirror, names) if aside else []:
-        if copy.step in aside:
-            save_id = await read_save_id(storage, copy.path)
-            if save_id and save_id in [await read_save_id(storage, each) for each in aside[copy.step]]:
-                found.append(copy)
-    return found[::-1]
+        path = root / ABANDONED_DIR / name
+        if name.endswith(f"-{_RECORD}"):
+            saves.update((await read_small_file(storage, path) or b"").decode(errors="replace").split())
+        else:
+            saves.add(await read_save_id(storage, path))
+    saves.discard("")
+    copies = await discover(storage, mirror, names) if saves else []
+    return [copy for copy in reversed(copies) if await read_save_id(storage, copy.path) in saves]
+
+
+async def record_rollback(storage: Storage, root: Path, mirror: Path, names: StepNames, step: int, tag: str) -> None:
+    """Record the copies of later steps than ``step``, before a rollback: the root may have deleted such steps.
+
+    Raises:
+        ReadError, WriteError: the mirror cannot be read, or the record not be written. Nothing was rolled back.
+    """
+    later = [copy for copy in await discover(storage, mirror, names) if copy.step > step]
+    saves = [await read_save_id(storage, copy.path) for copy in later]
+    if saves:
+        await storage.write_file(root / ABANDONED_DIR / f"{tag}-{_RECORD}", "\n".join(saves).encode())
+        await storage.sync_dir(root / ABANDONED_DIR)

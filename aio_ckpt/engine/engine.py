@@ -775,7 +775,7 @@ class CheckpointEngine(BaseEngine):
         return self._beside("steps()", self._root_session.steps)
 
     def latest_step(self) -> PendingCall[int | None]:
-        """Return the newest committed step, or None.
+        """Return the newest committed step, that of the mirror too, or None.
 
         Raises:
             StallError, ReadError: as :meth:`steps`.

@@ -215,19 +215,22 @@ async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.Commi
     with disk_warning("looking for checkpoints", ctx.root, rank=ctx.rank).on_loop():
         committed, torn = await discovery.discover_all(ctx.storage, ctx.root, ctx.names)
     steps = [checkpoint.step for checkpoint in committed]
-    found = [*committed, *torn, *await _copies(ctx, is_needed=not committed)]
-    chosen = [checkpoint for checkpoint in found if step in (None, checkpoint.step)]
+    chosen = [checkpoint for checkpoint in (*committed, *torn) if step in (None, checkpoint.step)]
+    if step is None or not chosen:
+        copies = await copies_or_none(ctx, is_needed=not chosen)
+        chosen += [copy for copy in copies if step in (None, copy.step)]
     if not chosen:
         missing = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         is_older = step is not None and bool(steps) and step < steps[0]
         hint = " (retention, keep_last, deletes older ones: protect(step) keeps one)" if is_older else ""
         if not steps:
             hint = await _why_empty(ctx)
-        raise CheckpointNotFoundError(f"{missing} under {ctx.root}; committed steps: {steps}{hint}")
+        where = str(ctx.root) if ctx.mirror is None else f"{ctx.root}, nor in the mirror {ctx.mirror}"
+        raise CheckpointNotFoundError(f"{missing} under {where}; committed steps: {steps}{hint}")
     return sorted(chosen, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
-async def _copies(ctx: EngineContext, *, is_needed: bool) -> list[discovery.CommittedCheckpoint]:
+async def copies_or_none(ctx: EngineContext, *, is_needed: bool) -> list[discovery.CommittedCheckpoint]:
     """Return the checkpoints of the mirror. If it cannot be read, and ``is_needed`` is False, return none."""
     if ctx.mirror is None:
         return []

@@ -15,7 +15,15 @@ import msgspec
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.fallback import ChangedError, Damage, FallbackSearch, Wanted, candidates, too_many_changes
+from aio_ckpt.engine.fallback import (
+    ChangedError,
+    Damage,
+    FallbackSearch,
+    Wanted,
+    candidates,
+    copies_or_none,
+    too_many_changes,
+)
 from aio_ckpt.engine.job import sent_path
 from aio_ckpt.errors import (
     AioCkptError,
@@ -368,7 +376,9 @@ class LoadLeader:
         except AioCkptError as error:  # the load itself has succeeded
             _log.warning("%s could not be looked at behind a load: %s", ctx.root, error)
             return None if ctx.members.newest in self._proven else ctx.members.newest
-        return max({checkpoint.step for checkpoint in committed} - self._proven, default=None)
+        copies = await copies_or_none(ctx, is_needed=False)
+        own = {checkpoint.step for checkpoint in committed} - self._proven
+        return max(own.union(copy.step for copy in copies), default=None)
 
     async def _restart_search(self, messages: Sequence[_Message]) -> _Instruction:
         """List the candidates anew and return the instruction to load the newest."""

@@ -375,16 +375,17 @@ class JobQueue:
                 self._recorder.record(job, outcome, newest=self.steps.newest(()))
         finally:  # in any case: close() and later saves wait for a save that stays in the table
             self._leave(job, error)
+            if error is None:
+                self._mirror(job)  # first: close() lets no copy begin once the save has settled
             job.settled.set_result(None)
             settle(job.ticket, outcome)
-            self._mirror(job)
         self._recorder.call_back(job, outcome)  # last: a slow callback delays no waiter, and no save() that waits
 
     def _mirror(self, job: WriteJob) -> None:
         """Offer a step that was committed to the mirror. Its pass of retention, on this loop, has not begun yet."""
         mirrored = job.ticket.mirrored
-        if not mirrored.done() and job.step is not None and self._mirroring is not None:
-            self._mirroring.offer(job.step, mirrored)
+        if isinstance(job, SaveJob) and job.step is not None and self._mirroring is not None:
+            self._mirroring.offer(job.step, mirrored, replaces=job.call.overwrite)
         else:
             mirrored.resolve(None)
 

@@ -10,7 +10,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
@@ -19,12 +19,14 @@ import anyio
 
 from aio_ckpt.commit import discovery, path_checkpoints, retention
 from aio_ckpt.commit.claim import Claim, lock_root, longest_silence, mount_of_root
+from aio_ckpt.commit.copies import record_rollback
 from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.owner import make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash, check_engine_dirs
 from aio_ckpt.config import EngineConfig, Mirror
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.fallback import copies_or_none
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.remote_path import RemotePath, check_place, find_remote
@@ -227,7 +229,7 @@ class RootSession:
             self._set_aside(deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
             self._call(self._rescue.reclaim, what="clearing segments of dead writers", deadline=deadline)
-            learn(functools.partial(self.steps, deadline))
+            learn(functools.partial(self.all_steps, deadline))
             self._lock = lock
             self._check_open()  # again: if the engine was closed meanwhile, nothing releases this lock
         except BaseException as error:
@@ -376,9 +378,24 @@ class RootSession:
             raise
         return [checkpoint.step for checkpoint in found]
 
+    async def _committed(self) -> Sequence[discovery.CommittedCheckpoint]:
+        return await self._quarantine.committed(self._ctx.storage, self._ctx.root, self._ctx.names)
+
     def latest_step(self) -> int | None:
-        """Return the newest committed step, or None."""
-        return max(self.steps(), default=None)
+        """Return the newest committed step of the root and of its mirror, or None."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self, deadline: Deadline = NO_DEADLINE) -> list[int]:
+        """Return :meth:`steps`, and the steps of the mirror, from which a load may have come."""
+        ctx, found = self._ctx, self.steps(deadline)
+        if ctx.mirror is None:
+            return found
+
+        async def read() -> list[discovery.CommittedCheckpoint]:
+            return await copies_or_none(ctx, is_needed=not found)
+
+        copies = self._call(read, what="reading the steps of the mirror", deadline=deadline)
+        return sorted({*found, *(copy.step for copy in copies)})
 
     def check_holds_steps(self, what: str) -> None:
         """Raise CheckpointNotFoundError, with ``what`` was called, if the root holds no committed step."""
@@ -405,6 +422,9 @@ class RootSession:
     async def _abandon_after(self, step: int) -> StepsChange:
         ctx = self._ctx
         tag, check = str(time.time_ns()), self._claim.check
+        if ctx.mirror is not None and step in [found.step for found in await self._committed()]:
+            await check()
+            await record_rollback(ctx.storage, ctx.root, ctx.mirror, ctx.names, step, tag)
         async with self._quarantine.renames:
             abandoned = await discovery.abandon_after(ctx.storage, ctx.root, ctx.names, step, tag, check)
         await check()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import anyio
 
+from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.copies import abandoned_copies
@@ -17,10 +18,11 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.retention import Policy, Retention
 from aio_ckpt.commit.writing import writing
 from aio_ckpt.copying import copy_as_writer, make_root
-from aio_ckpt.errors import CheckpointNotFoundError
+from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.objects import AnyStorage
+from aio_ckpt.storage.small_files import save_of
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -40,14 +42,16 @@ class StepCopier:
     """Newest steps that the mirror keeps; None: all."""
     stale_after_secs: float
 
-    async def copy(self, step: int, advance: Callable[[int], None]) -> Path:
+    async def copy(self, step: int, advance: Callable[[int], None], *, replaces: bool) -> Path:
         """Copy a step, unless the mirror holds it. Return the directory of the copy.
 
-        ``advance`` is called with the bytes done since, in any thread: each is copied, then read back.
+        ``advance`` is called with the bytes done since, in any thread: each is copied, then read back. If ``replaces``,
+        another save of the step is deleted in the mirror, once the step was verified in the root.
 
         Raises:
             CheckpointNotFoundError: the root does not hold the step any more.
-            CorruptCheckpointError: the copy does not verify; nothing becomes visible.
+            CheckpointExistsError: the mirror holds another save of the step.
+            CorruptCheckpointError: the step does not verify; nothing becomes visible, and no copy is deleted.
             ProtectedStepError: the mirror holds another save of the step, which is protected there.
             RootError, ReadError, WriteError: another writer holds the mirror, or the system failed.
         """
@@ -55,7 +59,7 @@ class StepCopier:
         source = next((found for found in committed if found.step == step), None)
         if source is None:
             raise CheckpointNotFoundError(f"no committed step {step} under {self.root} any more")
-        save_id = await discovery.read_save_id(self.storage, source.path)
+        save_id = await save_of(self.storage, source.path)
         if (copied := await self._copy_of(step, save_id)) is not None:
             return copied
         await make_root(self.executor, self.place)
@@ -63,9 +67,8 @@ class StepCopier:
         async with writing(self.storage, self.place, self.names, here, stale_after_secs=self.stale_after_secs) as claim:
             retention = self._retention(claim)
             await self._set_abandoned_aside(claim)
-            if any(found.step == step for found in await self._copies()):  # of another save: overwritten in the root
-                await retention.discard(step, allow_newest=True)
-                await retention.delete_discarded(step)
+            if any(found.step == step for found in await self._copies()):
+                await self._make_room(step, source.path, retention, replaces=replaces)
             path = await copy_as_writer(
                 self.storage, self.executor, source.path, self.place, self.names, step, claim, advance
             )
@@ -75,12 +78,27 @@ class StepCopier:
     async def _copies(self) -> list[discovery.CommittedCheckpoint]:
         return await discovery.discover(self.storage, self.place, self.names)
 
-    async def _copy_of(self, step: int, save_id: str) -> Path | None:
+    async def _copy_of(self, step: int, save_id: str | None) -> Path | None:
         """Return the directory in the mirror that holds this very save of a step; None if there is none."""
         for found in await self._copies():
-            if found.step == step and save_id and await discovery.read_save_id(self.storage, found.path) == save_id:
+            if found.step == step and await save_of(self.storage, found.path) == save_id:
                 return found.path
         return None
+
+    async def _make_room(self, step: int, source: Path, retention: Retention, *, replaces: bool) -> None:
+        """Delete the mirror's own save of a step, which this engine has overwritten in the root."""
+        if not replaces:
+            raise CheckpointExistsError(
+                f"{self.place} holds another save of step {step}, of another run: give each run a mirror of its own, "
+                f"or delete the step there: aio-ckpt rm {self.place} {step}"
+            )
+        faults = await verify_checkpoint(
+            self.storage, source, step=step, executor=self.executor, readers=1, on_progress=lambda _: None
+        )
+        if faults:
+            raise CorruptCheckpointError(f"{source}: {faults[0].message}")
+        await retention.discard(step, allow_newest=True)
+        await retention.delete_discarded(step)
 
     def _retention(self, claim: Claim) -> Retention:
         return Retention(

@@ -6,6 +6,8 @@ be copied follows from what the root and the mirror hold.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -19,7 +21,15 @@ import anyio
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.claim import longest_silence
 from aio_ckpt.config import EngineConfig, Mirror
-from aio_ckpt.errors import EngineClosedError, StallError
+from aio_ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    EngineClosedError,
+    FormatVersionError,
+    ProtectedStepError,
+    StallError,
+)
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.mirror.copy_step import StepCopier
 from aio_ckpt.mirror.pace import Pace, PacedExecutor
@@ -37,6 +47,14 @@ _THREADS = 8
 _NICE, _IOPRIO = 19, 7
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 5.0, 300.0
 """Pause before a copy that failed is tried again. It doubles."""
+_FINAL = (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    ProtectedStepError,
+)
+"""Errors after which a step is not tried again: the root has deleted or damaged it, or the mirror holds another one."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -47,6 +65,8 @@ class _Wanted:
     step: int
     mirrored: Milestone[Path | None] | None = None
     """Milestone of its save; None if an earlier engine saved it."""
+    replaces: bool = False
+    """Whether it replaces another save of the step, also in the mirror."""
 
     def settle(self, path: Path | None) -> None:
         if self.mirrored is not None:
@@ -111,16 +131,19 @@ class Mirroring:
 
     # -- calls of the engine --------------------------------------------------------------------------
 
-    def offer(self, step: int, mirrored: Milestone[Path | None]) -> None:
-        """Copy a step that was committed, in the place of one that still waits. Call this before it may expire."""
-        if step % self._rule.every or self._is_closing:
+    def offer(self, step: int, mirrored: Milestone[Path | None], *, replaces: bool) -> None:
+        """Copy a step that was committed, in the place of an older one that waits. Call this before it may expire."""
+        if step % self._rule.every:
             mirrored.resolve(None)
             return
         with self._lock:
-            older, self._wanted = self._wanted, _Wanted(step, mirrored)
-        if older is not None:
-            _log.warning("step %d is not copied to %s: step %d came before its turn", older.step, self._place, step)
-            older.settle(None)
+            passed, self._wanted = self._wanted, _Wanted(step, mirrored, replaces)
+            if passed is not None and passed.step > step:
+                passed, self._wanted = self._wanted, passed
+            newer = self._wanted.step
+        if passed is not None:
+            _log.warning("step %d is not copied to %s: step %d came before its turn", passed.step, self._place, newer)
+            passed.settle(None)
         self._portal.post(self._notify)
 
     def held_steps(self) -> set[int]:
@@ -142,6 +165,7 @@ class Mirroring:
     def finish(self) -> list[Future[None]]:
         """Copy what is wanted, once more if that failed, and end. Return what is to be waited for."""
         self._is_closing = True
+        self._pace.lift()
         self._portal.post(self._notify)
         return [] if self._running is None else [self._running]
 
@@ -179,10 +203,11 @@ class Mirroring:
                 if self._is_closing:
                     return
                 continue
-            if await self._copy(copier, wanted):
-                pause_secs = 0.0
-            else:
-                pause_secs = min(max(2 * pause_secs, _FIRST_PAUSE_SECS), _LONGEST_PAUSE_SECS)
+            is_copied = False
+            with contextlib.suppress(Exception):  # of a handler of the log
+                is_copied = await self._copy(copier, wanted)
+            self._copied_now = None
+            pause_secs = 0.0 if is_copied else min(max(2 * pause_secs, _FIRST_PAUSE_SECS), _LONGEST_PAUSE_SECS)
 
     async def _find_first(self, copier: StepCopier) -> None:
         """Want the newest step that an earlier engine has left, unless this one has committed a step meanwhile."""
@@ -202,12 +227,12 @@ class Mirroring:
         began, self._progress = time.monotonic(), 0
         self._moved = began
         try:
-            path = await self._while_it_moves(copier, wanted.step)
+            path = await self._while_it_moves(copier, wanted)
         except Exception as error:  # noqa: BLE001 - whatever it is, training and later copies go on
             _log.warning("step %d was not copied to %s: %s", wanted.step, self._place, error)
             with self._lock:
                 self._copied_now = None
-                is_last = self._is_closing or self._wanted is not None
+                is_last = self._is_closing or self._wanted is not None or isinstance(error, _FINAL)
                 if not is_last:
                     self._wanted = wanted
             if is_last:
@@ -222,13 +247,13 @@ class Mirroring:
         wanted.settle(path)
         return True
 
-    async def _while_it_moves(self, copier: StepCopier, step: int) -> Path:
+    async def _while_it_moves(self, copier: StepCopier, wanted: _Wanted) -> Path:
         """Return the copy of a step. Raises StallError if no byte moves for too long."""
-        path: Path | None = None
+        step, path = wanted.step, None
 
         async def copy() -> None:
             nonlocal path
-            path = await copier.copy(step, self._advance)
+            path = await copier.copy(step, self._advance, replaces=wanted.replaces)
             watch.cancel_scope.cancel()
 
         try:
@@ -243,6 +268,11 @@ class Mirroring:
         return path
 
     def _advance(self, nbytes: int) -> None:
+        """Count bytes, in the thread that copied them, which waits here, or on the loop, which read them back."""
         self._moved = time.monotonic()
         self._progress += nbytes
         self._pace.pay(nbytes)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self._pace.wait(gives_way=True)

@@ -21,7 +21,7 @@ class Pace:
     """Time at which the next call may begin. Bytes are paid for after they were moved. Any thread may use it."""
 
     def __init__(self, limit: float | None, is_saving: Callable[[], bool]) -> None:
-        """``limit``: bytes a second; None: as fast as it goes. While ``is_saving()``, each call waits for a while."""
+        """``limit``: bytes a second; None: as fast as it goes. ``is_saving()``: whether a save is pending."""
         self._limit = limit
         self._is_saving = is_saving
         self._changed = Condition()
@@ -34,9 +34,9 @@ class Pace:
             with self._changed:
                 self._paid_until = max(self._paid_until, time.monotonic()) + nbytes / self._limit
 
-    def wait(self) -> None:
-        """Block until the next call may begin."""
-        yields_until = time.monotonic() + YIELD_SECS
+    def wait(self, *, gives_way: bool) -> None:
+        """Block until what was moved is paid for; if ``gives_way``, also while a save is pending, for a while."""
+        yields_until = time.monotonic() + (YIELD_SECS if gives_way else 0.0)
         with self._changed:
             while not self._is_lifted:
                 now = time.monotonic()
@@ -45,7 +45,7 @@ class Pace:
                 self._changed.wait(_POLL_SECS)
 
     def lift(self) -> None:
-        """Delay no call from now on: the copy is given up."""
+        """Delay no call from now on: the engine is closing."""
         with self._changed:
             self._is_lifted = True
             self._changed.notify_all()
@@ -63,5 +63,5 @@ class PacedExecutor(Executor):
         return super().submit(self._paced, functools.partial(fn, *args, **kwargs))
 
     def _paced(self, call: Callable[[], T]) -> T:
-        self._pace.wait()
+        self._pace.wait(gives_way=False)
         return call()

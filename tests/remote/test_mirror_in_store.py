@@ -89,7 +89,9 @@ def test_a_run_that_is_killed_in_an_upload_goes_on_and_survives_the_loss_of_its_
     assert names_of(f"{bucket}/run") >= {"step_000000002"}
     with SyncCheckpointEngine(f"{bucket}/run") as there:
         assert there.steps() == [1, 2]
-    assert trained(root, f"{bucket}/run", 4)[0] == "3"
+    shutil.rmtree(root)  # so that step 3 is another save
+    assert trained(root, f"{bucket}/run", 4)[0] == "2"
+    assert len([key for key in keys(f"{bucket}/run/step_000000003") if key.endswith(".distcp")]) == 1
     with SyncCheckpointEngine(f"{bucket}/run") as there:
         assert there.steps() == [3, 4]
     shutil.rmtree(root)

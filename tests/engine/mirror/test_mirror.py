@@ -21,14 +21,16 @@ from builders import flip, weights
 from saved_files import data_file
 from warm_python import WarmPython
 
-from aio_ckpt import EngineConfig, Mirror, SyncCheckpointEngine, copying
+from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngine, copying
 from aio_ckpt.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     EngineClosedError,
     RootError,
     StallError,
+    StepOrderError,
     WriteError,
 )
 from aio_ckpt.mirror import mirroring
@@ -228,7 +230,7 @@ KILLED = """
     import os, sys, threading
     from pathlib import Path
     from builders import weights
-    from aio_ckpt import EngineConfig, Mirror, SyncCheckpointEngine, copying
+    from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngine, copying
 
     copy, copied = copying._copy_file, []
 
@@ -315,7 +317,7 @@ def test_another_writer_of_the_mirror_is_left_alone(root: Path, place: Path) -> 
     with SyncCheckpointEngine(place) as other:
         other.save(weights(7), 7).result(TIMEOUT)
         with opened(root, place) as engine:
-            ticket = engine.save(weights(1), 1)
+            ticket = engine.save(weights(8), 8)
     error = ticket.mirrored.exception(TIMEOUT)
     assert isinstance(error, RootError)
     assert steps_in(place) == [7]
@@ -335,6 +337,91 @@ def test_a_root_that_is_lost_is_loaded_from_the_mirror(root: Path, place: Path) 
         mirrored(engine, 3)
         assert loaded(engine) == (3, root)
     assert steps_in(place) == [1, 2, 3]
+
+
+def test_the_step_of_a_copy_counts_for_what_comes_next(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 10, 20)
+    shutil.rmtree(root)
+    with opened(root, place) as engine:
+        assert engine.latest_step() == 20  # the loop of README asks this before it loads
+        assert loaded(engine) == (20, place)
+        with pytest.raises(StepOrderError, match="newest committed or pending step 20"):
+            engine.save(weights(5), 5)
+        ticket = engine.save(weights(21))
+        assert (ticket.step, ticket.mirrored.result(TIMEOUT)) == (21, place / "step_000000021")
+
+
+def test_a_damaged_root_costs_no_copy(root: Path, place: Path) -> None:
+    with opened(root, place, keep=1) as engine:
+        mirrored(engine, 1)
+    (root / "step_000000001" / ".metadata").write_bytes(b"")
+    with opened(root, place, keep=1) as engine:
+        state = weights(0)
+        assert engine.load(state).path == place / "step_000000001"
+    assert steps_in(place) == [1]
+
+
+def test_a_step_of_another_run_in_the_mirror_is_not_replaced(root: Path, place: Path, tmp_path: Path) -> None:
+    with opened(root, place) as engine, opened(tmp_path / "other", place) as other:
+        mirrored(engine, 1)
+        other.save(weights(7), 2).mirrored.result(TIMEOUT)
+        error = engine.save(weights(2), 2).mirrored.exception(TIMEOUT)
+    assert isinstance(error, CheckpointExistsError)
+    with SyncCheckpointEngine(place) as there:
+        assert value_of(there.read(2)) == 7
+
+
+def test_a_rollback_counts_for_copies_of_steps_that_the_root_has_deleted(root: Path, place: Path) -> None:
+    with opened(root, place, keep_last=1, keep_every=5) as engine:
+        mirrored(engine, *range(4, 9))
+        until(lambda: engine.steps() == [5, 8])
+        assert engine.rollback(5) == [8]
+        assert loaded(engine) == (5, root)
+        mirrored(engine, 6)
+    assert steps_in(place) == [4, 5, 6]
+
+
+async def test_the_last_save_of_an_async_engine_is_copied(root: Path, place: Path) -> None:
+    for step in range(1, 11):
+        async with CheckpointEngine(root, EngineConfig(mirror=Mirror(place))) as engine:
+            ticket = engine.save(weights(step), step)
+            await ticket
+        assert await ticket.mirrored == place / f"step_{step:09d}"
+
+
+def test_an_overwritten_older_step_does_not_take_the_place_of_the_newest(
+    root: Path, place: Path, copies: GatedCopies
+) -> None:
+    with opened(root, place) as engine:
+        first = engine.save(weights(1), 1)
+        assert copies.entered.wait(TIMEOUT)
+        newest = engine.save(weights(2), 2)
+        newest.result(TIMEOUT)
+        assert engine.save(weights(9), 1, overwrite=True).mirrored.result(TIMEOUT) is None
+        copies.gate.set()
+        assert newest.mirrored.result(TIMEOUT) == place / "step_000000002"
+        first.mirrored.exception(TIMEOUT)
+
+
+def test_a_step_that_is_gone_is_not_tried_again(root: Path, place: Path, copies: GatedCopies) -> None:
+    with opened(root, place) as engine:
+        first = engine.save(weights(1), 1)
+        assert copies.entered.wait(TIMEOUT)
+        second = engine.save(weights(2), 2)
+        second.result(TIMEOUT)
+        engine.rollback(1)
+        copies.gate.set()
+        assert first.mirrored.result(TIMEOUT) == place / "step_000000001"
+        assert isinstance(second.mirrored.exception(TIMEOUT), CheckpointNotFoundError)
+
+
+def test_each_part_of_a_copy_waits_for_its_turn(root: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    monkeypatch.setattr(Pace, "wait", lambda self, *, gives_way: waits.append(gives_way))
+    with opened(root, place) as engine:
+        mirrored(engine, 1)
+    assert {True, False} == set(waits), "data gives way to saves, and the heartbeat does not"
 
 
 def test_the_newest_step_of_both_is_loaded_and_the_root_s_own_first(root: Path, place: Path) -> None:
@@ -449,15 +536,15 @@ def test_a_mirror_is_a_mirror() -> None:
 def test_a_pace_waits_until_what_was_moved_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = FakeTime(monkeypatch)
     pace = Pace(100.0, lambda: False)
-    pace.wait()
+    pace.wait(gives_way=True)
     assert now.secs == 0
     pace.pay(50)
     pace.pay(150)
-    pace.wait()
+    pace.wait(gives_way=True)
     assert now.secs == pytest.approx(2.0, abs=0.1)
     now.secs = 10.0  # idle time earns no credit
     pace.pay(100)
-    pace.wait()
+    pace.wait(gives_way=True)
     assert now.secs == pytest.approx(11.0, abs=0.1)
 
 
@@ -465,14 +552,14 @@ def test_a_pace_without_a_cap_waits_for_a_pending_save_alone_and_not_for_ever(mo
     now, saving = FakeTime(monkeypatch), True
     pace = Pace(None, lambda: saving)
     pace.pay(1 << 60)
-    pace.wait()
+    pace.wait(gives_way=True)
     assert now.secs == pytest.approx(YIELD_SECS, abs=0.1)
     saving, now.secs = False, 0.0
-    pace.wait()
+    pace.wait(gives_way=True)
     assert now.secs == 0
     saving = True
     pace.lift()
-    pace.wait()
+    pace.wait(gives_way=True)
     assert now.secs == 0
 
 
