@@ -204,9 +204,8 @@ class Mirroring:
                     return
                 continue
             is_copied = False
-            with contextlib.suppress(Exception):  # of a handler of the log
+            with contextlib.suppress(Exception):  # of a handler of the log, or of a callback of the milestone
                 is_copied = await self._copy(copier, wanted)
-            self._copied_now = None
             pause_secs = 0.0 if is_copied else min(max(2 * pause_secs, _FIRST_PAUSE_SECS), _LONGEST_PAUSE_SECS)
 
     async def _find_first(self, copier: StepCopier) -> None:
@@ -229,7 +228,6 @@ class Mirroring:
         try:
             path = await self._while_it_moves(copier, wanted)
         except Exception as error:  # noqa: BLE001 - whatever it is, training and later copies go on
-            _log.warning("step %d was not copied to %s: %s", wanted.step, self._place, error)
             with self._lock:
                 self._copied_now = None
                 is_last = self._is_closing or self._wanted is not None or isinstance(error, _FINAL)
@@ -237,14 +235,15 @@ class Mirroring:
                     self._wanted = wanted
             if is_last:
                 wanted.fail(error)
+            _log.warning("step %d was not copied to %s: %s", wanted.step, self._place, error)
             return False
         self.newest = max(wanted.step, self.newest or 0)
         with self._lock:
             self._copied_now = None
+        wanted.settle(path)
         if self._progress:
             secs = time.monotonic() - began
             _log.info("step %d is in %s: %s in %.1f s", wanted.step, path, amount(self._progress / 2), secs)
-        wanted.settle(path)
         return True
 
     async def _while_it_moves(self, copier: StepCopier, wanted: _Wanted) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -311,6 +312,24 @@ def test_a_mirror_that_hangs_is_given_up_after_a_while(
         copies.gate.set()
         assert ticket.mirrored.state == "pending"
     assert ticket.mirrored.exception(TIMEOUT) is None or isinstance(ticket.mirrored.exception(0), StallError)
+
+
+def test_a_handler_of_the_log_that_raises_ends_no_mirror(root: Path, place: Path) -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if " is in " in record.getMessage():
+                raise OSError(errno.ENOSPC, "no room for the log")
+
+    handler, logger = Raises(), logging.getLogger("aio_ckpt")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with opened(root, place) as engine:
+            assert mirrored(engine, 1, 2) == [place / f"step_00000000{step}" for step in (1, 2)]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def test_another_writer_of_the_mirror_is_left_alone(root: Path, place: Path) -> None:
