@@ -281,14 +281,14 @@ def _check_shm_path(name: str, value: object) -> None:
         raise ConfigError(f"{name}={shown(value)}: give a directory of a tmpfs, such as '/dev/shm'")
 
 
-def _check_keep_best(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, KeepBest):
-        raise ConfigError(f"{name}={shown(value)}: give a KeepBest")
+def _a(kind: type) -> _Check:
+    """Return the check for a ``kind``, or None."""
 
+    def check(name: str, value: object) -> None:
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{name}={shown(value)}: give a {kind.__name__}")
 
-def _check_mirror(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, Mirror):
-        raise ConfigError(f"{name}={shown(value)}: give a Mirror")
+    return check
 
 
 def _check_device_copy_bytes(name: str, value: object) -> None:
@@ -336,8 +336,8 @@ _CHECKS: dict[str, _Check] = {
     "on_commit": check_callback,
     "on_error": check_callback,
     "shm_path": _check_shm_path,
-    "keep_best": _check_keep_best,
-    "mirror": _check_mirror,
+    "keep_best": _a(KeepBest),
+    "mirror": _a(Mirror),
     "trusted_objects": check_flag,
     "debug": check_flag,
     "gather_bytes": _whole(_BYTES, 0),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shutil
 import tempfile
 import time
@@ -45,7 +44,7 @@ class _Run:
 def main() -> None:
     """Run the bench."""
     parser = argparse.ArgumentParser(prog="python -m bench.mirror", description=__doc__)
-    parser.add_argument("--place", help="the mirror: a directory, or a place in your bucket, which is left empty")
+    parser.add_argument("--place", help="begin of the names of the mirrors: a directory, or a place in your bucket, where they stay")
     parser.add_argument("--mb", type=int, default=512, help="size of the state, on the GPU if there is one")
     parser.add_argument("--steps", type=int, default=60, help="steps of a loop, which saves three times")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that warms up")
@@ -66,13 +65,14 @@ def main() -> None:
             runs["nothing"].append(_loop(None, state, step, steps))
             with _engine(folder, None) as engine:
                 runs["saves"].append(_loop(engine, state, step, steps))
-            with _engine(folder, Mirror(place, keep_last=1)) as engine:
+            with _engine(folder, Mirror(f"{place}-{number}", keep_last=1)) as engine:  # each root has its own
                 runs["saves and copies"].append(_loop(engine, state, step, steps))
             begun = time.perf_counter()
             aio_ckpt.copy(Path(folder) / f"step_{steps + 1:09d}", f"{place}-plain-{number}")
             plain.append(time.perf_counter() - begun)
             if "://" not in place:
                 shutil.rmtree(f"{place}-plain-{number}")
+                shutil.rmtree(f"{place}-{number}")
             log(f"round {number} of {rounds}: " + ", ".join(f"{name}: {each[-1]}" for name, each in runs.items()))
     report = Report(
         bench="mirror",
@@ -140,20 +140,13 @@ def _train_step(device: str) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _place(given: str | None, folder: Path) -> Iterator[str]:
-    with contextlib.ExitStack() as stack:
-        data = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-        if given is not None:
-            yield given
-            return
-        cores = sorted(os.sched_getaffinity(0))
-        half = max(len(cores) // 2, 1)
-        os.sched_setaffinity(0, cores[half:] or cores)  # those of the server
-        os.environ.update(seaweedfs.environment(stack.enter_context(seaweedfs.s3_server(Path(data)))))
-        os.sched_setaffinity(0, cores[:half])
-        torch.set_num_threads(half)
-        import obstore
-        from obstore.store import from_url
+    if given is not None:
+        yield given
+        return
+    import obstore
+    from obstore.store import from_url
 
+    with seaweedfs.on_half_of_the_cores(folder):
         obstore.put(from_url("s3://bucket"), "first", b"")  # makes the bucket
         yield "s3://bucket/mirror"
 

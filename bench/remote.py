@@ -268,13 +268,7 @@ def _place(url: str | None, folder: Path) -> Iterator[RemotePath]:
 
     with contextlib.ExitStack() as stack:
         if url is None:
-            data = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-            cores = sorted(os.sched_getaffinity(0))
-            half = max(len(cores) // 2, 1)
-            os.sched_setaffinity(0, cores[half:] or cores)  # those of the server, which takes all that it gets
-            os.environ.update(seaweedfs.environment(stack.enter_context(seaweedfs.s3_server(Path(data)))))
-            os.sched_setaffinity(0, cores[:half])
-            torch.set_num_threads(half)
+            stack.enter_context(seaweedfs.on_half_of_the_cores(folder))
         place = RemotePath.of(f"{url or 's3://bucket/bench'}/{uuid.uuid4().hex[:8]}")
         assert place is not None, "give the URL of a place in a bucket"
         store = open_store(place)

@@ -14,12 +14,19 @@ _RECORD = "copies"
 
 async def counting_copies(storage: Storage, root: Path, mirror: Path, names: StepNames) -> list[CommittedCheckpoint]:
     """Return the committed checkpoints of a mirror, ascending, without those that the root has abandoned."""
-    aside = {copy.path for copy in await abandoned_copies(storage, root, mirror, names)}
-    return [copy for copy in await discover(storage, mirror, names) if copy.path not in aside]
+    saves, copies = await _abandoned_saves(storage, root), await discover(storage, mirror, names)
+    return [copy for copy in copies if not saves or await read_save_id(storage, copy.path) not in saves]
 
 
 async def abandoned_copies(storage: Storage, root: Path, mirror: Path, names: StepNames) -> list[CommittedCheckpoint]:
     """Return the checkpoints of a mirror whose very saves a rollback of the root has abandoned, newest first."""
+    saves = await _abandoned_saves(storage, root)
+    copies = await discover(storage, mirror, names) if saves else []
+    return [copy for copy in reversed(copies) if await read_save_id(storage, copy.path) in saves]
+
+
+async def _abandoned_saves(storage: Storage, root: Path) -> set[str]:
+    """Return the ids of the saves that rollbacks of a root have set aside, or found in its mirror."""
     saves: set[str] = set()
     for name in await names_in(storage, root / ABANDONED_DIR):
         path = root / ABANDONED_DIR / name
@@ -27,9 +34,7 @@ async def abandoned_copies(storage: Storage, root: Path, mirror: Path, names: St
             saves.update((await read_small_file(storage, path) or b"").decode(errors="replace").split())
         else:
             saves.add(await read_save_id(storage, path))
-    saves.discard("")
-    copies = await discover(storage, mirror, names) if saves else []
-    return [copy for copy in reversed(copies) if await read_save_id(storage, copy.path) in saves]
+    return saves - {""}
 
 
 async def record_rollback(storage: Storage, root: Path, mirror: Path, names: StepNames, step: int, tag: str) -> None:

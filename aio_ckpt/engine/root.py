@@ -187,7 +187,7 @@ class RootSession:
             ctx.names,
             policy,
             check=claim.check,
-            committed=lambda: quarantine.committed(ctx.storage, ctx.root, ctx.names),
+            committed=self._committed,
             renames=quarantine.renames,
             must_wait=must_wait,
             held=held,
@@ -369,10 +369,8 @@ class RootSession:
 
     def steps(self, deadline: Deadline = NO_DEADLINE) -> list[int]:
         """Return the committed steps, ascending, without those to be set aside. Raises StallError at ``deadline``."""
-        ctx = self._ctx
-        arguments = ctx.storage, ctx.root, ctx.names
         try:
-            found = self._call(self._quarantine.committed, *arguments, what="reading the steps", deadline=deadline)
+            found = self._call(self._committed, what="reading the steps", deadline=deadline)
         except Exception as error:
             note_stage(error, "open")
             raise

@@ -87,15 +87,15 @@ class Mirroring:
         self._root = root
         self._place = place
         self._rule = rule
-        self._names = StepNames(config.step_dir)
+        self._config = config
         self._stall_secs = config.stall_timeout_secs + longest_silence(OBJECT_STORE)
-        self._stale_after_secs = config.stale_after_secs
         self._pace = Pace(rule.max_bytes_per_sec, is_saving)
         self._portal = Portal(f"aio_ckpt-mirror-{id(self):x}", 1)
         self._lock = Lock()
         self._wanted: _Wanted | None = None
         self._copied_now: _Wanted | None = None
-        self._is_ready = False
+        self.is_ready = False
+        """Whether :meth:`held_steps` knows what earlier engines have left to be copied."""
         self._is_closing = False
         self._wake = anyio.Event()
         self._moved, self._progress = time.monotonic(), 0
@@ -123,9 +123,9 @@ class Mirroring:
                 executor=self._executor,
                 root=self._root,
                 place=self._place,
-                names=self._names,
+                names=StepNames(self._config.step_dir),
                 keep_last=self._rule.keep_last,
-                stale_after_secs=self._stale_after_secs,
+                stale_after_secs=self._config.stale_after_secs,
             )
             self._running = self._portal.submit(self._run, copier)
 
@@ -150,11 +150,6 @@ class Mirroring:
         """Return the steps that retention has to keep: the one that is being copied, and the next one."""
         with self._lock:
             return {wanted.step for wanted in (self._copied_now, self._wanted) if wanted is not None}
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether :meth:`held_steps` knows what earlier engines have left to be copied."""
-        return self._is_ready
 
     @property
     def activity(self) -> str:
@@ -211,7 +206,7 @@ class Mirroring:
     async def _find_first(self, copier: StepCopier) -> None:
         """Want the newest step that an earlier engine has left, unless this one has committed a step meanwhile."""
         try:
-            found = await discovery.discover(copier.storage, self._root, self._names)
+            found = await discovery.discover(copier.storage, copier.root, copier.names)
             steps = [checkpoint.step for checkpoint in found if checkpoint.step % self._rule.every == 0]
             with self._lock:
                 if steps and self._wanted is None:
@@ -219,7 +214,7 @@ class Mirroring:
         except Exception as error:  # noqa: BLE001 - the saves of this engine are copied all the same
             _log.warning("%s: what is to be copied to %s is unknown: %s", self._root, self._place, error)
         finally:
-            self._is_ready = True
+            self.is_ready = True
 
     async def _copy(self, copier: StepCopier, wanted: _Wanted) -> bool:
         """Copy a step. If that fails, want it again, unless a newer one waits or the engine is closing."""

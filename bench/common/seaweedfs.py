@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,26 @@ def s3_server(folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{ports[0]}"
     finally:
         _end(server)
+
+
+@contextmanager
+def on_half_of_the_cores(folder: Path) -> Iterator[None]:
+    """Run a server with a data folder below ``folder``, to which the environment leads. This process gets the others.
+
+    Raises:
+        MissingServerError: it is not installed.
+    """
+    import torch
+
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(len(cores) // 2, 1)
+    with tempfile.TemporaryDirectory(dir=folder) as data:
+        os.sched_setaffinity(0, cores[half:] or cores)  # those of the server, which takes all that it gets
+        with s3_server(Path(data)) as endpoint:
+            os.environ.update(environment(endpoint))
+            os.sched_setaffinity(0, cores[:half])
+            torch.set_num_threads(half)
+            yield
 
 
 def environment(endpoint: str) -> dict[str, str]:
