@@ -44,7 +44,9 @@ class _Run:
 def main() -> None:
     """Run the bench."""
     parser = argparse.ArgumentParser(prog="python -m bench.mirror", description=__doc__)
-    parser.add_argument("--place", help="begin of the names of the mirrors: a directory, or a place in your bucket, where they stay")
+    parser.add_argument(
+        "--place", help="begin of the mirrors' names: a directory, or a place in your bucket (they stay)"
+    )
     parser.add_argument("--mb", type=int, default=512, help="size of the state, on the GPU if there is one")
     parser.add_argument("--steps", type=int, default=60, help="steps of a loop, which saves three times")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that warms up")
