@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import socket
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -442,6 +443,9 @@ def _verified_steps(root: Path) -> list[int]:
         return good
 
 
+_COUNTED = 9  # saves of which the calls are counted
+
+
 def _group_state(rank: int, step: int) -> dict[str, object]:
     half = torch.full((1024, 1024), float(step * 10 + rank))
     return {
@@ -469,19 +473,23 @@ def _group(root: Path, rank: int, address: str, port: int) -> dict[str, object]:
     os.path.exists(root)  # The client keeps the answer that the name is missing.
     figures: dict[str, object] = {}
     with _rank(root, rank, address, port) as (engine, _):
-        for step in range(1, 5):
+        saves: list[int] = []
+        for step in range(1, _COUNTED + 1):
             before = remote_calls()
             engine.save(_group_state(rank, step), step=step).result()
-            figures["calls a save"] = sum(calls_between(before, remote_calls()).values())
+            saves.append(sum(calls_between(before, remote_calls()).values()))
             figures["kinds"] = calls_between(before, remote_calls())
             time.sleep(0.3)
+        # The first save opens what the others find open. What the client asks again of its own depends on its clock.
+        figures["calls a save"] = statistics.median_low(saves[1:])
+        figures["calls of each save"] = saves
         for _ in range(2):
             before, loaded = remote_calls(), _group_state(rank, 0)
             engine.load(loaded)
             figures["calls a load"] = sum(calls_between(before, remote_calls()).values())
-            if loaded["step"] != 4:
+            if loaded["step"] != _COUNTED:
                 raise AssertionError(f"step {loaded['step']} was loaded")
-        for step in (8, 9):
+        for step in (_COUNTED + 1, _COUNTED + 2):
             engine.save(_group_state(rank, step), path=root / "best").result()
             loaded = _group_state(rank, 0)
             engine.load(loaded, path=root / "best")
