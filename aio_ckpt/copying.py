@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -48,7 +48,8 @@ __all__ = ["copy"]
 
 OnProgress: TypeAlias = Callable[[int, int], object]
 """Function that gets the bytes done so far, and those in all."""
-_READERS = 4
+_READERS, _FILES_AT_ONCE = 4, 3
+"""Threads, and files that are copied at once: one thread is left for the heartbeat of the claim."""
 _PART_BYTES = 8 << 20
 """Bytes that one call of the system copies."""
 
@@ -214,11 +215,14 @@ async def _copy_into(
     pending = pending_path(root, claim.owner, 1)
     await storage.make_dir(pending)
     try:
-        for name in wanted.files:
-            if isinstance(source, RemotePath):
-                await storage.store_of(source).get_file(source / name, pending / name, advance)
-            else:
-                await run_blocking(executor, _copy_file, source / name, pending / name, advance)
+        if isinstance(source, RemotePath):
+            store = storage.store_of(source)
+            await _copy_each(wanted.files, lambda name: store.get_file(source / name, pending / name, advance))
+        else:
+            await _copy_each(
+                wanted.files,
+                lambda name: run_blocking(executor, _copy_file, source / name, pending / name, advance),
+            )
         await run_blocking(executor, _sync_dirs, pending)
         await _check_copy(storage, executor, pending, wanted, advance)
         await claim.check()
@@ -257,8 +261,7 @@ async def _copy_to_store(
     small = {name: await storage.read_file(source / name, max_bytes=files.get(name, 0)) for name in last}
     others = [name for name in files if name not in small]
     try:
-        for name in others:
-            await store.put_file(source / name, final / name, advance)
+        await _copy_each(others, lambda name: store.put_file(source / name, final / name, advance))
         unpublished = Unpublished(store, {final / name: data for name, data in small.items()})
         await _check_copy(unpublished, executor, final, wanted, advance)
         await check()
@@ -273,6 +276,26 @@ async def _copy_to_store(
                     await store.remove_file(final / name)
         raise
     return final
+
+
+async def _copy_each(names: Iterable[str], copy_one: Callable[[str], Awaitable[None]]) -> None:
+    """Copy files, some at once. If one fails, those under way end before its error is raised: all are removed then."""
+    left, failed = iter(names), list[Exception]()
+
+    async def copy_some() -> None:
+        for name in left:
+            try:
+                await copy_one(name)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failed.append(error)
+            if failed:
+                return
+
+    async with anyio.create_task_group() as group:
+        for _ in range(_FILES_AT_ONCE):
+            group.start_soon(copy_some)
+    if failed:
+        raise failed[0]
 
 
 async def _put_once(store: ObjectStorage, path: Path, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,26 @@ def test_cp_that_fails_midway_leaves_no_file(root, tmp_path, capsys, monkeypatch
     code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
     assert code == 1
     assert "No space left" in err
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_are_copied_at_once_and_a_failure_waits_for_those_under_way(root, tmp_path, capsys, monkeypatch):
+    all_begun, copy = threading.Barrier(3), copying._copy_file
+    failed, ended = threading.Event(), []
+
+    def copy_or_fail(source: Path, *rest: object) -> None:
+        if all_begun.wait(60) == 0:
+            failed.set()
+            raise WriteError(28, "No space left on device", str(source))
+        assert failed.wait(60)
+        copy(source, *rest)
+        ended.append(source.name)
+
+    monkeypatch.setattr(copying, "_copy_file", copy_or_fail)
+    code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
+    assert code == 1
+    assert "No space left" in err
+    assert len(ended) == 2
     assert not (tmp_path / "new").exists()
 
 
