@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Literal, get_args
 
 from aio_ckpt.checks import check_callback, check_flag, check_seconds, is_among, is_path, shown
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.remote_path import check_place
+from aio_ckpt.remote_path import Place, check_place, place_of
 from aio_ckpt.reports import SaveReport
 
 __all__ = [
@@ -98,9 +97,9 @@ class Mirror:
         ConfigError: a value is out of range.
     """
 
-    place: str | os.PathLike[str]
+    place: Place
     """Directory, as of a shared file system, or URL of an object store (``s3://``, ``gs://``, ``az://``; needs
-    ``aio-ckpt[remote]``)."""
+    ``aio-ckpt[remote]``), or a store object of obstore."""
 
     every: int = field(default=1, kw_only=True)
     """Steps divisible by this are copied. If a step is committed before the copy of another one has begun, that one is
@@ -113,7 +112,7 @@ class Mirror:
     """Cap on copying, at least 8 MiB; None: none. Each byte counts twice, as it is copied and then read back."""
 
     def __post_init__(self) -> None:
-        check_place("Mirror(place)", self.place, of="a mirror")
+        check_place("Mirror(place)", place_of("Mirror(place)", self.place), of="a mirror")
         _whole(_AT_LEAST_1, 1)("Mirror(every)", self.every)
         _whole(_AT_LEAST_1, 1, or_none=True)("Mirror(keep_last)", self.keep_last)
         _rate(_LEAST_MIRROR_RATE)("Mirror(max_bytes_per_sec)", self.max_bytes_per_sec)

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from collections.abc import Mapping
 from pathlib import Path, PosixPath
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from aio_ckpt.checks import check_path
 from aio_ckpt.errors import ConfigError
 
-SCHEMES = ("s3", "gs", "az", "abfss")
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+else:
+
+    class ObjectStore:
+        """Store object of obstore: ``S3Store``, ``GCSStore``, ``AzureStore`` or ``MemoryStore``."""
+
+
+Place: TypeAlias = str | os.PathLike[str] | ObjectStore
+"""What an engine takes for the place of its checkpoints."""
+SCHEMES = ("s3", "gs", "az", "abfss", "memory")
 """Schemes of URLs that name an object store."""
+_BUCKETS = {"S3Store": ("s3", "bucket"), "GCSStore": ("gs", "bucket"), "AzureStore": ("az", "container_name")}
+"""By class of a store object: its scheme, and the name of the bucket in its ``config``."""
 _ONE_SLASH = re.compile(rf"^({'|'.join(SCHEMES)}):/(?!/)")
 """Begin of a URL of which ``pathlib`` has merged the slashes."""
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<bucket>[^/?#]+)(?P<key>[^?#]*)", re.IGNORECASE)
@@ -68,6 +82,34 @@ class RemotePath(PosixPath):
     def is_absolute(self) -> bool:
         """Return whether it names a bucket."""
         return self.parts[:1] != () and self.parts[0].endswith(":")
+
+
+def place_of(name: str, value: Place) -> str | os.PathLike[str]:
+    """Return the place of a store object, called ``name``: its bucket and its prefix. Return any other value as it is.
+
+    Raises:
+        ConfigError: the store is of another kind, or names no bucket.
+    """
+    stores = sys.modules.get("obstore.store")  # if it was never imported, nothing is a store object
+    if stores is None or not isinstance(value, stores.ObjectStoreMethods):
+        return value  # type: ignore[return-value]
+    if isinstance(value, stores.MemoryStore):
+        return RemotePath("memory:/store", f"{id(value):x}")
+    for kind, (scheme, bucket) in _BUCKETS.items():
+        if isinstance(value, getattr(stores, kind)) and (place := _config_of(name, value).get(bucket)):
+            return RemotePath(f"{scheme}:/{place}", *filter(None, (value.prefix or "").split("/")))
+    given = ", ".join(_BUCKETS)
+    raise ConfigError(f"{name}={value!r}: give a store object that names a bucket ({given}), a MemoryStore, or a path")
+
+
+def _config_of(name: str, store: ObjectStore) -> Mapping[str, Any]:
+    try:
+        return store.config  # type: ignore[union-attr]
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        text = "obstore cannot tell its settings: give those of the client, such as allow_http, in client_options"
+        raise ConfigError(f"{name}={store!r}: {text}") from None
 
 
 def check_place(name: str, value: object, *, of: str = "a checkpoint's directory") -> Path:

@@ -62,7 +62,7 @@ from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure
 from aio_ckpt.ranks.polls import AgreedPreemption, AgreedTimer, AgreedWork, Work
 from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_group
-from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.remote_path import Place, RemotePath
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.futures import follow
@@ -83,7 +83,7 @@ class BaseEngine:
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: Place,
         config: EngineConfig | None = None,
         *,
         coordinator: Coordinator | None = None,
@@ -102,6 +102,7 @@ class BaseEngine:
         mirror = None if config.mirror is None else usable_mirror(config.mirror, path, config.stall_timeout_secs)
         if coordinator.rank == coordinator.leader:
             log_mount(path, mount)
+        self._given = (root,) if config.mirror is None else (root, config.mirror.place)
         owner = Owner.of_this_process()
         self._portal = Portal(
             f"aio_ckpt-{owner.session}",
@@ -110,6 +111,7 @@ class BaseEngine:
         )
         log_untried_torch()
         with self._portal.opening():
+            storage = storage or AnyStorage(self._portal.executor, config.direct_io, self._given)
             self._ctx = self._make_context(
                 path, config, owner, coordinator, storage, mirror, is_solo_by_default=is_solo_by_default
             )
@@ -128,7 +130,7 @@ class BaseEngine:
         config: EngineConfig,
         owner: Owner,
         coordinator: Coordinator,
-        storage: Storage | None,
+        storage: Storage,
         mirror: Path | None,
         *,
         is_solo_by_default: bool,
@@ -138,11 +140,10 @@ class BaseEngine:
             "step_dir": repr(config.step_dir),
             "mirror": "None" if mirror is None else "one",  # hosts may mount it at different places
         }
-        executor, stall_secs = self._portal.executor, config.stall_timeout_secs
         members = Membership(
             coordinator,
             owner,
-            stall_secs=stall_secs,
+            stall_secs=config.stall_timeout_secs,
             rules=rules,
             differing=config.differing_replicas,
             is_solo_by_default=is_solo_by_default,
@@ -151,9 +152,9 @@ class BaseEngine:
             root=root,
             names=StepNames(config.step_dir),
             owner=owner,
-            storage=storage or AnyStorage(executor, config.direct_io),
+            storage=storage,
             members=members,
-            executor=executor,
+            executor=self._portal.executor,
             config=config,
             rank=coordinator.rank,
             world_size=coordinator.world_size,
@@ -234,7 +235,9 @@ class BaseEngine:
         ctx, rule = self._ctx, self._ctx.config.mirror
         if rule is None or ctx.mirror is None or not ctx.members.is_leader:
             return None
-        return Mirroring(ctx.root, ctx.mirror, rule, ctx.config, is_saving=lambda: self._queue.pending_count > 0)
+        return Mirroring(
+            ctx.root, ctx.mirror, rule, ctx.config, self._given, is_saving=lambda: self._queue.pending_count > 0
+        )
 
     @property
     def root(self) -> Path:
@@ -624,7 +627,9 @@ class CheckpointEngine(BaseEngine):
     may raise EngineClosedError once the engine is closed, and WrongThreadError on the engine's own threads.
 
     Args:
-        root: directory of the checkpoints, or its ``file:`` URL; the first save makes it if it is missing.
+        root: directory of the checkpoints, or its ``file:`` URL; the first save makes it if it is missing. Or a place
+            in an object store: its URL (``s3://``, ``gs://``, ``az://``; needs ``aio-ckpt[remote]``), or a store object
+            of obstore, such as ``S3Store("bucket", prefix="run")``.
         config: settings; the defaults suit a trainer on a local disk.
         coordinator: the ranks that save together; all of torch.distributed's default group if it is initialised. Give
             ``SoloCoordinator()`` for an engine of this process alone.

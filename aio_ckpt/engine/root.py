@@ -29,7 +29,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import copies_or_none
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.remote_path import RemotePath, check_place, find_remote
+from aio_ckpt.remote_path import Place, RemotePath, check_place, find_remote, place_of
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
@@ -48,7 +48,7 @@ _SHARED_STALE_SECS = 180.0
 """Least ``stale_after_secs`` on a shared file system. A client of NFS keeps attributes for 60 s."""
 
 
-def usable_root(root: str | os.PathLike[str], limit_secs: float) -> tuple[Path, Mount]:
+def usable_root(given: Place, limit_secs: float) -> tuple[Path, Mount]:
     """Return the absolute path of the directory of the checkpoints, and where it is mounted.
 
     Makes nothing: the first save makes the directory.
@@ -58,11 +58,11 @@ def usable_root(root: str | os.PathLike[str], limit_secs: float) -> tuple[Path, 
         ConfigError: it is a URL that names no place in an object store, or one with credentials.
         StallError: the disk does not answer within ``limit_secs``.
     """
+    root = place_of("root", given)
     if place := find_remote("root", root):
         if not place.key:
-            raise RootError(
-                errno.EINVAL, "the root is a whole bucket: give a place in it, such as BUCKET/run", str(place)
-            )
+            text = "the root is a whole bucket: give a place in it, such as BUCKET/run, or a store object with a prefix"
+            raise RootError(errno.EINVAL, text, str(place))
         return place, OBJECT_STORE
     path = checked_path(root).absolute()
     return path, call_within(limit_secs, functools.partial(_check_root, path), "looking at the root", path)
@@ -75,7 +75,7 @@ def usable_mirror(mirror: Mirror, root: Path, limit_secs: float) -> Path:
         ConfigError: it cannot be that of this root; nothing was touched.
         StallError: the disk does not answer within ``limit_secs``.
     """
-    place = check_place("mirror", mirror.place, of="a mirror")
+    place = check_place("mirror", place_of("mirror", mirror.place), of="a mirror")
     if isinstance(place, RemotePath) and isinstance(root, RemotePath):
         raise ConfigError(f"mirror={place}: the root is in an object store, too: give a mirror on a disk, or none")
     if isinstance(place, RemotePath) and not place.key:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.mirror.copy_step import StepCopier
 from aio_ckpt.mirror.pace import Pace, PacedExecutor
-from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.remote_path import Place, RemotePath
 from aio_ckpt.reports import amount
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
@@ -81,9 +81,20 @@ class Mirroring:
     """The mirror of one engine, on its leader, with threads of its own."""
 
     def __init__(
-        self, root: Path, place: Path, rule: Mirror, config: EngineConfig, *, is_saving: Callable[[], bool]
+        self,
+        root: Path,
+        place: Path,
+        rule: Mirror,
+        config: EngineConfig,
+        given: Sequence[Place],
+        *,
+        is_saving: Callable[[], bool],
     ) -> None:
-        """``place`` is the checked path of ``rule``. While ``is_saving()``, copies go slowly."""
+        """``place`` is the checked path of ``rule``, and ``given`` are the places as the caller gave them.
+
+        While ``is_saving()``, copies go slowly.
+        """
+        self._given = given
         self._root = root
         self._place = place
         self._rule = rule
@@ -115,7 +126,7 @@ class Mirroring:
             self._executor = PacedExecutor(
                 self._portal.name, _THREADS, self._pace, functools.partial(lower_priority, _NICE, _IOPRIO)
             )
-            storage = AnyStorage(self._executor)
+            storage = AnyStorage(self._executor, given=self._given)
             if isinstance(self._place, RemotePath):
                 storage.store_of(self._place)  # raises ConfigError now, if it cannot be opened
             copier = StepCopier(

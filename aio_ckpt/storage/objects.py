@@ -13,14 +13,14 @@ import errno
 import importlib.util
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from aio_ckpt.config import DirectIO
 from aio_ckpt.errors import ConfigError, MismatchError, ReadError, RootError, WriteError
-from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.remote_path import Place, RemotePath, place_of
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage import object_directories
 from aio_ckpt.storage.data_file import DataFile, ReadFile, translate_errors
@@ -37,6 +37,11 @@ _MODE = 0o644
 RETRY_SECS, REQUEST_SECS = 45, 30
 """Time after which a request that fails is tried no more, and obstore's limit of one try. Their sum is less than the
 silence after which a writer is dead: a commit that hangs must not come after the next writer has cleared the save."""
+_RETRIES: Any = {
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
+    "max_retries": RETRY_SECS,
+    "retry_timeout": timedelta(seconds=RETRY_SECS),
+}
 _PART_BYTES, _PARTS, _UPLOADS = 8 << 20, 9_000, 8
 """Least bytes of a part of an object, most parts (a store takes 10,000), and parts that are sent at once."""
 
@@ -56,21 +61,27 @@ def open_store(place: RemotePath) -> Any:
     """
     try:
         from obstore.exceptions import BaseError
-        from obstore.store import from_url
+        from obstore.store import MemoryStore, from_url
     except ImportError as error:
         raise ConfigError(f"{place}: object stores need obstore: pip install 'aio-ckpt[remote]'") from error
     try:
-        return from_url(
-            place.bucket_url,
-            retry_config={
-                "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
-                "max_retries": RETRY_SECS,
-                "retry_timeout": timedelta(seconds=RETRY_SECS),
-            },
-            **_s3_options(place),
-        )
+        if place.bucket_url.startswith("memory:"):
+            return MemoryStore()
+        return from_url(place.bucket_url, retry_config=_RETRIES, **_s3_options(place))
     except (BaseError, OSError, ValueError) as error:
         raise ConfigError(f"{place}: {text_of(error)}") from error
+
+
+def _adopt(store: Any) -> Any:
+    """Return a caller's store object for its whole bucket, with this module's limits of time, which a commit needs."""
+    from obstore.store import MemoryStore
+
+    if isinstance(store, MemoryStore):
+        return store
+    arguments, settings = store.__getnewargs_ex__()  # those of a pickle
+    client_options = {**(settings.get("client_options") or {}), "timeout": timedelta(seconds=REQUEST_SECS)}
+    changed = {"prefix": None, "retry_config": _RETRIES, "client_options": client_options}
+    return type(store)(*arguments, **{**settings, **changed})
 
 
 def _s3_options(place: RemotePath) -> dict[str, Any]:
@@ -394,10 +405,15 @@ class _ObjectFile(ReadFile):
 class AnyStorage(Storage):
     """The file systems of this host, and each object store that a path names."""
 
-    def __init__(self, executor: Executor, direct_io: DirectIO = "auto") -> None:
+    def __init__(self, executor: Executor, direct_io: DirectIO = "auto", given: Iterable[Place] = ()) -> None:
+        """``given``: places of a caller. Of these, store objects are used; other stores are opened by their URL."""
         super().__init__(executor, direct_io)
         self._disks = Storage(executor, direct_io)
         self._stores: dict[str, ObjectStorage] = {}
+        for value in given:
+            place = place_of("root", value)
+            if isinstance(place, RemotePath) and place is not value:
+                self._stores[place.bucket_url] = ObjectStorage(executor, _adopt(value))
 
     def store_of(self, place: RemotePath) -> ObjectStorage:
         """Return the storage of a bucket, which is opened at its first use.

@@ -1,0 +1,176 @@
+"""Store objects of obstore, and ``memory://``, as the place of a root and of a mirror."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
+
+import aio_ckpt
+from aio_ckpt import EngineConfig, Mirror, SyncCheckpointEngine
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, RootError
+from aio_ckpt.remote_path import RemotePath, place_of
+from aio_ckpt.storage.objects import REQUEST_SECS, RETRY_SECS, AnyStorage
+from bench.common.seaweedfs import KEY, SECRET
+
+TIMEOUT = 60.0
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((50_000,), float(value)), "name": f"value {float(value)}"}
+
+
+def value_of(loaded: dict[str, Any]) -> float:
+    value = float(loaded["w"][0])
+    assert torch.equal(loaded["w"], torch.full((50_000,), float(value)))
+    assert loaded["name"] == f"value {value}"
+    return value
+
+
+def saved(engine: SyncCheckpointEngine, *steps: int) -> None:
+    for step in steps:
+        engine.save(state(step), step=step).result(TIMEOUT)
+
+
+@pytest.fixture
+def s3_store(bucket: str, monkeypatch: pytest.MonkeyPatch) -> S3Store:
+    """A store whose credentials and endpoint the environment does not hold."""
+    endpoint = os.environ["AWS_ENDPOINT_URL"]
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    return S3Store(
+        "bucket",
+        prefix=bucket.removeprefix("s3://bucket/") + "/run",
+        endpoint=endpoint,
+        access_key_id=KEY,
+        secret_access_key=SECRET,
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+
+
+def test_each_call_works_in_a_store_in_memory() -> None:
+    store = MemoryStore()
+    with SyncCheckpointEngine(store, EngineConfig(keep_last=2)) as engine:
+        saved(engine, 1, 2, 3)
+        engine.protect(2)
+        saved(engine, 4, 5)
+        engine.save(state(50.0), step=5, overwrite=True).result(TIMEOUT)
+        engine.save(state(7.0), path=engine.root / "best").result(TIMEOUT)
+        engine.load(loaded := state(0.0))
+        assert value_of(loaded) == 50.0
+        assert value_of(engine.read(path=engine.root / "best")) == 7.0
+        assert engine.rollback(4) == [5]
+        assert engine.steps() == [2, 4]
+        engine.unprotect(2)
+        engine.delete(2)
+    with SyncCheckpointEngine(store) as later:
+        assert later.steps() == [4]
+        assert value_of(later.read()) == 4.0
+
+
+def test_two_engines_with_one_store_exclude_each_other() -> None:
+    store = MemoryStore()
+    with SyncCheckpointEngine(store) as first, SyncCheckpointEngine(store) as second:
+        saved(first, 1)
+        with pytest.raises(RootError, match="another engine of this process writes here"):
+            saved(second, 2)
+
+
+def test_each_engine_has_a_memory_of_its_own() -> None:
+    with SyncCheckpointEngine("memory://any/run") as engine:
+        saved(engine, 1)
+        assert str(engine.save(state(2.0), step=2).result(TIMEOUT).path) == "memory://any/run/step_000000002"
+        assert value_of(engine.read()) == 2.0
+    with SyncCheckpointEngine("memory://any/run") as engine, pytest.raises(CheckpointNotFoundError):
+        engine.read()
+
+
+def test_the_credentials_of_a_store_object_are_used_and_told_nowhere(
+    s3_store: S3Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with SyncCheckpointEngine(s3_store) as engine:
+        saved(engine, 1)
+        assert str(engine.root) == f"s3://bucket/{s3_store.prefix}"
+        assert SECRET not in repr(engine.root) + repr(engine)
+        assert value_of(engine.read()) == 1.0
+    assert SECRET not in caplog.text
+
+
+def test_a_root_of_a_store_object_is_that_of_its_url(
+    s3_store: S3Store, s3_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SyncCheckpointEngine(s3_store) as engine:
+        saved(engine, 1, 2)
+        engine.rollback(1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    for name, value in {"ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET, "ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with SyncCheckpointEngine(f"s3://bucket/{s3_store.prefix}") as engine:
+        assert engine.steps() == [1]
+        saved(engine, 2)
+    assert value_of(aio_ckpt.read(f"s3://bucket/{s3_store.prefix}/step_000000002")) == 2.0
+
+
+def test_a_mirror_is_a_store_object(s3_store: S3Store, tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "root", EngineConfig(mirror=Mirror(s3_store))) as engine:
+        path = engine.save(state(1.0), step=1).mirrored.result(TIMEOUT)
+    assert str(path) == f"s3://bucket/{s3_store.prefix}/step_000000001"
+    with SyncCheckpointEngine(tmp_path / "lost", EngineConfig(mirror=Mirror(s3_store))) as engine:
+        assert value_of(engine.read()) == 1.0
+
+
+def test_a_root_in_a_store_object_is_mirrored_to_a_disk(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(MemoryStore(), EngineConfig(mirror=Mirror(tmp_path / "mirror"))) as engine:
+        path = engine.save(state(1.0), step=1).mirrored.result(TIMEOUT)
+    assert path is not None
+    assert value_of(aio_ckpt.read(path)) == 1.0
+
+
+def test_a_store_object_gets_the_limits_of_time_that_a_commit_needs(s3_store: S3Store) -> None:
+    with SyncCheckpointEngine(s3_store) as engine:
+        storage = engine._ctx.storage
+        assert isinstance(storage, AnyStorage)
+        used = storage.store_of(RemotePath.of("s3://bucket/any"))._store
+    assert used.retry_config["retry_timeout"] == timedelta(seconds=RETRY_SECS)
+    assert used.client_options["timeout"] == f"{REQUEST_SECS}s"
+    assert used.client_options["allow_http"]
+    assert used.prefix is None
+    assert s3_store.retry_config is None
+
+
+@pytest.mark.parametrize(
+    ("store", "url"),
+    [
+        (S3Store("b", prefix="runs/a/"), "s3://b/runs/a"),
+        (GCSStore("b", prefix="runs/a", skip_signature=True), "gs://b/runs/a"),
+        (AzureStore("c", prefix="runs/a", account_name="x", account_key="a2V5"), "az://c/runs/a"),
+    ],
+)
+def test_the_place_of_a_store_object_is_its_url(store: Any, url: str) -> None:
+    assert str(place_of("root", store)) == url
+
+
+@pytest.mark.parametrize("store", [LocalStore("/tmp"), HTTPStore.from_url("https://host/x")])
+def test_a_store_of_another_kind_is_refused_by_name(store: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"root=.*{type(store).__name__}.*: give a store object that names a bucket"):
+        SyncCheckpointEngine(store)
+    with pytest.raises(ConfigError, match=r"^Mirror\(place\)="):
+        Mirror(store)
+
+
+def test_a_store_object_whose_settings_obstore_cannot_tell_is_refused() -> None:
+    with pytest.raises(ConfigError, match="in client_options"):
+        SyncCheckpointEngine(S3Store("b", prefix="run", allow_http=True))
+
+
+def test_a_store_object_without_a_prefix_is_a_whole_bucket() -> None:
+    with pytest.raises(AioCkptError, match=r"a whole bucket: give a place in it, such as .* with a prefix"):
+        SyncCheckpointEngine(S3Store("b"))
