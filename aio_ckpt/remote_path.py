@@ -121,6 +121,12 @@ def check_place(name: str, value: object, *, of: str = "a checkpoint's directory
     return find_remote(name, value) or check_path(name, value, of=of)
 
 
+def find_bucket(name: str, value: object) -> RemotePath | None:
+    """Return :func:`find_remote`, but None for ``memory://``, which other libraries know as a memory of the process."""
+    place = find_remote(name, value)
+    return None if place is None or place.parts[0] == "memory:" else place
+
+
 def find_remote(name: str, value: object) -> RemotePath | None:
     """Return ``value``, called ``name``, as a place in an object store; None if it is none.
 

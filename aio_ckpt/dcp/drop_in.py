@@ -27,7 +27,7 @@ from aio_ckpt.dcp.runtime import Replacement, Runtime, SharedRuntime
 from aio_ckpt.dcp.stager import AsyncStager, stage_copy
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError, PlanChangedError, RootError
-from aio_ckpt.remote_path import RemotePath, find_remote
+from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.storage.objects import has_obstore
 
 _log = logging.getLogger("aio_ckpt")
@@ -152,7 +152,7 @@ class Installation(Installed):
 def _is_ours(path: str | os.PathLike[str]) -> bool:
     """Return whether a checkpoint is on a local file system, or in an object store that can be reached from here."""
     try:
-        return local_path(path) is not None or (find_remote("checkpoint_id", path) is not None and has_obstore())
+        return local_path(path) is not None or (find_bucket("checkpoint_id", path) is not None and has_obstore())
     except ConfigError:
         return False
 

@@ -24,7 +24,7 @@ from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
 from aio_ckpt.plan.layout import chunk_bytes_for
 from aio_ckpt.plan.local_plan import PlannedImage
-from aio_ckpt.remote_path import RemotePath, find_remote
+from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.capture import CopyEngines, capture
@@ -242,4 +242,4 @@ def place_of(path: str | os.PathLike[str]) -> Path:
         RootError: it is no path.
         ConfigError: it is a URL that names no place in a bucket.
     """
-    return find_remote("checkpoint_id", path) or checked_path(path)
+    return find_bucket("checkpoint_id", path) or checked_path(path)

@@ -35,7 +35,9 @@ from aio_ckpt.integrations.path_saves import PathSaves, wait_for_saves
 from aio_ckpt.integrations.places import Expected, moved_names
 from aio_ckpt.ranks.exchange import SoloCoordinator
 from aio_ckpt.ranks.store_coordinator import default_coordinator
+from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.standalone import read
+from aio_ckpt.storage.objects import has_obstore, is_object
 
 
 def _import_lightning() -> tuple[Any, Any]:
@@ -85,22 +87,37 @@ _WEIGHTS_ONLY = None if _TAKES_WEIGHTS_ONLY else False
 _log = logging.getLogger("aio_ckpt")
 
 
+def _place_of(path: str | os.PathLike[str]) -> Path | None:
+    """Return the place of a checkpoint on a disk or in an object store; None for one that Lightning alone reaches."""
+    return (find_bucket("path", path) if has_obstore() else None) or local_path(path)
+
+
 def _read(
     path: Path, map_location: Any, weights_only: bool | None, config: EngineConfig | None = None
 ) -> dict[str, Any]:
     """Return the checkpoint in a directory, verified: of this module, of Lightning's sharded ones, or any other."""
-    if path.is_symlink() and not path.exists():
+    is_on_disk = not isinstance(path, RemotePath)
+    if is_on_disk and path.is_symlink() and not path.exists():
         raise CheckpointNotFoundError(
             f"{path} is a link to {path.readlink()}, which is missing: give another checkpoint"
         )
     entries = read(path, config=config)
     meta = entries.pop(_META, None)
-    if meta is None and (path / META_FILE).is_file():
+    if meta is None and is_on_disk and (path / META_FILE).is_file():
         meta = (path / META_FILE).read_bytes()
     where = "cpu" if map_location is None else map_location
     weights_only = _WEIGHTS_ONLY if weights_only is None else weights_only
     rest = {} if meta is None else torch.load(io.BytesIO(meta), map_location=where, weights_only=weights_only)
     return join(moved(entries, where), rest)
+
+
+def _remedy(path: str | os.PathLike[str]) -> str:
+    return ": pip install 'aio-ckpt[remote]'" if not has_obstore() and find_bucket("path", path) else ""
+
+
+def _is_file(place: Path) -> bool:
+    """Return whether stock Lightning has saved a file or an object there."""
+    return is_object(place) if isinstance(place, RemotePath) else place.is_file()
 
 
 def _waits(checkpoint: Mapping[str, Any], path: Path) -> bool:
@@ -121,7 +138,7 @@ def _room_at(path: Path | None) -> Iterator[bool]:
     ``last.ckpt`` becomes ``last-before.ckpt``, so that ``ckpt_path="last"`` finds it until the commit. It is deleted at
     the end of the block, or comes back if the block fails.
     """
-    if path is None or not (path.is_symlink() or path.is_file()):
+    if path is None or isinstance(path, RemotePath) or not (path.is_symlink() or path.is_file()):
         yield False
         return
     aside = path.rename(path.with_name(f"{path.stem}-before{path.suffix}"))
@@ -182,9 +199,9 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
             raise ConfigError(
                 "storage_options: AioCheckpointIO has none: give AioCheckpointIO(config=EngineConfig(...))"
             )
-        place = local_path(path)
+        place = _place_of(path)
         if place is None:
-            _log.warning("%s is no local path: Lightning itself saves it, without the engine", path)
+            _log.warning("%s is on no disk: Lightning itself saves it, without the engine%s", path, _remedy(path))
             self._stock.save_checkpoint(checkpoint, path)
             return
         entries, rest = split(checkpoint)
@@ -206,22 +223,24 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
             CheckpointNotFoundError, FileNotFoundError: there is none.
             CorruptCheckpointError and others: as :func:`aio_ckpt.read`.
         """
-        place = local_path(path)
+        place = _place_of(path)
         if place is not None:
             self._saves.wait(place)
-        if place is None or place.is_file():
-            rule = {"weights_only": weights_only} if _TAKES_WEIGHTS_ONLY else {}
-            return dict(self._stock.load_checkpoint(path, map_location or "cpu", **rule))
-        return _read(place, map_location, weights_only, self._saves.config)
+        if place is not None and not _is_file(place):
+            return _read(place, map_location, weights_only, self._saves.config)
+        rule = {"weights_only": weights_only} if _TAKES_WEIGHTS_ONLY else {}
+        return dict(self._stock.load_checkpoint(path, map_location or "cpu", **rule))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete the checkpoint at ``path`` once the saves that are pending now are durable.
 
         If one of them fails, the checkpoint stays, and a warning is logged. For a file of Lightning, this waits.
         """
-        place = local_path(path)
-        if place is None:
+        place = _place_of(path)
+        if place is None or (isinstance(place, RemotePath) and _is_file(place)):
             self._stock.remove_checkpoint(path)
+        elif isinstance(place, RemotePath):
+            self._saves.remove(place)
         elif place.is_symlink() or place.is_file():
             self._saves.flush()
             place.unlink()
@@ -384,11 +403,11 @@ def load_from_checkpoint(
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError and others: as :func:`aio_ckpt.read`.
     """
-    place = local_path(checkpoint_path)
+    place = _place_of(checkpoint_path)
     source: str | os.PathLike[str] | io.BytesIO = checkpoint_path
     if place is not None:
         wait_for_saves(place)
-    if place is not None and not place.is_file():
+    if place is not None and not _is_file(place):
         checkpoint = _read(place, None, weights_only)
         checkpoint.pop("optimizer_states", None)
         source = io.BytesIO(as_bytes(checkpoint))

@@ -15,6 +15,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import RootError
 from aio_ckpt.ranks.exchange import Coordinator
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 
@@ -23,7 +24,7 @@ _LIVING: weakref.WeakSet[PathSaves] = weakref.WeakSet()
 
 
 class PathSaves:
-    """Engines of this process, one for each file system, and their pending saves. The first save opens an engine."""
+    """Engines of this process, one for each file system and bucket, opened by its first save; and the pending saves."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class PathSaves:
         self.config = config or EngineConfig(max_in_flight=2)  # one of the best, and the last
         self._root = root
         self._coordinator = coordinator
-        self._engines: dict[int, SyncCheckpointEngine] = {}
+        self._engines: dict[int | str, SyncCheckpointEngine] = {}
         self._tickets: dict[Path, SaveTicket] = {}
         self._pid = os.getpid()
         _LIVING.add(self)
@@ -102,11 +103,12 @@ class PathSaves:
     def _engine_for(self, path: Path) -> SyncCheckpointEngine:
         if self._pid != os.getpid():  # an engine does not survive a fork
             self._engines, self._tickets, self._pid = {}, {}, os.getpid()
-        root = Path(self._root or path.parent)
-        device = _device_of(root)
-        if device not in self._engines:
-            self._engines[device] = SyncCheckpointEngine(root, self.config, coordinator=self._coordinator())
-        return self._engines[device]
+        is_remote = isinstance(path, RemotePath)
+        root = path.parent if is_remote or self._root is None else Path(self._root)
+        medium = root.bucket_url if isinstance(root, RemotePath) else _device_of(root)
+        if medium not in self._engines:
+            self._engines[medium] = SyncCheckpointEngine(root, self.config, coordinator=self._coordinator())
+        return self._engines[medium]
 
 
 def wait_for_saves(path: Path) -> None:

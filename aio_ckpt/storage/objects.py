@@ -72,6 +72,22 @@ def open_store(place: RemotePath) -> Any:
         raise ConfigError(f"{place}: {text_of(error)}") from error
 
 
+def is_object(place: RemotePath) -> bool:
+    """Return whether an object has this very name: not a directory. Blocks.
+
+    Raises:
+        ConfigError: see :func:`open_store`.
+        OSError: the store did not answer.
+    """
+    import obstore
+
+    try:
+        raising_os_errors(place, obstore.head, open_store(place), place.key)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _adopt(store: Any) -> Any:
     """Return a caller's store object for its whole bucket, with this module's limits of time, which a commit needs."""
     from obstore.store import MemoryStore

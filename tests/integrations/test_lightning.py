@@ -217,7 +217,7 @@ def test_load_from_checkpoint_waits_for_a_pending_save_of_the_path(tmp_path: Pat
     saved = plugin.load_checkpoint(path)
     with torch.no_grad():
         done.lightning_module.net[0].weight.fill_(7.0)
-    gate = disk.hold("exchange")
+    gate = disk.hold("replace")
     plugin.save_checkpoint(saved | {"state_dict": done.lightning_module.state_dict(), "global_step": 10**6}, path)
     gate.wait_reached()
     found: list[Any] = []

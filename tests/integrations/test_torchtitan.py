@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from dcp_states import assert_same_state
 from rank_processes import Ranks, ranks
-from saved_files import data_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -283,7 +282,7 @@ def test_what_a_killed_save_of_stock_left_behind_is_replaced(one: Ranks, tmp_pat
     one.run(runs, tmp_path, 2, {"stock": True}, timeout=LONG_SECS)
     torn = tmp_path / "checkpoint/step-4"
     torn.mkdir()
-    data_file(torn).write_bytes(b"torn")
+    (torn / "__0_0.distcp").write_bytes(b"torn")
     [(_, losses, _)] = one.run(runs, tmp_path, 6, {}, timeout=LONG_SECS)
     assert [*losses] == [3, 4, 5, 6]
     assert (torn / ".metadata").is_file()

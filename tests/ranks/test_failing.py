@@ -276,7 +276,7 @@ def die_at(
 
 
 DEATHS = [
-    (1, ("make_dir", "*"), 1),
+    (1, ("create_data_file", "*"), 1),
     (1, ("write", "*"), 1),
     (1, ("write_file", "aio_ckpt.*.1.bin"), 1),
     (0, ("write", "*"), 1),

@@ -195,7 +195,7 @@ def start_warm(root: str) -> WarmPython:
 @pytest.mark.parametrize(
     ("overwrite", "chosen", "at_least"),
     [
-        pytest.param(False, ALL_CALLS, 14, id="new step", marks=pytest.mark.campaign),
+        pytest.param(False, ALL_CALLS, 12, id="new step", marks=pytest.mark.campaign),
         pytest.param(True, ALL_CALLS, 14, id="overwrite", marks=pytest.mark.campaign),
         pytest.param(True, {RENAME}, 2, id="overwrite, renames"),
     ],
