@@ -59,6 +59,9 @@ NOT_RUN = {
     "import deepspeed": "needs DeepSpeed; tests/integrations/test_deepspeed.py runs it",
     "torchtitan": "needs torchtitan; tests/integrations/test_torchtitan.py runs it",
     "aws s3api": "needs a bucket",
+    "gcloud storage": "needs a bucket",
+    "gs://bucket": "needs a bucket",
+    "az://container": "needs a bucket",
     "s3://bucket": "needs a bucket; tests/remote/test_object_store.py runs its like",
 }
 """By a part of its text: why a block is not run here."""

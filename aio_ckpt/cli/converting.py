@@ -24,6 +24,7 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
 )
 from aio_ckpt.format.names import StepNames
+from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.reports import SaveReport, amount
 
 if TYPE_CHECKING:
@@ -44,17 +45,20 @@ class _Place(click.Path):
 
     name = "path"
 
-    def __init__(self, *, must_exist: bool) -> None:
+    def __init__(self, *, must_exist: bool, may_be_remote: bool = False) -> None:
         super().__init__()
         self._must_exist = must_exist
+        self._check = check_place if may_be_remote else check_path
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Return the path; raises MistypedPathError if it is none, or does not exist."""
         del ctx
         try:
-            path = check_path(param.human_readable_name if param else "path", value, of="a file or a checkpoint")
+            path = self._check(param.human_readable_name if param else "path", value, of="a file or a checkpoint")
         except ConfigError as error:
             raise MistypedPathError(str(error)) from error
+        if isinstance(path, RemotePath):
+            return path
         if self._must_exist and not path.exists():
             raise MistypedPathError(f"{value}: no such file or directory")
         if not self._must_exist and not path.parent.is_dir():
@@ -72,7 +76,7 @@ _step = click.option("--step", type=click.IntRange(0), help="Its step in ROOT; b
 
 
 @click.command("export", epilog="Example: aio-ckpt export runs/ckpt --to safetensors model.safetensors --branch model")
-@click.argument("path", type=Directory(of_a_file="give a checkpoint, or take 'aio-ckpt convert'"))
+@click.argument("path", type=Directory(may_be_remote=True, of_a_file="give a checkpoint, or take 'aio-ckpt convert'"))
 @click.argument("out", type=_Place(must_exist=False))
 @click.option("--to", "kind", type=click.Choice(sorted(_SUFFIXES)), help="Format; by default that of the suffix.")
 @_branch
@@ -94,7 +98,7 @@ def export_command(path: Path, out: Path, kind: str | None, names: StepNames, **
 
 @click.command("import", epilog="Example: aio-ckpt import model.safetensors runs/ckpt --step 100")
 @click.argument("file", type=_Place(must_exist=True))
-@click.argument("root", type=_Place(must_exist=False))
+@click.argument("root", type=_Place(must_exist=False, may_be_remote=True))
 @_step
 @_trusted
 @step_dir_option
@@ -108,8 +112,8 @@ def import_command(file: Path, root: Path, step: int | None, names: StepNames, *
 
 
 @click.command("convert", epilog="Example: aio-ckpt convert pytorch_model.bin model.safetensors")
-@click.argument("source", type=_Place(must_exist=True))
-@click.argument("out", type=_Place(must_exist=False))
+@click.argument("source", type=_Place(must_exist=True, may_be_remote=True))
+@click.argument("out", type=_Place(must_exist=False, may_be_remote=True))
 @_step
 @_branch
 @_shards
@@ -126,6 +130,11 @@ def convert_command(
     .pt, .pth, .bin or .ckpt, it is a file. Otherwise it is a root: the result is a step in it, which DCP reads, too.
     """
     suffixes = tuple(suffix for found in _SUFFIXES.values() for suffix in found)
+    for path in (source, out):
+        if isinstance(path, RemotePath) and path.name.endswith(suffixes):
+            raise ConfigError(
+                f"{path}: a file in an object store: give a file on a disk, and copy it by the store's tools"
+            )
     if out.name.endswith(suffixes):
         if step is not None:
             raise ConfigError(f"--step is for a root, and {out.name} is a file: leave it away")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.cli.arguments import check_root, json_option, local_root_argument, root_argument, step_dir_option
+from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
 from aio_ckpt.cli.console import (
     Cells,
     Screen,
@@ -182,11 +182,11 @@ def _totals(found: RootTable) -> str:
 
 
 @click.command("du", epilog="Example: aio-ckpt du runs/ckpt")
-@local_root_argument
+@root_argument
 @step_dir_option
 @json_option
 def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:
-    """Show what ROOT holds on the disk, and what is free.
+    """Show what ROOT holds, and what is free on its disk.
 
     Checkpoints, pending saves and what was set aside count by the lengths of their files.
     """
@@ -208,7 +208,7 @@ def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:
         ("trash", found.trash, f"{TRASH_DIR}: the next writer deletes it"),
         ("other", found.other, "not a checkpoint"),
         ("total", found.nbytes, printable(str(root))),
-        ("free", found.free, "on this file system"),
+        *([] if found.free is None else [("free", found.free, "on this file system")]),
     )
     rows = [
         (word, amount(nbytes), f"{100 * nbytes / found.nbytes:.0f}%" if found.nbytes and word != "free" else "-", where)

@@ -5,12 +5,13 @@ Reads manifests, never data, and needs no torch unless a checkpoint looks damage
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, MismatchError,
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
 from aio_ckpt.format.names import ABANDONED_DIR, CLAIM_FILE, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, StepNames
 from aio_ckpt.format.root_manifest import FileEntry, RootManifest, data_file_of
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in
+from aio_ckpt.storage.objects import AnyStorage
 from aio_ckpt.storage.small_files import read_root
 
 _log = logging.getLogger("aio_ckpt")
@@ -258,7 +261,7 @@ def _marked(rows: Sequence[RootRow], rule: KeepBest | None) -> tuple[RootRow, ..
 
 
 class RootUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a root holds on the disk. All numbers are lengths of files, in bytes."""
+    """What a root holds. All numbers are lengths of files, in bytes."""
 
     root: str
     """Absolute path of the root."""
@@ -278,66 +281,64 @@ class RootUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Everything else in the root."""
     nbytes: int
     """All of these."""
-    free: int
-    """Bytes that the file system has free for this user."""
+    free: int | None
+    """Bytes that the file system has free for this user; None in an object store."""
 
 
-async def use_of(storage: Storage, executor: Executor, root: Path, names: StepNames) -> RootUsage:
-    """Return what ``root`` holds on the disk."""
+async def use_of(storage: AnyStorage, executor: Executor, root: Path, names: StepNames) -> RootUsage:
+    """Return what ``root`` holds.
+
+    In an object store, the files of a pending save and of what was set aside lie in the directories of their steps.
+    """
     marked = await protected_steps(storage, root)
     steps = {found.path.name: found.step for found in await all_steps(storage, root, names)}
-
-    def measure() -> RootUsage:
-        checkpoints = protected = other = 0
-        for entry in os.scandir(root):
-            if entry.name == ENGINE_DIR:
-                continue
-            nbytes = _tree_bytes(entry.path) if entry.is_dir(follow_symlinks=False) else _bytes(entry)
-            if entry.name not in steps:
-                other += nbytes
-                continue
-            checkpoints += nbytes
-            protected += nbytes if steps[entry.name] in marked else 0
-        own = _tree_bytes(root / ENGINE_DIR)
-        below = {name: _tree_bytes(root / name) for name in (PENDING_DIR, ABANDONED_DIR, CORRUPT_DIR, TRASH_DIR)}
-        return RootUsage(
-            root=str(root),
-            checkpoints=checkpoints,
-            protected=protected,
-            pending=below[PENDING_DIR],
-            abandoned=below[ABANDONED_DIR],
-            quarantined=below[CORRUPT_DIR],
-            trash=below[TRASH_DIR],
-            other=other + own - sum(below.values()),
-            nbytes=checkpoints + other + own,
-            free=shutil.disk_usage(root).free,
-        )
-
-    return await run_blocking(executor, measure)
+    if isinstance(root, RemotePath):
+        lengths, free = _sums((await storage.store_of(root).all_lengths(root)).items()), None
+    else:
+        lengths = await run_blocking(executor, lambda: _sums(_lengths_below(root)))
+        free = await storage.free_bytes(root)
+    checkpoints = sum(lengths[name] for name in steps)
+    set_aside = [lengths[name] for name in (PENDING_DIR, ABANDONED_DIR, CORRUPT_DIR, TRASH_DIR)]
+    pending, abandoned, quarantined, trash = set_aside
+    return RootUsage(
+        root=str(root),
+        checkpoints=checkpoints,
+        protected=sum(lengths[name] for name, step in steps.items() if step in marked),
+        pending=pending,
+        abandoned=abandoned,
+        quarantined=quarantined,
+        trash=trash,
+        other=lengths.total() - checkpoints - sum(set_aside),
+        nbytes=lengths.total(),
+        free=free,
+    )
 
 
-def _bytes(entry: os.DirEntry[str]) -> int:
-    try:
-        return entry.stat(follow_symlinks=False).st_size
-    except FileNotFoundError:  # deleted meanwhile
-        return 0
+def _sums(lengths: Iterable[tuple[str, int]]) -> Counter[str]:
+    """Return the bytes of each directory of a root and of the engine, by its name below the root."""
+    sums: Counter[str] = Counter()
+    for name, nbytes in lengths:
+        first, _, rest = name.partition("/")
+        sums[f"{first}/{rest.partition('/')[0]}" if first == ENGINE_DIR else first] += nbytes
+    return sums
 
 
-def _tree_bytes(path: str | Path) -> int:
-    """Return the length of all files below ``path``. What is deleted meanwhile counts as far as it was seen.
+def _lengths_below(root: Path) -> Iterator[tuple[str, int]]:
+    """Return name and length of each file below a directory. What is deleted meanwhile counts as far as it was seen.
 
     A directory of another user that cannot be listed counts as empty. The log names it.
     """
-    try:
-        with os.scandir(path) as entries:
-            return sum(
-                _tree_bytes(entry.path) if entry.is_dir(follow_symlinks=False) else _bytes(entry) for entry in entries
-            )
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    except PermissionError as error:
-        _log.warning("%s is not counted, because it cannot be listed: %s", path, error.strerror)
-        return 0
+
+    def tell(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            _log.warning("%s is not counted, because it cannot be listed: %s", error.filename, error.strerror)
+
+    for directory, below, files in os.walk(root, onerror=tell):
+        links = [name for name in below if os.path.islink(os.path.join(directory, name))]
+        for name in (*files, *links):
+            path = os.path.join(directory, name)
+            with contextlib.suppress(FileNotFoundError):
+                yield os.path.relpath(path, root), os.lstat(path).st_size
 
 
 # -- quick check ------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from aio_ckpt.format.safe_pickle import RefusedError
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
 from aio_ckpt.leaves.object_unpickler import read_object_pickle
 from aio_ckpt.match.options import ReadContext
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount
 from aio_ckpt.restore.load_plan import HostMemory
 from aio_ckpt.restore.load_progress import metered
@@ -71,9 +72,9 @@ def read_source(
     trusted: bool,
     only: list[str] | None = None,
 ) -> Source:
-    """Return the state at ``path``, of which a checkpoint is read beside ``out``; ``only``: the branches that are read.
+    """Return the state at ``path``. A checkpoint is read into a file beside ``out``, or where temporary files are.
 
-    ``trusted``: whether code of the source may run.
+    ``only``: the branches that are read. ``trusted``: whether code of the source may run.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, root or file of a state.
@@ -83,15 +84,17 @@ def read_source(
         WriteError, ReadError: the system failed.
         Exception: any error of ``check``.
     """
-    if not path.is_dir():
+    if not isinstance(path, RemotePath) and not path.is_dir():
         return Source(state=mapped_state(path, trusted=trusted), step=None, path=path)
+
+    beside = Path(tempfile.gettempdir()) if isinstance(out, RemotePath) else out.parent
 
     async def work(storage: Storage, executor: Executor) -> Source:
         ctx = ReadContext.of(EngineConfig(trusted_objects=trusted), storage, executor, rank=0, world_size=1)
 
         async def read(newest: Path) -> Source:
             with naming_checkpoint(newest):
-                return await _read_leaves(ctx, newest, names, only, out.parent, check, on_progress)
+                return await _read_leaves(ctx, newest, names, only, beside, check, on_progress)
 
         return await use_newest(storage, path, names, read)
 

@@ -200,12 +200,50 @@ def test_commands_look_into_a_store(copied: str, capsys) -> None:
     assert called(capsys, "diff", f"{copied}/step_000000010", copied)[0] == 0
 
 
-@pytest.mark.parametrize("command", ["rescue", "du"])
-def test_what_does_not_reach_into_a_store_says_so(command: str, bucket: str, capsys) -> None:
-    code, _, err = called(capsys, command, f"{bucket}/run")
+def test_what_does_not_reach_into_a_store_says_so(bucket: str, capsys) -> None:
+    code, _, err = called(capsys, "rescue", f"{bucket}/run")
     assert code != 0
     assert "only local file systems are supported here" in err
     assert "aio-ckpt cp" in err
+
+
+def test_du_tells_the_parts_of_a_root_in_a_store(copied: str, capsys) -> None:
+    assert called(capsys, "protect", copied, 10)[0] == 0
+    protected, other = (length_of(f"{copied}/step_{step:09d}") for step in STEPS)
+    found = document(capsys, "du", copied)[1]
+    assert found["checkpoints"] == protected + other
+    assert found["protected"] == protected
+    assert found["nbytes"] == found["checkpoints"] + found["other"]
+    assert found["free"] is None
+    out = called(capsys, "du", copied)[1]
+    assert "total" in out
+    assert "free" not in out
+
+
+def length_of(url: str) -> int:
+    return sum(len(get(f"{url}/{key}")) for key in keys(url))
+
+
+def test_a_step_in_a_store_is_exported_to_a_file_and_a_file_imported_to_a_store(
+    copied: str, bucket: str, tmp_path: Path, capsys
+) -> None:
+    code, _, err = called(capsys, "export", copied, tmp_path / "w.safetensors", "--branch", "deep")
+    assert code == 0, err
+    assert called(capsys, "convert", f"{copied}/step_000000010", tmp_path / "all.pt")[0] == 0
+    stored = aio_ckpt.read(f"{copied}/step_000000010")
+    assert torch.equal(torch.load(tmp_path / "all.pt")["w"], stored["w"])
+    for command in ("import", "convert"):
+        assert called(capsys, command, tmp_path / "all.pt", f"{bucket}/{command}", "--step", 7)[0] == 0
+        assert torch.equal(aio_ckpt.read(f"{bucket}/{command}/step_000000007")["w"], stored["w"])
+    code, _, err = called(capsys, "import", tmp_path / "all.pt", f"{bucket}/import", "--step", 7)
+    assert code != 0
+    assert "does not exceed" in err
+
+
+def test_a_file_in_a_store_is_neither_read_nor_written_by_convert(copied: str, tmp_path: Path, capsys) -> None:
+    code, _, err = called(capsys, "convert", copied, f"{copied}/model.safetensors")
+    assert code != 0
+    assert "a file in an object store: give a file on a disk" in err
 
 
 def test_damage_is_found_and_named(copied: str, capsys) -> None:
