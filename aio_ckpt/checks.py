@@ -15,6 +15,8 @@ MAX_SECS = 1e9
 """Longest time, in seconds, that every wait of the operating system accepts."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 """Start of a URL. One slash is enough, because ``pathlib`` merges those of ``Path("s3://bucket")``."""
+_SECRETS = re.compile(r"(:/+)[^/?#]*@|[?#].*", re.DOTALL)
+"""Parts of a URL that may hold a password, a token or a signature."""
 _COPIED_BY = {
     "s3": "aio-ckpt cp",
     "gs": "aio-ckpt cp",
@@ -77,7 +79,12 @@ def check_path(name: str, value: object, *, of: str = "a checkpoint's directory"
     try:
         return Path(local_name(text)).absolute()
     except ValueError as error:
-        raise ConfigError(f"{name}={shown(value)}: {error}") from None
+        raise ConfigError(f"{name}={shown(without_secrets(text))}: {error}") from None
+
+
+def without_secrets(text: str) -> str:
+    """Return a URL without its user, its password and its query; any other text as it is."""
+    return _SECRETS.sub(r"\1", text) if _URL.match(text) else text
 
 
 def local_name(text: str) -> str:

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from aio_ckpt.checks import is_path, local_name, shown
+from aio_ckpt.checks import is_path, local_name, shown, without_secrets
 from aio_ckpt.errors import RootError
 from aio_ckpt.storage.durability import sync_dir
 
@@ -31,7 +31,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(local_name(name))
     except ValueError as error:
-        raise RootError(errno.EINVAL, f"the root is {error}", name) from None
+        raise RootError(errno.EINVAL, f"the root is {error}", without_secrets(name)) from None
 
 
 def open_without_links(path: str | os.PathLike[str], flags: int) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from aio_ckpt.errors import ConfigError
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.errors import ConfigError, RootError
 from aio_ckpt.remote_path import RemotePath, check_place
 
 URL = "s3://bucket/runs/a/step_000000001"
@@ -59,6 +60,8 @@ def test_the_urls_of_object_stores_are_places(given: str | Path, url: str) -> No
         ("s3:///a", "no place in a bucket"),
         ("s3://bucket/a?X-Amz-Signature=abc", "without a query"),
         ("s3://key:hidden@bucket/a", "give them by the environment"),
+        ("https://key:hidden@host/a?token=abc", "'https://host/a': a URL"),
+        ("ftp:/key:hidden@host/a", "'ftp:/host/a': a URL"),
     ],
 )
 def test_what_is_no_place_is_refused_and_no_credential_repeated(given: str, words: str) -> None:
@@ -66,6 +69,10 @@ def test_what_is_no_place_is_refused_and_no_credential_repeated(given: str, word
         check_place("path", given)
     assert "hidden" not in str(caught.value)
     assert "abc" not in str(caught.value)
+    with pytest.raises((ConfigError, RootError)) as refused:
+        SyncCheckpointEngine(given)
+    assert "hidden" not in str(refused.value)
+    assert "abc" not in str(refused.value)
 
 
 def test_no_call_of_the_system_takes_a_place_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
