@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,7 @@ def of_mmengine(folder: Path) -> Any:
         optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9}},
         param_scheduler={"type": "MultiStepLR", "milestones": [1]},
         default_scope="mmengine",
+        experiment_name=uuid.uuid4().hex,  # two of one second would share their message hub
         log_level="ERROR",
     )
     made.train()
