@@ -138,7 +138,8 @@ class BaseEngine:
         rules = {
             "when_busy": repr(config.when_busy),
             "step_dir": repr(config.step_dir),
-            "mirror": "None" if mirror is None else "one",  # hosts may mount it at different places
+            # Hosts may mount a directory at different places.
+            "mirror": str(mirror) if mirror is None or isinstance(mirror, RemotePath) else "a directory",
         }
         members = Membership(
             coordinator,

@@ -231,6 +231,11 @@ class JobQueue:
 
     # -- one save -------------------------------------------------------------------------------------
 
+    def _check_thread(self, what: str) -> None:
+        self._portal.check_thread(what)
+        if self._mirroring is not None:
+            self._mirroring.check_thread(what)
+
     def enter(self, job: W) -> W:
         """Give a new save its ticket and its turn. :meth:`start` puts it into the table and runs it."""
 
@@ -240,7 +245,7 @@ class JobQueue:
         job.ticket = SaveTicket(
             step=job.step or 0,
             path=job.target if isinstance(job.target, Path) else None,
-            portal_check=self._portal.check_thread,
+            portal_check=self._check_thread,
             cancel=cancel,
             fence=job.fence,
             progress=lambda: job.so_far,

@@ -142,6 +142,10 @@ class Mirroring:
 
     # -- calls of the engine --------------------------------------------------------------------------
 
+    def check_thread(self, what: str) -> None:
+        """Raise WrongThreadError on a thread of the mirror, on which a copy would wait for itself."""
+        self._portal.check_thread(what)
+
     def offer(self, step: int, mirrored: Milestone[Path | None], *, replaces: bool) -> None:
         """Copy a step that was committed, in the place of an older one that waits. Call this before it may expire."""
         if step % self._rule.every:

@@ -146,6 +146,23 @@ def test_ranks_load_the_copy_that_rank_0_made(two: Ranks, bucket: str, root: Pat
         assert (str(path), value, mine) == (f"{bucket}/run/step_000000002", 2.0, rank)
 
 
+def open_with_a_mirror_of_its_own(rank: int, count: int, root: Path, url: str, environment: dict[str, str]) -> str:
+    os.environ.update(environment)
+    config = EngineConfig(mirror=Mirror(f"{url}/{rank}"), stall_timeout_secs=TIMEOUT)
+    with SyncCheckpointEngine(root, config) as engine:
+        try:
+            engine.save(state(1), step=1).result(TIMEOUT)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_with_different_mirrors_are_told_so(two: Ranks, bucket: str, root: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    for text in two.run(open_with_a_mirror_of_its_own, root, f"{bucket}/run", environment):
+        assert f"the settings of the ranks differ: mirror is {bucket}/run/" in text
+
+
 def test_a_mirror_of_a_store_is_on_a_disk(bucket: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give a mirror on a disk"):
         SyncCheckpointEngine(f"{bucket}/run", EngineConfig(mirror=Mirror(f"{bucket}/mirror")))

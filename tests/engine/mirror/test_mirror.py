@@ -33,6 +33,7 @@ from aio_ckpt.errors import (
     StallError,
     StepOrderError,
     WriteError,
+    WrongThreadError,
 )
 from aio_ckpt.mirror import mirroring
 from aio_ckpt.mirror.pace import YIELD_SECS, Pace
@@ -330,6 +331,22 @@ def test_a_handler_of_the_log_that_raises_ends_no_mirror(root: Path, place: Path
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def test_a_callback_of_a_copy_that_waits_for_another_copy_is_told_so(root: Path, place: Path) -> None:
+    told: list[BaseException | None] = []
+    with opened(root, place) as engine:
+
+        def save_and_wait(_: object) -> None:
+            try:
+                engine.save(weights(2), 2).mirrored.result(TIMEOUT)
+            except BaseException as error:  # noqa: BLE001
+                told.append(error)
+
+        engine.save(weights(1), 1).mirrored.add_done_callback(save_and_wait)
+        until(lambda: bool(told))
+    assert [type(error) for error in told] == [WrongThreadError]
+    assert steps_in(place) == [1, 2]
 
 
 def test_another_writer_of_the_mirror_is_left_alone(root: Path, place: Path) -> None:
