@@ -214,6 +214,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.remote", description=__doc__)
     parser.add_argument("--url", help="place in your bucket, which is left empty; else a server is started here")
     parser.add_argument("--mb", type=int, default=512, help="size of the state")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="where the saved state is; loads fill host memory")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that warms up")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="disk for the local save")
     parser.add_argument("--quick", action="store_true", help="a smoke test: 64 MB, 2 rounds")
@@ -223,10 +225,11 @@ def main() -> None:
     nbytes, rounds = (64 << 20, 2) if given.quick else (given.mb * 1_000_000, given.rounds)
     with _place(given.url, given.dir) as place, tempfile.TemporaryDirectory(dir=given.dir) as folder:
         torch.manual_seed(0)
-        state = {f"w{number}": torch.randn(nbytes // 4 // _TENSORS) for number in range(_TENSORS)}
+        held = {f"w{number}": torch.randn(nbytes // 4 // _TENSORS) for number in range(_TENSORS)}
+        state = {name: tensor.to(given.device) for name, tensor in held.items()}
         title = f"{_TENSORS} tensors, {nbytes / 1e6:.0f} MB"
         log(title)
-        packed = pack(state)
+        packed = pack(held)
         savers: list[_Watched] = [
             PlainPut(packed, place),
             EngineSave("aio_ckpt", state, str(place / "aio")),
@@ -237,8 +240,8 @@ def main() -> None:
         saved = _rows(savers, rounds, nbytes)
         loaders: list[_Watched] = [
             PlainGet(packed, place),
-            EngineLoad(state, str(place / "load")),
-            *_rivals("s3fs", functools.partial(DcpLoad, state, str(place / "s3fs"))),
+            EngineLoad(held, str(place / "load")),
+            *_rivals("s3fs", functools.partial(DcpLoad, held, str(place / "s3fs"))),
         ]
         loaded = _rows(loaders, rounds, nbytes)
     server = "a bucket" if given.url else "SeaweedFS on the other half of the cores"
@@ -246,6 +249,8 @@ def main() -> None:
         "rounds": rounds,
         "workers": _WORKERS,
         "megabytes": nbytes / 1e6,
+        "device": given.device,
+        "sums": os.environ.get("AWS_CHECKSUM_ALGORITHM", "SHA256"),
         "server": server,
         "quick": given.quick,
     }

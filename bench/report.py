@@ -159,10 +159,11 @@ REMOTE_PAGE = Page(
     "Object storage",
     f"""{METHOD}
 
-CPU tensors are saved to a bucket and loaded from it. *x limit* is the ratio to the same bytes by plain requests of the
-same library: one `obstore.put`, and ranged gets by 8 threads. The server runs on the same machine, with half of the
-cores, which do not count. *blocked* is the call of `save()`, which copies the state while the upload begins.
-*CPU-s/GB* of any upload holds the SHA-256 of its signature.""",
+A state on the GPU (`device=cuda`) or in host memory is saved to a bucket, and loaded into host memory. *x limit* is the
+ratio to the same bytes by plain requests of the same library: one `obstore.put`, and ranged gets by 8 threads. The
+server runs on the same machine, with half of the cores, which do not count. *blocked* is the call of `save()`, which
+copies the state while the upload begins. *CPU-s/GB* of any upload holds the sums of its parts: SHA-256, or CRC64NVME as
+the page of each store sets it.""",
     [
         Section(path.parent.name, "", (f"{path.parent.name}/{path.stem}",))
         for path in sorted(RESULTS.glob("*/remote*.json"))

@@ -207,6 +207,7 @@ async def _write_data(
             ),
             executor,
             workers=_WORKERS,
+            issued=anyio.lowlevel.checkpoint,
             captured=_no_wait,
             admit=_no_wait,
             on_written=lambda _: None,

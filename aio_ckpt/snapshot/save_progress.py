@@ -88,6 +88,12 @@ class CapturedChunks:
                     self._awaited[index].set()
         self._timer.last = time.monotonic()
 
+    async def wait_issued(self) -> None:
+        """Wait until the capture of every chunk was issued: the caller's thread needs the CPU no more."""
+        for index, events in enumerate(self._events):
+            if events is None:
+                await self._awaited.setdefault(index, asyncio.Event()).wait()
+
     async def wait(self, index: int, executor: Executor) -> None:
         """Wait until chunk ``index`` is captured. If the capture ended early, this waits for ever."""
         if self._events[index] is None:

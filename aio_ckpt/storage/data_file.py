@@ -169,6 +169,9 @@ class DataFile:
     another reason.
     """
 
+    begins_late = False
+    """Whether writes take the CPU time that the capture needs, and so begin when the caller's thread has done that."""
+
     def __init__(self, created: CreatedFile, executor: Executor, direct_io: DirectIO) -> None:
         self.path = created.path
         self.mode: WriteMode = "direct" if created.is_direct else "dontcache"

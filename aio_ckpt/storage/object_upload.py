@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from aio_ckpt.errors import WriteError
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Executor, run_blocking, start_beside
 from aio_ckpt.storage.data_file import DataFile, translate_errors
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _PIECE_BYTES, _WAITING = 8 << 20, 1
 """Most bytes that are copied at once, and most copies that wait to be sent. They bound the memory of an upload."""
@@ -33,6 +38,7 @@ class ObjectUpload(DataFile):
     """
 
     mode: WriteMode = "object"
+    begins_late = True
 
     def __init__(self, path: Path, put: Put, executor: Executor) -> None:
         self.path = path
@@ -41,6 +47,7 @@ class ObjectUpload(DataFile):
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Condition()
         self._parts: deque[memoryview] = deque()
+        self._buffers = _Buffers()
         self._next = 0
         self._sent: Future[None] | None = None
         self._end: asyncio.Task[None] | None = None
@@ -63,7 +70,7 @@ class ObjectUpload(DataFile):
                 with translate_errors(WriteError, self.path):
                     sent.result()
                 raise WriteError(errno.EIO, "the upload has ended before its last byte", str(self.path))
-            self._parts.append(await run_blocking(self._executor, _copied, piece))
+            self._parts.append(await run_blocking(self._executor, self._buffers.copy_of, piece))
             self._next += piece.nbytes
             self._changed.notify_all()
 
@@ -112,8 +119,21 @@ class ObjectUpload(DataFile):
             return part
 
 
-def _copied(piece: memoryview) -> memoryview:
-    """Return a copy. It is made without the interpreter's lock: ``bytes`` would hold up the trainer's capture."""
-    import numpy as np
+class _Buffers:
+    """Memory of copies, used again once nothing holds the copy: new memory costs more CPU time than the copy itself."""
 
-    return memoryview(np.frombuffer(piece, np.uint8).copy().data)
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+
+    def copy_of(self, piece: memoryview) -> memoryview:
+        """Return a copy. It is made without the interpreter's lock: ``bytes`` would hold up the trainer's capture."""
+        import numpy as np
+
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = np.empty(_PIECE_BYTES, np.uint8)
+        copy = memory[: piece.nbytes]
+        np.copyto(copy, np.frombuffer(piece, np.uint8))
+        weakref.finalize(copy, self._free.append, memory).atexit = False
+        return memoryview(copy.data)

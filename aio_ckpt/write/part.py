@@ -61,6 +61,7 @@ async def write_part(
         new_file(storage, path, image.chunks[-1].stop, settle_secs=settle_secs, on_activity=on_activity),
         executor,
         workers=workers,
+        issued=part.chunks.wait_issued,
         captured=lambda index: part.chunks.wait(index, executor),
         admit=admit,
         on_written=on_written,

@@ -156,12 +156,14 @@ async def write_image(
     executor: Executor,
     *,
     workers: int,
+    issued: Callable[[], Awaitable[None]],
     captured: Callable[[int], Awaitable[None]],
     admit: Callable[[int], Awaitable[None]],
     on_written: Callable[[int], None],
 ) -> WriteResult:
     """Write each chunk of ``image`` to a file as soon as ``captured(index)`` and ``admit(nbytes)`` return.
 
+    If the file is :attr:`~DataFile.begins_late` and the image is whole, nothing is written until ``issued()`` returns.
     The first chunks are prepared while the file is opened. At most ``workers`` writes are in flight. Each thread that
     touches the image holds the lease of the image until it ends. The first error cancels all other work and is raised.
     """
@@ -191,6 +193,8 @@ async def write_image(
         with watch_submissions(image.lease.hold_until):
             group.start_soon(prepare)
         async with opening as file, anyio.create_task_group() as writing:
+            if file.begins_late and image.is_whole:
+                await issued()
             with watch_submissions(image.lease.hold_until):
                 for _ in range(min(workers, len(image.chunks))):
                     writing.start_soon(write, file, receiver.clone())

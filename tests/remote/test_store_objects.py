@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 
 import aio_ckpt
-from aio_ckpt import EngineConfig, Mirror, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, RootError
 from aio_ckpt.remote_path import RemotePath, place_of
+from aio_ckpt.snapshot.save_progress import CapturedChunks
+from aio_ckpt.storage.object_upload import ObjectUpload, _Buffers
 from aio_ckpt.storage.objects import REQUEST_SECS, RETRY_SECS, AnyStorage
 from bench.common.seaweedfs import KEY, SECRET
 
@@ -73,6 +78,44 @@ def test_each_call_works_in_a_store_in_memory() -> None:
     with SyncCheckpointEngine(store) as later:
         assert later.steps() == [4]
         assert value_of(later.read()) == 4.0
+
+
+async def test_an_upload_begins_once_the_caller_has_copied_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, asked, begun = asyncio.Event(), threading.Event(), threading.Event()
+    begin = ObjectUpload._begin
+
+    async def wait_issued(_: CapturedChunks) -> None:
+        asked.set()
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+
+    def begin_now(upload: ObjectUpload) -> Any:
+        begun.set()
+        return begin(upload)
+
+    monkeypatch.setattr(CapturedChunks, "wait_issued", wait_issued)
+    monkeypatch.setattr(ObjectUpload, "_begin", begin_now)
+    async with CheckpointEngine(MemoryStore()) as engine:
+        ticket = engine.save(state(1.0), step=1)
+        assert await asyncio.to_thread(asked.wait, TIMEOUT)
+        assert not await asyncio.to_thread(begun.wait, 0.2)
+        gate.set()
+        await ticket
+        assert value_of(await engine.read()) == 1.0
+
+
+def test_the_memory_of_a_copy_is_used_again_once_nothing_holds_the_copy() -> None:
+    buffers, pieces = _Buffers(), [bytes([value]) * 1000 for value in range(4)]
+    held = buffers.copy_of(memoryview(pieces[0]))
+    places = set()
+    for piece in pieces[1:]:
+        copy = buffers.copy_of(memoryview(piece))
+        assert bytes(copy) == piece
+        places.add(np.frombuffer(copy, np.uint8).ctypes.data)
+        del copy
+    assert len(places) == 1
+    others = [buffers.copy_of(memoryview(piece)) for piece in pieces[1:]]
+    assert [bytes(copy) for copy in (held, *others)] == pieces
 
 
 def test_two_engines_with_one_store_exclude_each_other() -> None:

@@ -101,6 +101,7 @@ async def save_image(
                     ),
                     executor,
                     workers=workers,
+                    issued=chunks.wait_issued,
                     captured=lambda index: chunks.wait(index, executor),
                     admit=lambda nbytes: anyio.lowlevel.checkpoint(),
                     on_written=lambda nbytes: None,
