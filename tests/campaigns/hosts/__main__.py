@@ -37,7 +37,7 @@ def run(
         "ignore",
         "-m",
         "tests.campaigns.hosts.guest",
-        f"'{mount.name}'",
+        mount.name,
         str(results),
         str(loads),
         str(training_secs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def boot(folder: Path, command: Sequence[str], *, log: Path, timeout: float) -> 
         file.truncate(_DISK_BYTES)
     subprocess.run(["mkfs.ext4", "-q", str(disk)], check=True)
     script = folder / "command.sh"
-    script.write_text("\n".join([f"export HOSTS={folder}", f"cd {Path.cwd()}", "exec " + " ".join(command), ""]))
+    script.write_text("\n".join([f"export HOSTS={folder}", f"cd {Path.cwd()}", "exec " + shlex.join(command), ""]))
     init = folder / "init"
     init.write_text(f"#!/bin/bash\nHOSTS={folder}\nPYTHON={sys.executable}\n" + _INIT.read_text())
     init.chmod(0o755)

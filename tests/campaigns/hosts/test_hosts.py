@@ -24,6 +24,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.campaign
 @pytest.mark.parametrize("mount", MOUNTS, ids=lambda mount: mount.name)
 def test_two_hosts_get_what_is_promised(packages: Path, mount: Mount) -> None:
-    results = run(mount, packages, [], packages / f"{mount.name}.log")
-    assert results, "the machine did not run"
+    console = packages / f"{mount.name}.log"
+    results = run(mount, packages, [], console)
+    assert results, f"the machine did not run: {console.read_bytes()[-2000:]!r}"
     assert not {str(line["trial"]): line["found"] for line in results if not line["good"]}
