@@ -133,6 +133,7 @@ async def copy_checkpoint(
 
     wanted = _Wanted(source=source, files=files, step=number, names=names)
     if isinstance(root, RemotePath):
+        await _check_free(storage, root, names, number)
         final = await _copy_to_store(storage, executor, wanted, root, _nothing_to_check, advance)
     else:
         final = await _copy_to_disk(storage, executor, wanted, root, advance)
@@ -164,7 +165,7 @@ async def copy_as_writer(
     claim: Claim,
     advance: Callable[[int], None],
 ) -> Path:
-    """Do :func:`copy_checkpoint` for the holder of the claim of ``root``. Return the copy's directory."""
+    """Do :func:`copy_checkpoint` for the holder of the claim of ``root``, which holds no such step. Return the copy."""
     wanted = _Wanted(source=source, files=await copied_files(storage, executor, source), step=step, names=names)
     if not isinstance(root, RemotePath):
         return await _copy_into(storage, executor, wanted, root, claim, advance)
@@ -188,6 +189,7 @@ async def _copy_to_disk(
     try:
         await make_root(executor, root)
         async with as_writer(storage, root, wanted.names, instead="aio-ckpt cp") as claim:
+            await _check_free(storage, root, wanted.names, wanted.step)
             return await _copy_into(storage, executor, wanted, root, claim, advance)
     except BaseException:
         if is_new:
@@ -211,7 +213,6 @@ async def _copy_into(
 ) -> Path:
     """Copy into a root that this process has claimed: pending first, and published by the engine's own commit."""
     source, final = wanted.source, root / wanted.names.name(wanted.step)
-    await _check_free(storage, root, wanted.names, wanted.step)
     pending = pending_path(root, claim.owner, 1)
     await storage.make_dir(pending)
     try:
@@ -252,10 +253,9 @@ async def _copy_to_store(
     Root manifest and ``.metadata`` are put last, once all else was read back, and ``check`` has raised nothing.
 
     Raises:
-        CheckpointExistsError: ``root`` holds the step, or another copy was faster.
+        CheckpointExistsError: another copy was faster.
     """
     store, source, files = storage.store_of(root), wanted.source, wanted.files
-    await _check_free(storage, root, wanted.names, wanted.step)
     final = root / wanted.names.name(wanted.step)
     last = [*filter(save_of_root_manifest, files), METADATA_FILE]
     small = {name: await storage.read_file(source / name, max_bytes=files.get(name, 0)) for name in last}

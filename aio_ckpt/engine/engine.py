@@ -110,7 +110,7 @@ class BaseEngine:
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
         log_untried_torch()
-        with self._portal.opening():
+        with contextlib.ExitStack() as undo, self._portal.opening():
             storage = storage or AnyStorage(self._portal.executor, config.direct_io, self._given)
             self._ctx = self._make_context(
                 path, config, owner, coordinator, storage, mirror, is_solo_by_default=is_solo_by_default
@@ -120,9 +120,11 @@ class BaseEngine:
             self._make_parts()
             if self._mirroring is not None:
                 self._mirroring.start()
+                undo.callback(self._mirroring.close)
             self._rescue.announce(self._portal)
             self._portal.at_exit(self._drain)
             self._state_saves.meet()
+            undo.pop_all()
 
     def _make_context(
         self,

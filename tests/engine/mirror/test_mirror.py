@@ -23,6 +23,7 @@ from saved_files import data_file
 from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngine, copying
+from aio_ckpt.engine.state_save import StateSaves
 from aio_ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -347,6 +348,18 @@ def test_a_callback_of_a_copy_that_waits_for_another_copy_is_told_so(root: Path,
         until(lambda: bool(told))
     assert [type(error) for error in told] == [WrongThreadError]
     assert steps_in(place) == [1, 2]
+
+
+def test_an_engine_that_cannot_be_opened_leaves_no_thread_of_its_mirror(
+    root: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: StateSaves) -> None:
+        raise StallError("the ranks have not met")
+
+    monkeypatch.setattr(StateSaves, "meet", fail)
+    with pytest.raises(StallError, match="have not met"), opened(root, place):
+        pass
+    assert [thread.name for thread in threading.enumerate() if "mirror" in thread.name] == []
 
 
 def test_another_writer_of_the_mirror_is_left_alone(root: Path, place: Path) -> None:
