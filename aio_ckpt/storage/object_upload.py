@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -132,7 +133,8 @@ class _Buffers:
         try:
             memory = self._free.pop()
         except IndexError:
-            memory = np.empty(_PIECE_BYTES, np.uint8)
+            # It goes back to the system. That of an allocator stays in the arena of each thread.
+            memory = np.frombuffer(mmap.mmap(-1, _PIECE_BYTES), np.uint8)
         copy = memory[: piece.nbytes]
         np.copyto(copy, np.frombuffer(piece, np.uint8))
         weakref.finalize(copy, self._free.append, memory).atexit = False

@@ -39,7 +39,7 @@ RETRY_SECS, REQUEST_SECS = 45, 30
 silence after which a writer is dead: a commit that hangs must not come after the next writer has cleared the save."""
 _RETRIES: Any = {
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
-    "max_retries": RETRY_SECS,
+    "max_retries": 10_000,  # the time alone counts: refused connections use up any small number in a third of it
     "retry_timeout": timedelta(seconds=RETRY_SECS),
 }
 _PART_BYTES, _PARTS, _UPLOADS = 8 << 20, 9_000, 8

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,24 @@ def test_the_memory_of_a_copy_is_used_again_once_nothing_holds_the_copy() -> Non
     assert [bytes(copy) for copy in (held, *others)] == pieces
 
 
+def test_the_memory_of_copies_goes_back_to_the_system() -> None:
+    piece = memoryview(bytes(8 << 20))
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    def upload(_: int) -> None:
+        buffers = _Buffers()
+        held = [buffers.copy_of(piece) for _ in range(4)]
+        del held, buffers
+
+    begun = resident()
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            list(pool.map(upload, range(8)))
+        assert resident() - begun < 16 << 20
+
+
 def test_two_engines_with_one_store_exclude_each_other() -> None:
     store = MemoryStore()
     with SyncCheckpointEngine(store) as first, SyncCheckpointEngine(store) as second:
@@ -183,6 +203,7 @@ def test_a_store_object_gets_the_limits_of_time_that_a_commit_needs(s3_store: S3
         assert isinstance(storage, AnyStorage)
         used = storage.store_of(RemotePath.of("s3://bucket/any"))._store
     assert used.retry_config["retry_timeout"] == timedelta(seconds=RETRY_SECS)
+    assert used.retry_config["max_retries"] > 1000  # so that the time alone counts
     assert used.client_options["timeout"] == f"{REQUEST_SECS}s"
     assert used.client_options["allow_http"]
     assert used.prefix is None
