@@ -122,6 +122,8 @@ async def copy_checkpoint(
     """
     if isinstance(source, RemotePath) and isinstance(root, RemotePath):
         raise ConfigError(f"{root}: both are in an object store: copy to a disk first, and from there")
+    if isinstance(root, RemotePath) and not root.key:
+        raise ConfigError(f"{root}: a whole bucket, which is no root: give a place in it, such as {root}/run")
     number = await _step_of(storage, source, names, step)
     files = await copied_files(storage, executor, source)
     total, done = 2 * sum(files.values()), 0

@@ -52,7 +52,7 @@ class RemotePath(PosixPath):
         match = _URL.fullmatch(url)
         if match is None:
             raise ValueError(f"no place in a bucket: give {scheme}://BUCKET/PATH, without a query")
-        if "@" in match["bucket"] and scheme != "abfss":
+        if ":" in match["bucket"] or ("@" in match["bucket"] and scheme != "abfss"):
             raise ValueError("a URL with credentials: give them by the environment, as the store's own tools take them")
         if {".", ".."} & {*match["key"].split("/")}:
             raise ValueError("a URL with . or .. in it: give the place itself")
@@ -99,7 +99,9 @@ def place_of(name: str, value: Place) -> str | os.PathLike[str]:
         if isinstance(value, getattr(stores, kind)) and (place := _config_of(name, value).get(bucket)):
             return RemotePath(f"{scheme}:/{place}", *filter(None, (value.prefix or "").split("/")))
     given = ", ".join(_BUCKETS)
-    raise ConfigError(f"{name}={value!r}: give a store object that names a bucket ({given}), a MemoryStore, or a path")
+    raise ConfigError(
+        f"{name}={type(value).__name__}: give a store object that names a bucket ({given}), a MemoryStore, or a path"
+    )
 
 
 def _config_of(name: str, store: ObjectStore) -> Mapping[str, Any]:
@@ -109,7 +111,7 @@ def _config_of(name: str, store: ObjectStore) -> Mapping[str, Any]:
         if type(error).__name__ != "PanicException":
             raise
         text = "obstore cannot tell its settings: give those of the client, such as allow_http, in client_options"
-        raise ConfigError(f"{name}={store!r}: {text}") from None
+        raise ConfigError(f"{name}={type(store).__name__}: {text}") from None
 
 
 def check_place(name: str, value: object, *, of: str = "a checkpoint's directory") -> Path:

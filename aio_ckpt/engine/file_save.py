@@ -28,6 +28,7 @@ from aio_ckpt.plan.local_plan import PlannedImage, collector_paused
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions, safetensors_content
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.deadline import NO_DEADLINE
 from aio_ckpt.runtime.waiting import call_within
 from aio_ckpt.snapshot.image import lease_image
@@ -126,7 +127,11 @@ class FileSaves(LockedCalls):
             )
 
     def _check_place(self, path: Path) -> None:
-        why = file_refusal(path, Path(os.path.realpath(self._ctx.root)), self._ctx.names)
+        root = self._ctx.root
+        if isinstance(root, RemotePath):
+            remedy = "open an engine whose root is on the disk of the file"
+            raise ConfigError(f"path={str(path)!r}: the root {root} is in an object store: {remedy}")
+        why = file_refusal(path, Path(os.path.realpath(root)), self._ctx.names)
         for place, settled in self._queue.calls_by_path():
             if not settled.done() and Path(os.path.realpath(place)) in path.parents:
                 why = f"the checkpoint at {place} is pending, and takes that directory: await its ticket first"

@@ -47,6 +47,11 @@ def raising_os_errors(path: Path, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise as_os_error(error, path) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which is no Exception
+            raise
+        text = f"obstore cannot make the request ({error}): look at the endpoint: give http://HOST:PORT or https://HOST"
+        raise OSError(errno.EINVAL, text, str(path)) from None
 
 
 def as_os_error(error: Exception, path: Path) -> OSError:
@@ -68,6 +73,11 @@ def code_of(error: Exception) -> int | None:
 def text_of(error: Exception) -> str:
     """Return what an error of obstore tells a user: what the server answered, else its first line."""
     text = str(error).strip()
+    if "builder error" in text:
+        return (
+            "obstore cannot make the request: if the endpoint begins with http:, set AWS_ALLOW_HTTP=true, or give the "
+            'store client_options={"allow_http": True}'
+        )
     if _METADATA_SERVICE in text:
         return (
             "no credentials were found: set those of the store in the environment, for S3 AWS_ACCESS_KEY_ID and "

@@ -60,6 +60,7 @@ def test_the_urls_of_object_stores_are_places(given: str | Path, url: str) -> No
         ("s3:///a", "no place in a bucket"),
         ("s3://bucket/a?X-Amz-Signature=abc", "without a query"),
         ("s3://key:hidden@bucket/a", "give them by the environment"),
+        ("s3://key:hidden/abc@bucket/a", "give them by the environment"),
         ("https://key:hidden@host/a?token=abc", "'https://host/a': a URL"),
         ("ftp:/key:hidden@host/a", "'ftp:/host/a': a URL"),
     ],

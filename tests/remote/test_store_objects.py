@@ -19,7 +19,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemorySto
 
 import aio_ckpt
 from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngine
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, RootError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, ReadError, RootError
 from aio_ckpt.remote_path import RemotePath, place_of
 from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.storage.object_upload import ObjectUpload, _Buffers
@@ -222,12 +222,35 @@ def test_the_place_of_a_store_object_is_its_url(store: Any, url: str) -> None:
     assert str(place_of("root", store)) == url
 
 
-@pytest.mark.parametrize("store", [LocalStore("/tmp"), HTTPStore.from_url("https://host/x")])
+@pytest.mark.parametrize("store", [LocalStore("/tmp"), HTTPStore.from_url(f"https://key:{SECRET}@host/x")])
 def test_a_store_of_another_kind_is_refused_by_name(store: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"root=.*{type(store).__name__}.*: give a store object that names a bucket"):
+    with pytest.raises(ConfigError, match=f"root={type(store).__name__}: give a store object") as refused:
         SyncCheckpointEngine(store)
+    assert SECRET not in str(refused.value)
     with pytest.raises(ConfigError, match=r"^Mirror\(place\)="):
         Mirror(store)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [("minio:9000", "give http://HOST:PORT or https://HOST"), ("http://127.0.0.1:1", "set AWS_ALLOW_HTTP=true")],
+)
+def test_an_endpoint_that_cannot_be_asked_is_told_with_the_remedy(endpoint: str, words: str) -> None:
+    store = S3Store("b", prefix="run", endpoint=endpoint, access_key_id="k", secret_access_key="s", region="r")
+    with SyncCheckpointEngine(store) as engine, pytest.raises(ReadError, match=words):
+        engine.latest_step()
+
+
+def test_a_file_is_saved_by_an_engine_whose_root_is_on_a_disk(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(MemoryStore()) as engine, pytest.raises(ConfigError, match="open an engine whose root"):
+        engine.save_file(state(1.0), tmp_path / "x.pt")
+
+
+def test_a_step_is_not_copied_into_a_whole_bucket(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "run") as engine:
+        path = engine.save(state(1.0), step=1).result(TIMEOUT).path
+    with pytest.raises(ConfigError, match="a whole bucket, which is no root"):
+        aio_ckpt.copy(path, "s3://bucket")
 
 
 def test_a_store_object_whose_settings_obstore_cannot_tell_is_refused() -> None:
