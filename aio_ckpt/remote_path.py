@@ -64,6 +64,11 @@ class RemotePath(PosixPath):
         return f"{self.parts[0]}//{self.parts[1]}"
 
     @property
+    def is_in_memory(self) -> bool:
+        """Whether it is in the memory of one engine."""
+        return self.parts[0] == "memory:"
+
+    @property
     def key(self) -> str:
         """Name below the bucket; empty for the bucket itself."""
         return "/".join(self.parts[2:])
@@ -126,7 +131,7 @@ def check_place(name: str, value: object, *, of: str = "a checkpoint's directory
 def find_bucket(name: str, value: object) -> RemotePath | None:
     """Return :func:`find_remote`, but None for ``memory://``, which other libraries know as a memory of the process."""
     place = find_remote(name, value)
-    return None if place is None or place.parts[0] == "memory:" else place
+    return None if place is None or place.is_in_memory else place
 
 
 def find_remote(name: str, value: object) -> RemotePath | None:

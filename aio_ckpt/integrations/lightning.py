@@ -237,10 +237,14 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
         If one of them fails, the checkpoint stays, and a warning is logged. For a file of Lightning, this waits.
         """
         place = _place_of(path)
-        if place is None or (isinstance(place, RemotePath) and _is_file(place)):
+        if place is None:
             self._stock.remove_checkpoint(path)
         elif isinstance(place, RemotePath):
-            self._saves.remove(place)
+            is_ours = self._saves.has_saved(place) or not _is_file(place)  # the trainer waits for the look at the store
+            if is_ours:
+                self._saves.remove(place)
+            else:
+                self._stock.remove_checkpoint(path)
         elif place.is_symlink() or place.is_file():
             self._saves.flush()
             place.unlink()

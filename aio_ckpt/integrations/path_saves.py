@@ -37,6 +37,7 @@ class PathSaves:
         self._coordinator = coordinator
         self._engines: dict[int | str, SyncCheckpointEngine] = {}
         self._tickets: dict[Path, SaveTicket] = {}
+        self._saved: set[Path] = set()
         self._pid = os.getpid()
         _LIVING.add(self)
 
@@ -63,6 +64,7 @@ class PathSaves:
         self._note(path, ticket, waits=waits)
 
     def _note(self, path: Path, ticket: SaveTicket, *, waits: bool) -> None:
+        self._saved.add(path)
         self._tickets = {place: each for place, each in self._tickets.items() if not each.done()} | {path: ticket}
         if waits:
             ticket.result()
@@ -70,6 +72,11 @@ class PathSaves:
     def remove(self, path: Path) -> None:
         """Delete the checkpoint at ``path`` once the saves that are pending now are durable."""
         self._engine_for(path).remove(path)
+        self._saved.discard(path)
+
+    def has_saved(self, path: Path) -> bool:
+        """Return whether this process has saved a checkpoint at ``path``, and not removed it."""
+        return path in self._saved
 
     def is_pending(self, path: Path) -> bool:
         """Return whether a save of ``path`` is pending."""

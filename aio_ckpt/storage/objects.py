@@ -65,7 +65,7 @@ def open_store(place: RemotePath) -> Any:
     except ImportError as error:
         raise ConfigError(f"{place}: object stores need obstore: pip install 'aio-ckpt[remote]'") from error
     try:
-        if place.bucket_url.startswith("memory:"):
+        if place.is_in_memory:
             return MemoryStore()
         return from_url(place.bucket_url, retry_config=_RETRIES, **_s3_options(place))
     except (BaseError, OSError, ValueError) as error:
