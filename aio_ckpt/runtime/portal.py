@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from multiprocessing.util import Finalize
+from queue import SimpleQueue as SimpleQueue
 from threading import Condition as Condition
 from threading import Lock as Lock
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
@@ -83,6 +84,12 @@ def watch_submissions(callback: Watcher) -> Iterator[None]:
         ON_SUBMIT.reset(token)
 
 
+def report_submission(work: Future[Any]) -> None:
+    """Report work that this context gives to a thread."""
+    for watcher in ON_SUBMIT.get():
+        watcher(work)
+
+
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Report no submission in the block to a watcher. The work must touch no lent bytes: no lender waits for it."""
@@ -116,7 +123,7 @@ class Executor(concurrent.futures.Executor):
         self._name = name
         self._lock = Lock()
         self._is_closed = False
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
             for number in range(threads):
@@ -157,8 +164,7 @@ class Executor(concurrent.futures.Executor):
                     f"{self._name}: closed, no more I/O (cannot schedule new futures after shutdown)"
                 )
             self._queue.put(work)
-        for watcher in ON_SUBMIT.get():
-            watcher(future)
+        report_submission(future)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -191,7 +197,7 @@ class Executor(concurrent.futures.Executor):
         return not any(thread.is_alive() for thread in started)
 
 
-def _work(works: queue.SimpleQueue[Work | None], owner: object, begin: Begin | None) -> None:
+def _work(works: SimpleQueue[Work | None], owner: object, begin: Begin | None) -> None:
     """Run queued work until None comes. This is the main function of each thread of an executor."""
     _own_thread(owner, begin)
     while (work := works.get()) is not None:

@@ -29,7 +29,7 @@ from aio_ckpt.storage.durability import sync_file
 from aio_ckpt.storage.local import Coro, FileStatus, Storage
 from aio_ckpt.storage.lock import ProcessLock, RootLock
 from aio_ckpt.storage.object_errors import DoubtfulError, raising_os_errors, text_of
-from aio_ckpt.storage.object_upload import ObjectUpload
+from aio_ckpt.storage.object_upload import PART_BYTES, ObjectUpload
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -42,8 +42,11 @@ _RETRIES: Any = {
     "max_retries": 10_000,  # the time alone counts: refused connections use up any small number in a third of it
     "retry_timeout": timedelta(seconds=RETRY_SECS),
 }
-_PART_BYTES, _PARTS, _UPLOADS = 8 << 20, 9_000, 8
-"""Least bytes of a part of an object, most parts (a store takes 10,000), and parts that are sent at once."""
+_PARTS, _UPLOADS = 9_000, 11
+"""Most parts of an object (a store takes 10,000), and parts that are sent at once, which bound the memory of an upload.
+
+On 16 cores, of which 8 were the server's, 8 parts at once reached 0.85 of the speed of 12.
+"""
 
 
 def has_obstore() -> bool:
@@ -249,12 +252,12 @@ class ObjectStorage(Storage):
         def put(parts: Iterator[memoryview]) -> None:
             raising_os_errors(path, self._put_parts, path, nbytes, parts)
 
-        return ObjectUpload(path, put, self._executor)
+        return ObjectUpload(path, put)
 
     def _put_parts(self, path: Path, nbytes: int, parts: Iterator[bytes] | Iterator[memoryview]) -> None:
         import obstore
 
-        part_bytes = max(_PART_BYTES, -(-nbytes // _PARTS))
+        part_bytes = max(PART_BYTES, -(-nbytes // _PARTS))
         obstore.put(self._store, _key(path), parts, chunk_size=part_bytes, max_concurrency=_UPLOADS)
 
     def write_file(self, path: Path, *parts: bytes) -> Coro[None]:
@@ -270,7 +273,7 @@ class ObjectStorage(Storage):
         with source.open("rb", buffering=0) as file:
 
             def parts() -> Iterator[bytes]:
-                while data := file.read(_PART_BYTES):
+                while data := file.read(PART_BYTES):
                     yield data
                     advance(len(data))
 
@@ -291,7 +294,7 @@ class ObjectStorage(Storage):
         with translate_errors(WriteError, target):
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("xb") as file:
-                for part in found.stream(_PART_BYTES):
+                for part in found.stream(PART_BYTES):
                     file.write(part)
                     advance(memoryview(part).nbytes)
                 file.flush()

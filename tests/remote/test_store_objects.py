@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import mmap
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
@@ -22,7 +19,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngin
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, ReadError, RootError
 from aio_ckpt.remote_path import RemotePath, place_of
 from aio_ckpt.snapshot.save_progress import CapturedChunks
-from aio_ckpt.storage.object_upload import ObjectUpload, _Buffers
+from aio_ckpt.storage.object_upload import ObjectUpload
 from aio_ckpt.storage.objects import REQUEST_SECS, RETRY_SECS, AnyStorage
 from bench.common.seaweedfs import KEY, SECRET
 
@@ -104,38 +101,6 @@ async def test_an_upload_begins_once_the_caller_has_copied_all(monkeypatch: pyte
         gate.set()
         await ticket
         assert value_of(await engine.read()) == 1.0
-
-
-def test_the_memory_of_a_copy_is_used_again_once_nothing_holds_the_copy() -> None:
-    buffers, pieces = _Buffers(), [bytes([value]) * 1000 for value in range(4)]
-    held = buffers.copy_of(memoryview(pieces[0]))
-    places = set()
-    for piece in pieces[1:]:
-        copy = buffers.copy_of(memoryview(piece))
-        assert bytes(copy) == piece
-        places.add(np.frombuffer(copy, np.uint8).ctypes.data)
-        del copy
-    assert len(places) == 1
-    others = [buffers.copy_of(memoryview(piece)) for piece in pieces[1:]]
-    assert [bytes(copy) for copy in (held, *others)] == pieces
-
-
-def test_the_memory_of_copies_goes_back_to_the_system() -> None:
-    piece = memoryview(bytes(8 << 20))
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-    def upload(_: int) -> None:
-        buffers = _Buffers()
-        held = [buffers.copy_of(piece) for _ in range(4)]
-        del held, buffers
-
-    begun = resident()
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(3):
-            list(pool.map(upload, range(8)))
-        assert resident() - begun < 16 << 20
 
 
 def test_two_engines_with_one_store_exclude_each_other() -> None:
