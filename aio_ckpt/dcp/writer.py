@@ -243,7 +243,7 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
                 return staging.copied(runtime)
         _log.warning(
             "%s: %d bytes are saved in waves, as budget_bytes holds no copy of them: dcp.async_save returns when the "
-            "last wave is captured, which takes as long as the disk needs for the others; raise budget_bytes where "
+            "last wave is captured, which takes as long as the storage needs for the others; raise budget_bytes where "
             "there is memory",
             self.path,
             staging.nbytes,

@@ -96,8 +96,8 @@ class CaptureSession:
                 target if isinstance(target, int) else None,
                 self._ctx.rank,
                 "%s: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
-                "is captured, which takes as long as the disk needs for the others%s; raise budget_bytes where there "
-                "is memory. Told once",
+                "is captured, which takes as long as the storage needs for the others%s; raise budget_bytes where "
+                "there is memory. Told once",
                 title(target),
                 image.chunks[-1].stop,
                 self.lifetime.budget_bytes,

@@ -13,6 +13,7 @@ from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import Target
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.mounts import Mount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class EngineContext:
     """All ranks of the engine, with this one."""
     storage: Storage
     """File system of the checkpoints."""
+    mount: Mount
+    """Where the root is mounted."""
     executor: Executor
     """The engine's I/O threads."""
     rank: int

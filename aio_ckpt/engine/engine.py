@@ -70,6 +70,7 @@ from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, P
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.mounts import Mount
 from aio_ckpt.storage.objects import AnyStorage, store_of
 from aio_ckpt.ticket import Milestone, PendingCall, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
@@ -113,7 +114,7 @@ class BaseEngine:
         with contextlib.ExitStack() as undo, self._portal.opening():
             storage = storage or AnyStorage(self._portal.executor, config.direct_io, self._given)
             self._ctx = self._make_context(
-                path, config, owner, coordinator, storage, mirror, is_solo_by_default=is_solo_by_default
+                path, config, owner, coordinator, storage, mount, mirror, is_solo_by_default=is_solo_by_default
             )
             if isinstance(path, RemotePath):
                 store_of(self._ctx.storage, path)  # raises ConfigError now, if it cannot be opened
@@ -133,6 +134,7 @@ class BaseEngine:
         owner: Owner,
         coordinator: Coordinator,
         storage: Storage,
+        mount: Mount,
         mirror: Path | None,
         *,
         is_solo_by_default: bool,
@@ -156,6 +158,7 @@ class BaseEngine:
             names=StepNames(config.step_dir),
             owner=owner,
             storage=storage,
+            mount=mount,
             members=members,
             executor=self._portal.executor,
             config=config,

@@ -43,6 +43,9 @@ from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.write.result import WriteResult, check_complete
 
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
+_HEAD_START_SECS = 0.05
+"""Time that the leader has to make the directory of a save. On a shared file system, a rank that makes it, too, needs
+two calls to the server more."""
 _TELL_SECS = 1.0
 """Time after its deadline within which a save ends: a living leader answers in milliseconds."""
 
@@ -105,6 +108,8 @@ class SavePipeline:
     async def _make_pending(self, job: SaveJob) -> None:
         job.begin("making its directory")
         storage, is_leader = self.ctx.storage, job.round.is_leader
+        if not is_leader and self.ctx.mount.is_shared:
+            await anyio.sleep(_HEAD_START_SECS)
         if is_leader or not await storage.has_begun(job.pending):  # thousands of mkdirs of one name are slow
             await storage.begin_dir(job.pending, job.final, job.save_id)
 

@@ -142,7 +142,7 @@ async def new_file(
     try:
         on_activity("writing its data")
         yield file
-        on_activity("making its data durable (fdatasync)")
+        on_activity("making its data durable")
         await file.sync()
     finally:
         with anyio.move_on_after(settle_secs, shield=True):

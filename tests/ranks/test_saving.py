@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
 import msgspec
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from builders import listing
+from gated_storage import Call
 from log_lines import kept_lines
-from rank_engines import acting_engine
+from rank_engines import ActingStorage, acting_engine, engine_over
 from rank_processes import Ranks, engine_on
 from rank_states import assert_same, mixed_state, whole, zeroed
 from saved_files import without_save_id
@@ -22,16 +25,73 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
+from aio_ckpt.engine import pipeline
+from aio_ckpt.engine import root as engine_root
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
+from aio_ckpt.storage.mounts import Mount
 
 SECS = 30.0
+T = TypeVar("T")
+_SLEEP = anyio.sleep
+HEAD_START_SECS = 1 / 17
+"""No other sleep is that long."""
 
 
 def config(**settings: Any) -> EngineConfig:
     return EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20, **settings)
+
+
+# -- the directory of a save ------------------------------------------------------------------------
+
+
+class Meeting(ActingStorage):
+    """The first rank makes the directory of a save once the other one has come; the other one then goes on."""
+
+    come, made = Path(), Path()
+
+    async def run(self, call: Call, act: Callable[[], Awaitable[T]]) -> T | None:
+        is_directory = call.matches("make_dir", "pending/*-2")
+        if is_directory and dist.get_rank() == 0:
+            await _appears(self.come)
+        found = await super().run(call, act)
+        if is_directory:
+            self.made.touch()
+        return found
+
+
+async def _appears(path: Path) -> None:
+    with anyio.fail_after(SECS):
+        while not path.exists():
+            await _SLEEP(0.005)
+
+
+def makers(rank: int, count: int, root: Path) -> list[str]:
+    """Save on a shared file system. Returns the directories that this rank made."""
+
+    async def head_start(secs: float) -> None:
+        if secs != HEAD_START_SECS:
+            return await _SLEEP(secs)
+        Meeting.come.touch()
+        await _appears(Meeting.made)
+
+    Meeting.come, Meeting.made = root / "come", root / "made"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_root, "mount_of", lambda _: Mount("nfs4", frozenset()))
+        patch.setattr(pipeline, "_HEAD_START_SECS", HEAD_START_SECS)
+        with engine_over(Meeting, root, SECS, stale_after_secs=600.0) as (engine, storage):
+            engine.save(mixed_state(rank, count, 1), step=1).result(
+                SECS
+            )  # the ranks plan: the first one makes it before
+            patch.setattr(anyio, "sleep", head_start)
+            engine.save(mixed_state(rank, count, 2), step=2).result(SECS)
+            return [call.path.parent.name for call in storage.begun if call.matches("make_dir", "pending/*-2")]
+
+
+def test_on_a_shared_file_system_the_first_rank_alone_makes_the_directory_of_a_save(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(makers, tmp_path) == [["pending"], []]
 
 
 # -- one checkpoint of many ranks -------------------------------------------------------------------

@@ -125,7 +125,7 @@ def hang_once(rank: int, count: int, root: Path, slow: int) -> set[Told]:
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_whose_disk_hangs_is_named_by_the_others_and_says_why(two: Ranks, tmp_path: Path, slow: int) -> None:
     found = two.run(hang_once, tmp_path, slow)
-    why = f"the save of step 2 on rank {slow} has made no progress for N s: it is making its data durable (fdatasync)"
+    why = f"the save of step 2 on rank {slow} has made no progress for N s: it is making its data durable"
     assert ("WARNING", 2, slow, f"{why} under {tmp_path}") in found[slow]
     line = f"rank {slow} has not finished the part of save() of step 2 for N s"
     assert ("WARNING", 2, 1 - slow, line) in found[1 - slow]

@@ -222,6 +222,7 @@ class World:
             names=StepNames(config.step_dir),
             owner=owner,
             storage=storage,
+            mount=UNKNOWN,
             members=Membership(SoloCoordinator(), owner, stall_secs=self.stall_secs),
             executor=threads,
             config=config,

@@ -61,7 +61,7 @@ def test_the_stages_of_a_save_are_logged_at_debug_in_their_order(root: Path, cap
         "making its directory",
         "reserving room for its data",
         "writing its data",
-        "making its data durable (fdatasync)",
+        "making its data durable",
         "writing its .metadata",
         "writing the rank's manifest",
         "waiting for the other ranks",
