@@ -36,7 +36,7 @@ async def clear_leftovers(storage: Storage, root: Path, names: StepNames, check:
     dead = []
     for path in pending:
         if (owner := owner_by_name(path.name, here)) is not None and owner.runs_here(here):
-            _log.info("%s stays: its owner, %s, runs", path, owner.process)
+            _log.debug("%s stays: its owner, %s, runs", path, owner.process)  # a store may list it though it is gone
         else:
             dead.append(path)
     if dead and not isinstance(root, RemotePath):  # first: without them, nothing tells that a writer was killed
