@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -70,11 +71,13 @@ class Interrupt:
     def run(self, call: Callable[[], object]) -> None:
         """``call()``, then no more tracing."""
         before = sys.gettrace()
+        gc.disable()  # or what the tests before left might be finalized here, and get the interrupt
         sys.settrace(self._enter)
         try:
             call()
         finally:
             sys.settrace(before)
+            gc.enable()
             self._last.clear()
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
