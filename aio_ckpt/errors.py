@@ -149,7 +149,10 @@ class EngineClosedError(AioCkptError, RuntimeError):
 
 
 class EngineForkedError(EngineClosedError):
-    """The engine was opened by the parent process. A forked child has to open one of its own."""
+    """The engine was opened by the parent process. A forked child has to open one of its own.
+
+    A forked child of a process that has used object stores can use none: start it with ``spawn`` or ``forkserver``.
+    """
 
 
 class WrongThreadError(AioCkptError, RuntimeError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.util
 import os
 import zlib
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from aio_ckpt.config import DirectIO
-from aio_ckpt.errors import ConfigError, MismatchError, ReadError, RootError, WriteError
+from aio_ckpt.errors import ConfigError, EngineForkedError, MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.remote_path import Place, RemotePath, place_of
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage import object_directories
@@ -119,6 +120,12 @@ def _s3_options(place: RemotePath) -> dict[str, Any]:
     return options
 
 
+@functools.cache
+def _first_process() -> int:
+    """Return the process that used obstore first. A fork gets this cache with all else."""
+    return os.getpid()
+
+
 class ObjectStorage(Storage):
     """Objects of one bucket, by the paths of :class:`~aio_ckpt.remote_path.RemotePath`.
 
@@ -126,7 +133,16 @@ class ObjectStorage(Storage):
     """
 
     def __init__(self, executor: Executor, store: Any) -> None:
-        """``store`` is any store of obstore."""
+        """``store`` is any store of obstore.
+
+        Raises:
+            EngineForkedError: the process of which this one is a fork has used obstore, whose threads are not here.
+        """
+        if (first := _first_process()) != os.getpid():
+            raise EngineForkedError(
+                f"process {first} has used object stores, and this is its fork, where each request would hang: start "
+                "this process with the method 'spawn' or 'forkserver' (of DataLoader: multiprocessing_context=)"
+            )
         super().__init__(executor)
         self._store = store
         self._bucket = object_directories.Bucket(store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_python import child_environment, python
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 
 import aio_ckpt
@@ -109,6 +111,35 @@ def test_two_engines_with_one_store_exclude_each_other() -> None:
         saved(first, 1)
         with pytest.raises(RootError, match="another engine of this process writes here"):
             saved(second, 2)
+
+
+def test_a_fork_of_a_process_that_used_stores_is_refused_and_does_not_hang() -> None:
+    """Its copy of obstore has no threads."""
+    child = """
+        import os, sys, aio_ckpt
+        from aio_ckpt.errors import EngineForkedError
+
+        def save():
+            with aio_ckpt.SyncCheckpointEngine("memory://any/run") as engine:
+                engine.save({"note": "n"}, step=1).result(60)
+
+        save()
+        pid = os.fork()
+        if pid == 0:
+            for call in (save, lambda: aio_ckpt.read("s3://bucket/run/step_000000001")):
+                try:
+                    call()
+                except EngineForkedError as error:
+                    assert f"process {os.getppid()} has used object stores" in str(error)
+                else:
+                    os._exit(1)
+            os._exit(0)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """
+    run = subprocess.run(
+        python(child, options=()), env=child_environment(), capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_each_engine_has_a_memory_of_its_own() -> None:
