@@ -113,10 +113,15 @@ def _config_of(name: str, store: ObjectStore) -> Mapping[str, Any]:
     try:
         return store.config  # type: ignore[union-attr]
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not is_panic(error):
             raise
         text = "obstore cannot tell its settings: give those of the client, such as allow_http, in client_options"
         raise ConfigError(f"{name}={type(store).__name__}: {text}") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether ``error`` is a panic of obstore, which is no ``Exception``, and whose class nothing exports."""
+    return type(error).__name__ == "PanicException"
 
 
 def check_place(name: str, value: object, *, of: str = "a checkpoint's directory") -> Path:

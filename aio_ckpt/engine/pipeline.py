@@ -107,11 +107,13 @@ class SavePipeline:
 
     async def _make_pending(self, job: SaveJob) -> None:
         job.begin("making its directory")
-        storage, is_leader = self.ctx.storage, job.round.is_leader
-        if not is_leader and self.ctx.mount.is_shared:
-            await anyio.sleep(_HEAD_START_SECS)
-        if is_leader or not await storage.has_begun(job.pending):  # thousands of mkdirs of one name are slow
-            await storage.begin_dir(job.pending, job.final, job.save_id)
+        storage = self.ctx.storage
+        if not job.round.is_leader:  # thousands of mkdirs of one name are slow
+            if self.ctx.mount.is_shared:
+                await anyio.sleep(_HEAD_START_SECS)
+            if await storage.has_begun(job.pending):
+                return
+        await storage.begin_dir(job.pending, job.final, job.save_id)
 
     async def _write_rank(self, job: SaveJob) -> WrittenRank:
         """Write the data file and this rank's manifest, durable; ``.metadata``, too, if it depends on no other rank."""

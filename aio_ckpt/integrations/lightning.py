@@ -237,14 +237,12 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
         If one of them fails, the checkpoint stays, and a warning is logged. For a file of Lightning, this waits.
         """
         place = _place_of(path)
-        if place is None:
+        is_remote = isinstance(place, RemotePath)
+        # Asked in this order: the trainer waits for the look at the store.
+        if place is None or (is_remote and not self._saves.has_saved(place) and _is_file(place)):
             self._stock.remove_checkpoint(path)
-        elif isinstance(place, RemotePath):
-            is_ours = self._saves.has_saved(place) or not _is_file(place)  # the trainer waits for the look at the store
-            if is_ours:
-                self._saves.remove(place)
-            else:
-                self._stock.remove_checkpoint(path)
+        elif is_remote:
+            self._saves.remove(place)
         elif place.is_symlink() or place.is_file():
             self._saves.flush()
             place.unlink()

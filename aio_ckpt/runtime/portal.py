@@ -18,12 +18,12 @@ import functools
 import logging
 import multiprocessing
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from multiprocessing.util import Finalize
+from queue import Empty
 from queue import SimpleQueue as SimpleQueue
 from threading import Condition as Condition
 from threading import Lock as Lock
@@ -173,7 +173,7 @@ class Executor(concurrent.futures.Executor):
         with self._lock:
             self._is_closed = True
             while cancel_futures and not self._queue.empty():
-                with contextlib.suppress(queue.Empty):  # a thread took the work first
+                with contextlib.suppress(Empty):  # a thread took the work first
                     work = self._queue.get_nowait()
                     dropped += [] if work is None else [work]
             for _ in self._threads:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 from aio_ckpt.errors import AioCkptError
+from aio_ckpt.remote_path import is_panic
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -48,7 +49,7 @@ def raising_os_errors(path: Path, fn: Callable[[*Ts], T], *args: *Ts) -> T:
             raise
         raise as_os_error(error, path) from None
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # which is no Exception
+        if not is_panic(error):
             raise
         text = f"obstore cannot make the request ({error}): look at the endpoint: give http://HOST:PORT or https://HOST"
         raise OSError(errno.EINVAL, text, str(path)) from None

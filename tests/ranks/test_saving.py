@@ -82,9 +82,8 @@ def makers(rank: int, count: int, root: Path) -> list[str]:
         patch.setattr(engine_root, "mount_of", lambda _: Mount("nfs4", frozenset()))
         patch.setattr(pipeline, "_HEAD_START_SECS", HEAD_START_SECS)
         with engine_over(Meeting, root, SECS, stale_after_secs=600.0) as (engine, storage):
-            engine.save(mixed_state(rank, count, 1), step=1).result(
-                SECS
-            )  # the ranks plan: the first one makes it before
+            # The ranks plan in the first save: the first one makes its directory before.
+            engine.save(mixed_state(rank, count, 1), step=1).result(SECS)
             patch.setattr(anyio, "sleep", head_start)
             engine.save(mixed_state(rank, count, 2), step=2).result(SECS)
             return [call.path.parent.name for call in storage.begun if call.matches("make_dir", "pending/*-2")]
