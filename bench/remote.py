@@ -13,6 +13,7 @@ import importlib.util
 import mmap
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ __all__ = ["main"]
 _TENSORS, _WORKERS = 16, 8
 _MIB = 1 << 20
 _RANGE_BYTES, _READERS = 16 << 20, 8
+_REST_SECS = 0.5
 State = dict[str, torch.Tensor]
 
 
@@ -48,7 +50,8 @@ class _Watched(Contender):
         self.peaks: list[int] = []
 
     def before(self) -> None:
-        """Begin to watch."""
+        """Begin to watch, from rest: the step before is deleted behind its save."""
+        time.sleep(_REST_SECS)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         self._begun = _resident("VmRSS")
 

@@ -165,7 +165,6 @@ server runs on the same machine, with half of the cores, which do not count. *bl
 copies the state while the upload begins. *CPU-s/GB* of any upload holds the sums of its parts: SHA-256, or CRC64NVME as
 the page of each store sets it.
 
-The memory on `2x-nvidia-h200` with `device=cuda`, 82 MiB, is that of parts that were not full; on the H100 they are.
 The run beside s3fs is older than all others: its upload began beside the copy of the state, with 8 parts at once.""",
     [
         Section(path.parent.name, "", (f"{path.parent.name}/{path.stem}",))
