@@ -173,6 +173,11 @@ class EngineConfig:
     stall_timeout_secs: float = 600.0
     """A save without one byte or message of progress for so long fails; never a limit on the total."""
 
+    relink_limit: int = 10
+    """Most steps that share the bytes of tensors that did not change. These get a data file of their own, which a save
+    clones from the step before (reflink, hard link, or copy by the object store), or else writes. 1: each save writes
+    all."""
+
     keep_last: int | None = None
     """Newest committed steps to keep; None deletes nothing."""
 
@@ -318,6 +323,7 @@ _CHECKS: dict[str, _Check] = {
     "budget_bytes": _whole(
         f"give a whole number of bytes from {LEAST_BUDGET_BYTES} on, or None", LEAST_BUDGET_BYTES, or_none=True
     ),
+    "relink_limit": _whole(_AT_LEAST_1, 1),
     "keep_last": _whole(_AT_LEAST_1, 1, or_none=True),
     "keep_every": _whole(_AT_LEAST_1, 1, or_none=True),
     "stall_timeout_secs": check_seconds,

@@ -93,6 +93,8 @@ class SaveReport:
     """Bytes in data files of this rank, or of the file."""
     raw_bytes: int
     """Tensor bytes without envelope and alignment."""
+    cloned_bytes: int = 0
+    """Bytes of ``image_bytes`` that were cloned from the step before, because they had not changed."""
     plan_hit: bool
     """Whether the cached layout was reused."""
     fingerprint_hit: bool

@@ -228,7 +228,7 @@ def _load_rows(ranks: int, items: int, metadata_bytes: float) -> list[FigureRow]
     metadata = MetadataFile((), FileEntry(".metadata", round(metadata_bytes), 0))
     root = render_root(metadata, manifests, step=1, save_id="s-1", created_unix=1.0, metrics={}, extra={})
     _, root_secs = _timed(lambda: decode_root(root, name="root"))
-    _, own_secs = _timed(lambda: decode_rank(own, name="own").columns)
+    _, own_secs = _timed(lambda: decode_rank(own, name="own").data_files)
     small = TRAILER_BYTES + len(root) + 2 * len(own)
     at = f"{ranks} ranks x {items} items, load of as many: "
     before = metadata_bytes + len(root) + ranks * len(own)
@@ -280,7 +280,7 @@ def _planned(ranks: int, items: int) -> Iterator[PlanMsg]:
 def _written(share_id: bytes, items: int, *, is_first: bool) -> Vote:
     spans = tuple((items * 1500 + 3000 * number, 3000) for number in range(_OBJECTS))
     moved = tuple((number, *span) for number, span in enumerate(spans)) if is_first else ()
-    places = np.array([(1500 * number, 1500) for number in range(items)], "<i8").tobytes() if is_first else None
+    places = np.array([(1500 * number, 1500, 0) for number in range(items)], "<i8").tobytes() if is_first else None
     secs = (0.001234, 0.123456, 1.234567)
     content = ContentSums(bytes(4 * _OBJECTS))
     return Vote(123_456, share_id, 40 * items, 0xFFFFFFFF, secs, moved, extents_crc32(spans), content, places)

@@ -14,8 +14,7 @@ import torch
 from aio_ckpt.checkpoint.boxes import check_boxes
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.dcp_metadata_read import DTYPES
-from aio_ckpt.format.rank_manifest import RankManifest, block_sums
-from aio_ckpt.format.root_manifest import FileEntry
+from aio_ckpt.format.rank_manifest import FileTable, RankManifest
 
 V = TypeVar("V")
 _box = attrgetter("offsets", "shape")
@@ -171,20 +170,20 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
     Raises:
         CorruptCheckpointError: the manifests contradict each other.
     """
-    stored = [(manifest, manifest.file) for manifest in manifests if manifest.file is not None]
+    tables = [table for manifest in manifests for table in manifest.data_files]
     objects: dict[str, StoredObject] = {}
-    for manifest, file in stored:
-        for entry in manifest.objects:
-            stored_object = StoredObject(entry.fqns[0], file.name, entry.offset, entry.nbytes, entry.crc32, False)
+    for table in tables:
+        for entry in table.objects:
+            stored_object = StoredObject(entry.fqns[0], table.file.name, entry.offset, entry.nbytes, entry.crc32, False)
             objects.update((name, stored_object) for name in entry.fqns if name not in objects)
     shards: dict[str, Shards] = {}
     further: defaultdict[str, list[Item]] = defaultdict(list)  # of names that are stored more than once
-    for manifest, file in stored:
-        items = items_of(manifest, file)
+    for table in tables:
+        items = items_of(table)
         for item in items:
             if shards.setdefault(item.name, found := (item,)) is not found:
                 further[item.name].append(item)
-        for row, names in manifest.columns.ties.items():
+        for row, names in table.columns.ties.items():
             for name in names:
                 if shards.setdefault(name, found := (items[row],)) is not found:
                     further[name].append(items[row])
@@ -192,16 +191,16 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
     catalog = Catalog(
         shards=shards,
         objects=objects,
-        files={file.name: file.nbytes for _, file in stored},
-        nbytes=sum(file.nbytes for _, file in stored),
+        files={table.file.name: table.file.nbytes for table in tables},
+        nbytes=sum(table.file.nbytes for table in tables),
     )
     catalog.check()
     return catalog
 
 
-def items_of(manifest: RankManifest, file: FileEntry) -> list[Item]:
-    """Return the items of one rank in the order of its manifest. Takes 1 us each."""
-    columns, name_of_file, block_bytes = manifest.columns, file.name, manifest.block_bytes
+def items_of(table: FileTable) -> list[Item]:
+    """Return the tensor items of a data file in the order of its table. Takes 1 us each."""
+    columns, name_of_file, block_bytes = table.columns, table.file.name, table.block_bytes
     signatures = [
         (DTYPES[dtype], shape, stride, (0,) * dims, whole)
         for (dtype, shape, stride, dims, _), whole in zip(columns.signatures, columns.global_shapes, strict=True)
@@ -216,7 +215,7 @@ def items_of(manifest: RankManifest, file: FileEntry) -> list[Item]:
         offsets,
         columns.raw_offsets.tolist(),
         columns.raw_bytes.tolist(),
-        block_sums(manifest),
+        table.block_sums(),
         strict=True,
     )
     return [

@@ -33,8 +33,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_metadata
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.format.dcp_metadata_read import DTYPES
-from aio_ckpt.format.rank_manifest import RankManifest, block_sums
-from aio_ckpt.format.root_manifest import FileEntry
+from aio_ckpt.format.rank_manifest import FileTable, RankManifest
 from aio_ckpt.format.tensor_table import TensorEntry
 from aio_ckpt.format.tensor_zip import fill_crc, render
 from aio_ckpt.runtime.portal import Executor, run_blocking
@@ -186,14 +185,14 @@ class _Verification:
         """Check a checkpoint of aio_ckpt: the data file of each rank against its manifest and ``.metadata``."""
         places: dict[MetadataIndex, _Place] = {}
         for manifest in checkpoint.ranks.values():
-            places.update(_places_of(manifest))
             name = checkpoint.manifest_name(manifest.rank)
             if checkpoint.has_skeleton:
                 with _collecting(self.faults, name):
                     decode_skeleton(manifest.skeleton, name=name)
-            if manifest.file is not None:
-                with _collecting(self.faults, manifest.file.name):
-                    await self._check_data_file(manifest, manifest.file)
+            for table in manifest.data_files:
+                places.update(_places_of(table))
+                with _collecting(self.faults, table.file.name):
+                    await self._check_data_file(table)
         root = checkpoint.root
         if checkpoint.metadata_bytes and root is not None and len(checkpoint.ranks) == root.world_size:
             with _collecting(self.faults, METADATA_FILE):
@@ -219,40 +218,41 @@ class _Verification:
 
     # -- checkpoints of aio_ckpt ---------------------------------------------------------------------------------------
 
-    async def _check_data_file(self, manifest: RankManifest, file: FileEntry) -> None:
+    async def _check_data_file(self, table: FileTable) -> None:
+        file = table.file
         await self.files.measure([file.name], {file.name: file.nbytes})
         known = len(self.faults)
-        crc32 = await self._check_ranges(file.name, _checked_ranges(manifest))
-        unparsed_items = [_unparsed_item_of(entry, file.name) for entry in manifest.tensors]
+        crc32 = await self._check_ranges(file.name, _checked_ranges(table))
+        unparsed_items = [_unparsed_item_of(entry, file.name) for entry in table.tensors]
         ends = await read_ends(self.files, unparsed_items, executor=self.executor, readers=self.readers)
-        await run_blocking(self.executor, self._compare_items, manifest, unparsed_items, ends)
+        await run_blocking(self.executor, self._compare_items, table, unparsed_items, ends)
         # A fault of a block or an item explains a wrong checksum of the file, and names the tensor.
         if crc32 not in (None, file.crc32) and len(self.faults) == known:
-            await run_blocking(self.executor, self._compare_envelopes, manifest, unparsed_items, ends)
+            await run_blocking(self.executor, self._compare_envelopes, table, unparsed_items, ends)
         if crc32 not in (None, file.crc32) and len(self.faults) == known:
             self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
 
-    def _compare_items(self, manifest: RankManifest, unparsed_items: Sequence[UnparsedItem], ends: Ends) -> None:
-        for entry, sums, unparsed in zip(manifest.tensors, block_sums(manifest), unparsed_items, strict=True):
+    def _compare_items(self, table: FileTable, unparsed_items: Sequence[UnparsedItem], ends: Ends) -> None:
+        for entry, sums, unparsed in zip(table.tensors, table.block_sums(), unparsed_items, strict=True):
             with _collecting(self.faults, unparsed.file, unparsed.name):
                 item = parse_item(unparsed, *ends[id(unparsed)])
                 place = item.raw_offset, item.raw_bytes, item.stride, item.storage_offset
                 if place != (entry.raw_offset, entry.raw_bytes, entry.stride, 0):
                     self._note(unparsed.file, unparsed.name, f"the manifest and the item's zip disagree: {place}")
-                lengths = _block_lengths(entry, manifest)
+                lengths = _block_lengths(entry, table.block_bytes)
                 if item.record_crc32 not in (None, _combine_all(zip(sums, lengths, strict=True))):
                     self._note(unparsed.file, unparsed.name, "the CRC32 in the item's zip is not that of its blocks")
 
-    def _compare_envelopes(self, manifest: RankManifest, unparsed_items: Sequence[UnparsedItem], ends: Ends) -> None:
+    def _compare_envelopes(self, table: FileTable, unparsed_items: Sequence[UnparsedItem], ends: Ends) -> None:
         """Note the items whose header or trailer is not as this version renders it.
 
         Called only if the file does not match its CRC32: another version may have rendered sound items otherwise.
         """
-        for entry, sums, unparsed in zip(manifest.tensors, block_sums(manifest), unparsed_items, strict=True):
+        for entry, sums, unparsed in zip(table.tensors, table.block_sums(), unparsed_items, strict=True):
             head, tail = ends[id(unparsed)]
             wanted = render(TensorSpec(unparsed.dtype, entry.shape, entry.stride))
             trailer = bytearray(wanted.trailer)
-            fill_crc(trailer, wanted, _combine_all(zip(sums, _block_lengths(entry, manifest), strict=True)))
+            fill_crc(trailer, wanted, _combine_all(zip(sums, _block_lengths(entry, table.block_bytes), strict=True)))
             if not (head.startswith(wanted.header) and tail.endswith(trailer)):
                 self._note(
                     unparsed.file, unparsed.name, "the file does not match its CRC32: the item's zip is not as written"
@@ -361,21 +361,21 @@ _Place: TypeAlias = tuple[str, int, int]
 """(file, offset, length)."""
 
 
-def _places_of(manifest: RankManifest) -> dict[MetadataIndex, _Place]:
-    """Return the places of all items of one rank, as ``.metadata`` must hold them."""
+def _places_of(table: FileTable) -> dict[MetadataIndex, _Place]:
+    """Return the places of all items of one data file, as ``.metadata`` must hold them."""
     places: dict[MetadataIndex, _Place] = {}
-    file = manifest.file.name if manifest.file else ""
-    for entry in manifest.tensors:
+    file = table.file.name
+    for entry in table.tensors:
         for name in entry.fqns:
             places[MetadataIndex(name, entry.offsets)] = file, entry.item_offset, entry.item_bytes
-    for stored in manifest.objects:
+    for stored in table.objects:
         for name in stored.fqns:
             places[MetadataIndex(name)] = file, stored.offset, stored.nbytes
     return places
 
 
-def _block_lengths(entry: TensorEntry, manifest: RankManifest) -> list[int]:
-    return [min(manifest.block_bytes, entry.raw_bytes - at) for at in range(0, entry.raw_bytes, manifest.block_bytes)]
+def _block_lengths(entry: TensorEntry, block_bytes: int) -> list[int]:
+    return [min(block_bytes, entry.raw_bytes - at) for at in range(0, entry.raw_bytes, block_bytes)]
 
 
 def _unparsed_item_of(entry: TensorEntry, file: str) -> UnparsedItem:
@@ -391,14 +391,14 @@ def _unparsed_item_of(entry: TensorEntry, file: str) -> UnparsedItem:
     )
 
 
-def _checked_ranges(manifest: RankManifest) -> list[_CheckedRange]:
-    """Return every block and object in the file of one rank."""
+def _checked_ranges(table: FileTable) -> list[_CheckedRange]:
+    """Return every block and object of one data file."""
     ranges: list[_CheckedRange] = []
-    block = manifest.block_bytes
-    for entry, sums in zip(manifest.tensors, block_sums(manifest), strict=True):
+    block = table.block_bytes
+    for entry, sums in zip(table.tensors, table.block_sums(), strict=True):
         for at, crc32 in zip(range(0, entry.raw_bytes, block), sums, strict=True):
             ranges.append(_CheckedRange(entry.raw_offset + at, min(block, entry.raw_bytes - at), crc32, entry.fqns[0]))
-    ranges += [_CheckedRange(stored.offset, stored.nbytes, stored.crc32, stored.fqns[0]) for stored in manifest.objects]
+    ranges += [_CheckedRange(stored.offset, stored.nbytes, stored.crc32, stored.fqns[0]) for stored in table.objects]
     return ranges
 
 

@@ -26,7 +26,7 @@ from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, MismatchError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
 from aio_ckpt.format.names import ABANDONED_DIR, CLAIM_FILE, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, StepNames
-from aio_ckpt.format.root_manifest import FileEntry, RootManifest, data_file_of
+from aio_ckpt.format.root_manifest import FileEntry, RootManifest, data_files_of
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in
@@ -363,8 +363,7 @@ async def check_files(storage: Storage, path: Path, root: RootManifest, step: in
         )
     await _read(storage, path, root.metadata, lengths)
     for entry in root.ranks:
-        file = data_file_of(await _read(storage, path, entry, lengths), name=entry.name)
-        if file is not None:
+        for file in data_files_of(await _read(storage, path, entry, lengths), name=entry.name):
             _check_length(file, lengths)
 
 

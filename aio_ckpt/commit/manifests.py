@@ -7,16 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from isal import isal_zlib
 
 from aio_ckpt._version import __version__
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, trailer
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
-from aio_ckpt.format.rank_manifest import ObjectEntry, encode_rank
+from aio_ckpt.format.rank_manifest import FrozenOut, ObjectEntry, encode_rank
 from aio_ckpt.format.root_manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
+    FROZEN_FORMAT,
     FileEntry,
     RootManifest,
     encode_root,
@@ -37,26 +39,32 @@ def object_entries(plan: Plan, objects: ObjectBytes) -> list[ObjectEntry]:
     names: dict[tuple[int, int], list[str]] = {}
     for name, span in zip(plan.object_names, objects.spans, strict=True):
         names.setdefault(span, []).append(name)
-    begin, region = plan.layout.tensor_bytes, memoryview(objects.region)
+    begin, region = _objects_at(plan), memoryview(objects.region)
     return [
         ObjectEntry(tuple(fqns), begin + start, nbytes, isal_zlib.crc32(region[start : start + nbytes]))
         for (start, nbytes), fqns in names.items()
     ]
 
 
-def written_names(plan: Plan, entries: Sequence[ObjectEntry], result: WriteResult) -> frozenset[str]:
-    """Return the names of the leaves that were written completely, according to the write result."""
-    lost = [chunk for chunk in range(result.chunks) if chunk not in result.chunks_written]
-    spans = [(item.fqns, item.item_offset, item.envelope.item_bytes) for item in plan.layout.items] if lost else []
-    spans += [(entry.fqns, entry.offset, entry.nbytes) for entry in entries] if lost else []
-    size = plan.layout.chunk_bytes
+def _objects_at(plan: Plan) -> int:
+    """Return the offset of the objects in the data file."""
+    return plan.layout.tensor_bytes - plan.layout.main_start
+
+
+def written_names(plan: Plan, entries: Sequence[ObjectEntry], results: Sequence[WriteResult]) -> frozenset[str]:
+    """Return the names of the leaves that were written completely, according to the results of all data files."""
+    layout, written = plan.layout, frozenset[int]().union(*(result.chunks_written for result in results))
+    lost = [chunk for chunk in range(sum(result.chunks for result in results)) if chunk not in written]
+    spans = [(item.fqns, item.item_offset, item.envelope.item_bytes) for item in layout.items] if lost else []
+    spans += [(entry.fqns, layout.main_start + entry.offset, entry.nbytes) for entry in entries] if lost else []
     holes = {
         name
         for names, start, nbytes in spans
-        if any(start // size <= chunk <= (start + nbytes - 1) // size for chunk in lost)
+        if any(layout.chunk_at(start) <= chunk <= layout.chunk_at(start + nbytes - 1) for chunk in lost)
         for name in names
     }
-    unpatched = plan.stored_names if result.items_patched != len(plan.layout.items) else frozenset()
+    patched = sum(result.items_patched for result in results)
+    unpatched = plan.stored_names if patched != len(layout.items) else frozenset()
     stored, gone = plan.stored_names, unpatched | holes
     stored = stored.union(*(entry.fqns for entry in entries)) if entries else stored
     return stored - gone if gone else stored
@@ -66,13 +74,22 @@ def render_rank(
     plan: Plan,
     entries: Sequence[ObjectEntry],
     result: WriteResult,
+    frozen: WriteResult | None = None,
     *,
     step: int,
     save_id: str,
     rank: int,
     world_size: int,
 ) -> bytes:
-    """Return the bytes of the rank's manifest."""
+    """Return the bytes of the rank's manifest. ``frozen``: result of the frozen file, if the plan has one."""
+    table = None
+    if frozen is not None:
+        name = data_file_name(save_id, rank, is_frozen=True)
+        table = FrozenOut(
+            file=FileEntry(name, frozen.image_bytes, frozen.file_crc32),
+            sums=frozen.sums,
+            columns=msgspec.Raw(plan.frozen_static),
+        )
     return encode_rank(
         save_id=save_id,
         step=step,
@@ -84,6 +101,7 @@ def render_rank(
         objects=entries,
         skeleton=plan.skeleton,
         stored_by=plan.stored_by,
+        frozen=table,
     )
 
 
@@ -94,6 +112,8 @@ class MetadataFile:
     parts: tuple[bytes, ...]
     """Bytes of the file, in parts. The part that is the same for every save of a plan is never copied."""
     entry: FileEntry
+    has_frozen: bool = False
+    """Whether it names a frozen file."""
 
 
 def render_metadata_file(
@@ -104,12 +124,13 @@ def render_metadata_file(
     rest += trailer(save_id)
     crc32 = isal_zlib.crc32_combine(isal_zlib.crc32(start), template.fixed_crc32, len(fixed))
     nbytes = len(start) + len(fixed) + len(rest)
-    return MetadataFile((start, fixed, rest), FileEntry(METADATA_FILE, nbytes, isal_zlib.crc32(rest, crc32)))
+    entry = FileEntry(METADATA_FILE, nbytes, isal_zlib.crc32(rest, crc32))
+    return MetadataFile((start, fixed, rest), entry, any(is_frozen for _, is_frozen, _ in template.files))
 
 
 def object_spans(plan: Plan, objects: ObjectBytes) -> tuple[tuple[int, int], ...]:
     """Return (offset in the data file, length) of each object."""
-    begin = plan.layout.tensor_bytes
+    begin = _objects_at(plan)
     return tuple((begin + start, nbytes) for start, nbytes in objects.spans)
 
 
@@ -136,7 +157,7 @@ def render_root(
     """
     return encode_root(
         RootManifest(
-            format=(FORMAT_MAJOR, FORMAT_MINOR),
+            format=FROZEN_FORMAT if metadata.has_frozen else (FORMAT_MAJOR, FORMAT_MINOR),
             save_id=save_id,
             step=step,
             world_size=len(ranks),

@@ -34,7 +34,7 @@ from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.dcp.runtime import Runtime, peers_on_host
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.rank_manifest import ObjectEntry, RankManifest
+from aio_ckpt.format.rank_manifest import FileTable, ObjectEntry
 from aio_ckpt.leaves.tensor_memory import span_of
 from aio_ckpt.restore.page_cache import share_page_cache
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
@@ -114,16 +114,16 @@ class Load:
         wanted = {item.storage_index: place_of(item.storage_index, places) for item in plan.items}
         check_boxes(_boxes(self.metadata, {index.fqn for index in wanted}))
         used = {place.relative_path for place in wanted.values()}
-        manifests = [
-            ours for ours in self.checkpoint.ranks.values() if ours.file is not None and ours.file.name in used
+        tables = [
+            table for ours in self.checkpoint.ranks.values() for table in ours.data_files if table.file.name in used
         ]
-        lengths = {ours.file.name: ours.file.nbytes for ours in manifests if ours.file is not None}
+        lengths = {table.file.name: table.file.nbytes for table in tables}
         config, executor = self.runtime.config, self.runtime.portal.executor
         stored: Mapping[MetadataIndex, Item | UnparsedItem | StoredObject]
         if self.checkpoint.is_plain_dcp:
             stored = {index: self._stored(index, place) for index, place in wanted.items()}
         else:
-            stored = await run_blocking(executor, _stored_by_manifests, wanted, manifests)
+            stored = await run_blocking(executor, _stored_by_manifests, wanted, tables)
         async with self._files() as files:
             located = await locate(
                 files, [*stored.values()], lengths, parse_or_object, executor=executor, readers=config.workers
@@ -206,20 +206,19 @@ def _rounds(targets: Sequence[tuple[ReadItem, torch.Tensor]]) -> list[int]:
 
 
 def _stored_by_manifests(
-    wanted: Mapping[MetadataIndex, StorageInfo], manifests: Iterable[RankManifest]
+    wanted: Mapping[MetadataIndex, StorageInfo], tables: Iterable[FileTable]
 ) -> dict[MetadataIndex, Item | StoredObject]:
-    """Return the ``wanted`` items by the manifests, because these hold the checksums.
+    """Return the ``wanted`` items by the tables of the manifests, because these hold the checksums.
 
     Raises:
         CorruptCheckpointError: ``.metadata`` has another place for an item.
     """
     held: dict[tuple[str, int, int], Item | ObjectEntry] = {}
-    for ours in manifests:
-        if ours.file is not None:
-            columns, files = ours.columns, itertools.repeat(ours.file.name)
-            places = zip(files, columns.item_offsets.tolist(), columns.item_bytes.tolist(), strict=False)
-            held.update(zip(places, items_of(ours, ours.file), strict=True))
-            held.update(((ours.file.name, entry.offset, entry.nbytes), entry) for entry in ours.objects)
+    for table in tables:
+        columns, files = table.columns, itertools.repeat(table.file.name)
+        places = zip(files, columns.item_offsets.tolist(), columns.item_bytes.tolist(), strict=False)
+        held.update(zip(places, items_of(table), strict=True))
+        held.update(((table.file.name, entry.offset, entry.nbytes), entry) for entry in table.objects)
     found: dict[MetadataIndex, Item | StoredObject] = {}
     for index, place in wanted.items():
         stored = held.get((place.relative_path, place.offset, place.length))

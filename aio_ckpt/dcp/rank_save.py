@@ -221,7 +221,8 @@ class _RankWrite:
 
     async def write_manifest(self, written: Written | None) -> ManifestResult:
         """Write the rank's manifest. ``written``: result of the data file; None if the rank has nothing to write."""
-        save, sources, layout = self.save, self.sources, self.sources.planned.plan.layout
+        save, sources, plan = self.save, self.sources, self.sources.planned.plan
+        layout, structure = plan.layout, plan.structure
         if written is not None:
             names = frozenset(name for item in layout.items for name in item.fqns)
             check_complete(frozenset(index.fqn for index in sources.indices), names)
@@ -233,7 +234,7 @@ class _RankWrite:
             rank=save.rank,
             world_size=save.world_size,
             file=None if written is None else FileEntry(save.data_file, written.image_bytes, written.file_crc32),
-            tensors=encode_static([tensor_entry(item, sources.planned.plan.structure) for item in layout.items]),
+            tensors=encode_static([tensor_entry(item, structure, layout) for item in layout.items]),
             sums=b"" if written is None else written.sums,
             objects=sources.objects,
             skeleton=b"",  # names are as DCP flattened them

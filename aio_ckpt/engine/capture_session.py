@@ -13,6 +13,7 @@ from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.local_plan import Plan, PlanCache, PlannedSave
 from aio_ckpt.reports import Target, title
 from aio_ckpt.runtime.deadline import Deadline
@@ -41,8 +42,14 @@ class CaptureSession:
             debug=config.debug,
             segments=segments,
         )
+        # A snapshot that can be rescued is one file.
+        self.frozen = FrozenLeaves() if config.relink_limit > 1 and config.shm_path is None else None
+        """Leaves that get a file of their own; None if there is no such file."""
         self.cache = PlanCache(
-            world_size=ctx.world_size, gather_bytes=config.gather_bytes, budget_bytes=self.lifetime.measure_budget
+            world_size=ctx.world_size,
+            gather_bytes=config.gather_bytes,
+            budget_bytes=self.lifetime.measure_budget,
+            frozen=self.frozen,
         )
         """The plan of the last save."""
         max_bytes = config.device_copy_bytes

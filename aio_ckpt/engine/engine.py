@@ -48,6 +48,7 @@ from aio_ckpt.engine.root_changes import RootChanges
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.state_save import StateSaves
+from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.leaves.values import State
@@ -192,9 +193,16 @@ class BaseEngine:
             held=(lambda: ()) if mirroring is None else mirroring.held_steps,
         )
         runner = JobRunner(ctx=ctx, throttle=self._throttle, trash=self._trash)
-        pipeline = SavePipeline(ctx=ctx, runner=runner, claim=claim, quarantine=self._quarantine, rescue=self._rescue)
         self._call_lock = call_lock = CallLock(portal)
         self._session = session = CaptureSession(ctx, self._rescue.shared_memory)
+        pipeline = SavePipeline(
+            ctx=ctx,
+            runner=runner,
+            claim=claim,
+            quarantine=self._quarantine,
+            unchanged=UnchangedLeaves(leaves=session.frozen, relink_limit=ctx.config.relink_limit),
+            rescue=self._rescue,
+        )
         self._recorder = OutcomeRecorder(ctx, session, self._root_session)
         remover = Remover(ctx=ctx, claim=claim, quarantine=self._quarantine, trash=self._trash)
         self._queue = queue = JobQueue(

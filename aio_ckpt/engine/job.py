@@ -248,7 +248,7 @@ class WriteJob(Job):
     @property
     def image_bytes(self) -> int:
         """Length of the data files whose capture has begun."""
-        return sum(part.image.chunks[-1].stop for part in self.parts)
+        return sum(part.image.nbytes for part in self.parts)
 
     @property
     def failing_stage(self) -> str:

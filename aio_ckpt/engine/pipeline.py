@@ -29,6 +29,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
 from aio_ckpt.engine.outcomes import explain_failure
 from aio_ckpt.engine.run_job import JobRunner
+from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, rank_manifest_name
 from aio_ckpt.format.root_manifest import FileEntry
@@ -40,6 +41,8 @@ from aio_ckpt.reports import SaveReport
 from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import run_blocking
+from aio_ckpt.write.frozen import FrozenFile
+from aio_ckpt.write.part import Part
 from aio_ckpt.write.result import WriteResult, check_complete
 
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
@@ -56,6 +59,8 @@ class WrittenRank:
 
     result: WriteResult
     """Result of writing the data file."""
+    frozen: FrozenFile | None
+    """Frozen file; None if the plan has none."""
     metadata: MetadataFile | None
     """``.metadata`` as written by this rank; None if the leader renders it for all ranks."""
     spans: Sequence[tuple[int, int]]
@@ -76,6 +81,8 @@ class SavePipeline:
     """Read before each commit: a writer that was taken over commits nothing."""
     quarantine: Quarantine
     """Quarantine of the root. Its lock ``renames`` orders all renames under the root."""
+    unchanged: UnchangedLeaves
+    """What did not change from save to save."""
     rescue: Rescue | None = None
     """Records each snapshot in a named segment, which can then be committed after a crash."""
 
@@ -99,7 +106,8 @@ class SavePipeline:
             finally:
                 job.parts[0].image.lease.release(job.settled)  # visible or failed: no rescue needs the image
             beside.cancel_scope.cancel()
-        ctx.members.sent.confirm(job.plan.share_id, written.spans)  # the leader knows the places of the objects
+        ctx.members.sent.confirm(job.plan.layout, written.spans)  # the leader knows the places of the objects
+        self.unchanged.committed(job.plan, written.result, written.frozen)
         job.begin("ending")
         return self._report(job, written, reply)
 
@@ -126,28 +134,51 @@ class SavePipeline:
                 # A save by path cannot be rescued.
                 if self.rescue is not None and job.step is not None and image.lease.arena.segment is not None:
                     beside.start_soon(self._record_snapshot, self.rescue, job, metadata, job.step)
-            result = await self.runner.write(job, job.parts[0], job.files_at)
+            result, frozen = await self._write_data(job, job.parts[0])
             if image.is_whole:
                 image.lease.arena.keep_constants(plan.layout)
             job.begin("writing its .metadata")
             image.lease.close()
         job.timer.reached("synced")
         entries = object_entries(plan, job.objects)
-        written = written_names(plan, entries, result)
+        results = [result] if frozen is None else [frozen.result, result]
+        written = written_names(plan, entries, results)
         check_complete(frozenset(job.requested), written | plan.elsewhere if plan.elsewhere else written)
         job.begin("writing the rank's manifest")
         manifest = render_rank(
-            plan, entries, result, step=job.stored_step, save_id=job.save_id, rank=ctx.rank, world_size=ctx.world_size
+            plan,
+            entries,
+            *reversed(results),
+            step=job.stored_step,
+            save_id=job.save_id,
+            rank=ctx.rank,
+            world_size=ctx.world_size,
         )
         await storage.write_file(job.files_at / rank_manifest_name(job.save_id, ctx.rank), manifest)
         job.begin("waiting for the other ranks", stage="agree")
         return WrittenRank(
             result=result,
+            frozen=frozen,
             metadata=metadata,
             spans=spans,
             manifest_bytes=len(manifest),
             manifest_crc32=isal_zlib.crc32(manifest),
         )
+
+    async def _write_data(self, job: SaveJob, part: Part) -> tuple[WriteResult, FrozenFile | None]:
+        """Write the data file, and write or clone the frozen file beside it."""
+        frozen: FrozenFile | None = None
+
+        async def write_frozen() -> None:
+            nonlocal frozen
+            known = self.unchanged.to_clone(job.plan.layout)
+            frozen = await self.runner.write_frozen(job, part, job.files_at, job.final, known)
+
+        async with anyio.create_task_group() as beside:
+            if part.layout.frozen_items:
+                beside.start_soon(write_frozen)
+            result = await self.runner.write(job, part, job.files_at)
+        return result, frozen
 
     async def _record_snapshot(self, rescue: Rescue, job: SaveJob, metadata: MetadataFile, step: int) -> None:
         call, part = job.call, job.parts[0]
@@ -167,17 +198,17 @@ class SavePipeline:
     def _vote(self, job: SaveJob, written: WrittenRank) -> Vote:
         """Return this rank's vote to commit, which describes the files that it has written."""
         plan, sent, timer = job.plan, self.ctx.members.sent, job.timer
-        is_alone, is_first = all(settled.done() for settled in job.earlier), sent.is_new(plan.share_id)
+        is_alone, is_first = all(settled.done() for settled in job.earlier), sent.is_new(plan.layout)
         return Vote(
             sent_target(job.target, self.ctx.root),
             plan.share_id,
             written.manifest_bytes,
             written.manifest_crc32,
             (timer.secs["blocked"], timer.secs["staged"], timer.secs["written"]),
-            sent.moved(plan.share_id, written.spans, is_alone=is_alone),
+            sent.moved(plan.layout, written.spans, is_alone=is_alone),
             extents_crc32(written.spans),
             job.content,
-            places(plan.layout) if is_first else None,
+            places(plan.layout, plan.held) if is_first else None,
         )
 
     # -- commit ---------------------------------------------------------------------------------------
@@ -243,10 +274,12 @@ class SavePipeline:
         return metadata
 
     def _report(self, job: SaveJob, written: WrittenRank, reply: CommitReply) -> SaveReport:
+        frozen_bytes = 0 if written.frozen is None else written.frozen.result.image_bytes
         return SaveReport(
             step=job.stored_step,
             path=job.final,
-            image_bytes=written.result.image_bytes,
+            image_bytes=written.result.image_bytes + frozen_bytes,
+            cloned_bytes=frozen_bytes if written.frozen is not None and written.frozen.clones else 0,
             raw_bytes=job.plan.layout.raw_bytes,
             plan_hit=job.plan_hit,
             fingerprint_hit=job.fingerprint_hit,

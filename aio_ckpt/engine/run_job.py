@@ -26,6 +26,7 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import watch_submissions
 from aio_ckpt.runtime.waiting import WaitWarning
+from aio_ckpt.write.frozen import FrozenFile, write_frozen
 from aio_ckpt.write.part import Part, write_part
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.throttle import WriteThrottle
@@ -165,3 +166,22 @@ class JobRunner:
         )
         job.stall.touch()
         return result
+
+    async def write_frozen(
+        self, job: WriteJob, part: Part, directory: Path, place: Path, known: FrozenFile | None
+    ) -> FrozenFile:
+        """Write the frozen file of a part, or clone ``known``; see :func:`~aio_ckpt.write.frozen.write_frozen`."""
+        is_hurried = job.deadline.secs is not None
+        return await write_frozen(
+            part,
+            directory,
+            place,
+            known,
+            self.ctx.storage,
+            self.ctx.executor,
+            workers=self.ctx.config.workers,
+            settle_secs=SETTLE_SECS,
+            admit=functools.partial(self.throttle.admit, is_hurried=is_hurried, on_wait=job.stall.touch),
+            on_activity=job.begin,
+            on_written=job.wrote,
+        )

@@ -188,6 +188,7 @@ class StateSaves(LockedCalls):
             )
             part = Part(
                 name=data_file_name(job.save_id, ctx.rank),
+                frozen_name=data_file_name(job.save_id, ctx.rank, is_frozen=True),
                 layout=plan.layout,
                 tail=objects.region,
                 renders_constants=not image.has_constants or plan.copies.gathers,

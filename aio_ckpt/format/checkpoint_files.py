@@ -25,9 +25,12 @@ _TRAILER = struct.Struct(f"<{len(_MAGIC)}s40sI")
 TRAILER_BYTES = _TRAILER.size
 
 
-def data_file_name(save_id: str, rank: int) -> str:
-    """Return the file name of a rank's data file. DCP's own begin with ``__{rank}_``, so it never is one of those."""
-    return f"__{save_id}_{rank}_0.distcp"
+def data_file_name(save_id: str, rank: int, *, is_frozen: bool = False) -> str:
+    """Return the file name of a rank's data file, or of that of its frozen leaves.
+
+    DCP's own begin with ``__{rank}_``, so it never is one of those.
+    """
+    return f"__{save_id}_{rank}_{int(is_frozen)}.distcp"
 
 
 def rank_manifest_name(save_id: str, rank: int) -> str:

@@ -72,10 +72,15 @@ class MetadataTable:
     """Per shard, number of its file."""
     places: IntArray
     """(shards, 2): offset and length in the file."""
-    files: int
-    """Number of data files."""
+    files: Sequence[tuple[int, bool]]
+    """(rank, whether it is the frozen one) of each data file."""
     objects: Sequence[tuple[str, int]]
     """(name, number of its file) of each object."""
+
+    def rank(self, shard: int) -> int:
+        """Return the rank that stores a shard."""
+        rank, _ = self.files[int(self.file[shard])]
+        return rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +90,9 @@ class MetadataTemplate:
     The names of the files are pushed once, at the beginning. Then come the tensors, which most of the bytes describe.
     """
 
-    files: tuple[bytes, ...]
-    """Per file, the opcodes that store its name, which stands before them, in the memo."""
+    files: tuple[tuple[int, bool, bytes], ...]
+    """Per file, its rank, whether it is frozen, and the opcodes that store its name, which stands before them, in the
+    memo."""
     fixed: bytes
     """Bytes from there to the first hole. If there are no objects, bytes up to the checkpoint id."""
     fixed_crc32: int
@@ -103,7 +109,7 @@ class MetadataTemplate:
     def of(
         cls,
         *,
-        files: tuple[bytes, ...],
+        files: tuple[tuple[int, bool, bytes], ...],
         fixed: bytes,
         head: bytes,
         holes: tuple[tuple[int, int], ...],
@@ -131,7 +137,8 @@ class MetadataTemplate:
         """
         if len(spans) != len(self.holes):
             raise ValueError(f"{len(spans)} spans for {len(self.holes)} objects")
-        start = b"".join(_text(data_file_name(save_id, rank)) + store for rank, store in enumerate(self.files))
+        names = (_text(data_file_name(save_id, rank, is_frozen=frozen)) + store for rank, frozen, store in self.files)
+        start = b"".join(names)
         head = bytearray(self.head)
         put = _I64.pack_into
         for (offset_at, length_at), (offset, length) in zip(self.holes, spans, strict=True):
@@ -157,7 +164,7 @@ def render_metadata(table: MetadataTable, paths: Mapping[str, tuple[str | int, .
     memo = _Memo()
     opening, before_paths, before_places, before_checkpoint_id, before_save_id, ending = _whole(memo)
     stencils = _Stencils(memo, table)
-    files = memo.reserve(table.files)
+    files = memo.reserve(len(table.files))
     first_name = memo.reserve(len(table.names))
     first_object = memo.reserve(len(table.objects))
     described, placed = _tensors(table, stencils, files=files, names=first_name)
@@ -177,7 +184,7 @@ def render_metadata(table: MetadataTable, paths: Mapping[str, tuple[str | int, .
     offset_at, length_at = stencils.object_place.at[_AT], stencils.object_place.at[_LENGTH]
     begins = range(1, 1 + rows.size, max(rows.shape[1], 1))
     return MetadataTemplate.of(
-        files=tuple(_put(index) + _POP for index in range(files, files + table.files)),
+        files=tuple((*file, _put(index) + _POP) for index, file in enumerate(table.files, files)),
         fixed=fixed,
         head=head,
         holes=tuple((begin + offset_at, begin + length_at) for begin in begins),

@@ -1,6 +1,6 @@
 """Manifests of the ranks to and from bytes. Pure: no file, no thread.
 
-A rank's manifest is one msgpack file: what lies where in its data file, in columns, and the CRC32 of each block. Every
+A rank's manifest is one msgpack file: what lies where in its data files, in columns, and the CRC32 of each block. Every
 number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
 
 The JSON file of a checkpoint is coded by :mod:`aio_ckpt.format.root_manifest`. DCP's own ``.metadata`` is read by
@@ -13,6 +13,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -21,6 +22,7 @@ from aio_ckpt.format.constants import BLOCK_BYTES, Size
 from aio_ckpt.format.root_manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
+    FROZEN_FORMAT,
     UNREADABLE,
     Count,
     Crc,
@@ -76,25 +78,93 @@ class _RankFields(FormatHead, frozen=True, kw_only=True):
     """Other ranks that stored a part of the state of this rank. None: any may have."""
 
 
+class _FrozenTable(msgspec.Struct, frozen=True, kw_only=True):
+    """Frozen file of a rank, and its tensor items."""
+
+    file: FileEntry
+    sums: bytes
+    columns: StoredColumns
+
+
 class RankManifest(_RankFields, frozen=True, kw_only=True, dict=True):
-    """Manifest of one rank. Once decoded, every offset and length lies inside ``file``."""
+    """Manifest of one rank. Once decoded, every offset and length lies inside of its data file."""
 
     stored: StoredColumns = msgspec.field(name="columns")
-    """Tensor items as the manifest stores them, not yet checked."""
+    """Tensor items of ``file`` as the manifest stores them, not yet checked."""
+    frozen: _FrozenTable | None = None
+    """The data file of frozen leaves; None if all is in ``file``."""
+
+    @functools.cached_property
+    def data_files(self) -> tuple[FileTable, ...]:
+        """Data files of this rank."""
+        main, frozen = self.file, self.frozen
+        tables = () if main is None else (FileTable(main, self.stored, self.sums, self.block_bytes, self.objects),)
+        if frozen is None:
+            return tables
+        return *tables, FileTable(frozen.file, frozen.columns, frozen.sums, self.block_bytes, ())
+
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """Tensor items of all data files, one entry a tensor."""
+        return tuple(itertools.chain.from_iterable(table.tensors for table in self.data_files))
+
+
+@dataclass(frozen=True)
+class FileTable:
+    """Table of what one data file holds."""
+
+    file: FileEntry
+    stored: StoredColumns
+    sums: bytes
+    """u32 little-endian CRC32 of each block of raw bytes, item after item."""
+    block_bytes: int
+    """Raw bytes of a tensor item that one CRC32 covers."""
+    objects: tuple[ObjectEntry, ...]
 
     @functools.cached_property
     def columns(self) -> TensorColumns:
-        """Tensor items of this rank by column, in the order of ``sums``."""
+        """Tensor items by column, in the order of ``sums``."""
         return read_columns(self.stored)
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorEntry, ...]:
-        """Tensor items of this rank, one entry a tensor, in the order of ``sums``."""
+        """Tensor items, one entry a tensor, in the order of ``sums``."""
         return entries_of(self.columns)
 
+    def block_sums(self) -> list[tuple[int, ...]]:
+        """Return, for each of ``tensors``, the CRC32 of each block of its raw bytes."""
+        sums = struct.unpack(f"<{len(self.sums) // 4}I", self.sums)
+        counts = (-(-self.columns.raw_bytes // self.block_bytes)).tolist()
+        stops = itertools.accumulate(counts)
+        return [sums[stop - count : stop] for count, stop in zip(counts, stops, strict=True)]
 
-class _RankOut(_RankFields, frozen=True, kw_only=True):
+    def fault(self) -> str:
+        """Return what is wrong with the numbers, or ''."""
+        file_bytes = self.file.nbytes
+        for item in self.objects:
+            if item.offset + item.nbytes > file_bytes:
+                return f"object {item.fqns[0]!r} ends beyond the data file of {file_bytes} bytes"
+        if fault := columns_fault(self.columns, file_bytes):
+            return fault
+        blocks = sum((-(-self.columns.raw_bytes // self.block_bytes)).tolist())  # may exceed 64 bits
+        if len(self.sums) != 4 * blocks:
+            return f"{len(self.sums)} bytes of sums for {blocks} blocks"
+        return ""
+
+
+class FrozenOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Frozen file of a rank, to be encoded."""
+
+    file: FileEntry
+    sums: bytes
+    """See :attr:`FileTable.sums`."""
     columns: msgspec.Raw
+    """Its tensors, from :func:`encode_static`."""
+
+
+class _RankOut(_RankFields, frozen=True, kw_only=True, omit_defaults=True):
+    columns: msgspec.Raw
+    frozen: FrozenOut | None = None
 
 
 def encode_static(tensors: Sequence[TensorEntry]) -> bytes:
@@ -117,10 +187,11 @@ def encode_rank(
     objects: Sequence[ObjectEntry],
     skeleton: bytes,
     stored_by: Sequence[int] | None = None,
+    frozen: FrozenOut | None = None,
 ) -> bytes:
     """Return the bytes of a rank's manifest; ``tensors`` comes from :func:`encode_static`."""
     manifest = _RankOut(
-        format=(FORMAT_MAJOR, FORMAT_MINOR),
+        format=(FORMAT_MAJOR, FORMAT_MINOR) if frozen is None else FROZEN_FORMAT,
         save_id=save_id,
         step=step,
         rank=rank,
@@ -132,6 +203,7 @@ def encode_rank(
         skeleton=skeleton,
         stored_by=None if stored_by is None else tuple(stored_by),
         columns=msgspec.Raw(tensors),
+        frozen=frozen,
     )
     return msgspec.msgpack.encode(manifest)
 
@@ -153,14 +225,6 @@ def decode_rank(data: bytes, *, name: str) -> RankManifest:
     return manifest
 
 
-def block_sums(manifest: RankManifest) -> list[tuple[int, ...]]:
-    """Return, for each of ``manifest.tensors``, the CRC32 of each block of its raw bytes."""
-    sums = struct.unpack(f"<{len(manifest.sums) // 4}I", manifest.sums)
-    counts = (-(-manifest.columns.raw_bytes // manifest.block_bytes)).tolist()
-    stops = itertools.accumulate(counts)
-    return [sums[stop - count : stop] for count, stop in zip(counts, stops, strict=True)]
-
-
 _RANKS = msgspec.msgpack.Decoder(RankManifest).decode
 _HEADS = msgspec.msgpack.Decoder(FormatHead).decode
 
@@ -171,15 +235,6 @@ def _rank_fault(manifest: RankManifest) -> str:
         return f"rank {manifest.rank} of {manifest.world_size}"
     if max(manifest.stored_by or (0,)) >= manifest.world_size:
         return f"names rank {max(manifest.stored_by or ())} of {manifest.world_size}"
-    file_bytes = manifest.file.nbytes if manifest.file else 0
-    if manifest.file is None and (manifest.columns.names or manifest.objects):
+    if manifest.file is None and (read_columns(manifest.stored).names or manifest.objects or manifest.sums):
         return "lists items but no data file"
-    for item in manifest.objects:
-        if item.offset + item.nbytes > file_bytes:
-            return f"object {item.fqns[0]!r} ends beyond the data file of {file_bytes} bytes"
-    if fault := columns_fault(manifest.columns, file_bytes):
-        return fault
-    blocks = sum((-(-manifest.columns.raw_bytes // manifest.block_bytes)).tolist())  # may exceed 64 bits
-    if len(manifest.sums) != 4 * blocks:
-        return f"{len(manifest.sums)} bytes of sums for {blocks} blocks"
-    return ""
+    return next(filter(None, (table.fault() for table in manifest.data_files)), "")

@@ -20,6 +20,8 @@ from aio_ckpt.format.constants import MAX_BYTES, Size
 
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
+FROZEN_FORMAT = (2, 0)
+"""Version of a checkpoint with a frozen file, of which a reader of 1.0 knows nothing. The newest that is known here."""
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
 Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
@@ -78,28 +80,35 @@ def decode_checked(
 
 def _check_format(found: tuple[int, int], name: str) -> None:
     text = f"{found[0]}.{found[1]}"
-    if found[0] > FORMAT_MAJOR:
-        known = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
+    if found[0] > FROZEN_FORMAT[0]:
+        known = f"{FROZEN_FORMAT[0]}.{FROZEN_FORMAT[1]}"
         raise FormatVersionError(f"{name}: format {text}, known here is {known}: read it with a newer aio_ckpt")
     if found[0] < FORMAT_MAJOR:
         raise CorruptCheckpointError(f"{name}: format {text} never existed")
 
 
-class _DataFile(FormatHead, frozen=True, kw_only=True):
+class _FrozenFile(msgspec.Struct, frozen=True):
+    file: FileEntry
+
+
+class _DataFiles(FormatHead, frozen=True, kw_only=True):
     file: FileEntry | None
+    frozen: _FrozenFile | None = None
 
 
-_DATA_FILES = msgspec.msgpack.Decoder(_DataFile).decode
+_DATA_FILES = msgspec.msgpack.Decoder(_DataFiles).decode
 _RANK_HEADS = msgspec.msgpack.Decoder(FormatHead).decode
 
 
-def data_file_of(data: bytes, *, name: str) -> FileEntry | None:
-    """Return the data file that a rank's manifest names; None if the rank stored nothing. Decodes no tensor.
+def data_files_of(data: bytes, *, name: str) -> list[FileEntry]:
+    """Return the data files that a rank's manifest names; none if the rank stored nothing. Decodes no tensor.
 
     Raises:
         FormatVersionError, CorruptCheckpointError: see :func:`decode_checked`.
     """
-    return decode_checked(data, _DATA_FILES, _RANK_HEADS, name=name).file
+    found = decode_checked(data, _DATA_FILES, _RANK_HEADS, name=name)
+    files = [] if found.file is None else [found.file]
+    return files if found.frozen is None else [*files, found.frozen.file]
 
 
 # -- the root manifest ------------------------------------------------------------------------------

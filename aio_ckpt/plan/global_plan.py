@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, render_metadata
-from aio_ckpt.format.tensor_table import IntArray
+from aio_ckpt.format.tensor_table import IntArray, are_sizes
 from aio_ckpt.leaves.objects import as_tensor
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.assignment import Assignment
@@ -32,6 +32,8 @@ from aio_ckpt.state.skeleton import decode_skeleton
 
 _PAIRS_AT_ONCE = 1 << 20
 _SHOWN = 5
+_PLACE_BYTES = 24
+"""Length of a row of :func:`places`."""
 
 
 def cover_faults(table: MetadataTable) -> list[str]:
@@ -79,11 +81,11 @@ def _name(table: MetadataTable, row: int) -> str:
 
 def _box(table: MetadataTable, row: int) -> str:
     dims = len(table.sizes[_number(table, row)])
-    return f"{table.shapes[row, :dims].tolist()} at {table.offsets[row, :dims].tolist()} of rank {table.file[row]}"
+    return f"{table.shapes[row, :dims].tolist()} at {table.offsets[row, :dims].tolist()} of rank {table.rank(row)}"
 
 
 def _holders(table: MetadataTable, number: int) -> str:
-    ranks = np.unique(table.file[table.starts[number] : table.starts[number + 1]]).tolist()
+    ranks = sorted({table.rank(row) for row in range(table.starts[number], table.starts[number + 1])})
     if not ranks:
         return "no rank writes any of it: its shards have"
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
@@ -222,7 +224,7 @@ class Stored:
     share: Assignment
     """The part of ``local`` that the rank writes."""
     places: bytes
-    """Places of the items of the share, see :func:`places`."""
+    """Places of the items of the share, in their order in ``local``; see :func:`places`."""
 
     @classmethod
     def whole(cls, local: LocalPlan, layout: ImageLayout, objects: int) -> Stored:
@@ -231,9 +233,28 @@ class Stored:
         return cls(local=local, share=Assignment.of([True] * names, [True] * objects), places=places(layout))
 
 
-def places(layout: ImageLayout) -> bytes:
-    """Return offset and length of every item of ``layout`` in its data file, as int64, little-endian."""
-    return np.array([(item.item_offset, item.envelope.item_bytes) for item in layout.items], "<i8").tobytes()
+def places(layout: ImageLayout, held: Sequence[int] = ()) -> bytes:
+    """Return the place of every item of ``layout``: offset and length in its file, and 1 if that is the frozen one.
+
+    Each is an int64, little-endian. The items are in the order of their leaves in ``held``, or else of the layout.
+    """
+    rows = [
+        (layout.file_offset(item.item_offset), item.envelope.item_bytes, index < layout.frozen_items)
+        for index, item in enumerate(layout.items)
+    ]
+    if held:
+        number_of = {leaf: number for number, leaf in enumerate(held)}
+        order = sorted(range(len(rows)), key=lambda index: number_of[layout.items[index].leaf])
+        rows = [rows[index] for index in order]
+    return np.array(rows, "<i8").tobytes()
+
+
+def read_places(data: bytes) -> IntArray | None:
+    """Return :func:`places`, a row each; None if ``data`` is none of that."""
+    if len(data) % _PLACE_BYTES:
+        return None
+    rows = np.frombuffer(data, "<i8").reshape(-1, 3)
+    return rows if are_sizes(rows) and not (rows[:, 2] > 1).any() else None
 
 
 def render_global(ranks: Sequence[Stored]) -> MetadataTemplate:
@@ -262,7 +283,12 @@ def _table(ranks: Sequence[Stored]) -> MetadataTable:
     ]
     rows = np.concatenate([np.empty(0, np.int64), *written])
     place = np.cumsum(held.is_first(rows)) - 1
-    places = np.frombuffer(b"".join(rank.places for rank in ranks), "<i8").reshape(-1, 2)
+    counts = [len(rank.places) // _PLACE_BYTES for rank in ranks]
+    places = np.frombuffer(b"".join(rank.places for rank in ranks), "<i8").reshape(-1, 3)
+    of_rank = np.repeat(np.arange(len(ranks)), counts)
+    frozen = np.unique(of_rank[places[:, 2] == 1])
+    # First come the data files of all ranks, then the frozen ones.
+    file = np.where(places[:, 2] == 1, len(ranks) + np.searchsorted(frozen, of_rank), of_rank)
     by_name = np.argsort(held.name[rows], kind="stable")
     rows, place = rows[by_name], place[by_name]
     signatures = [held.signatures[signature] for signature in held.signature_of_name.tolist()]
@@ -273,9 +299,9 @@ def _table(ranks: Sequence[Stored]) -> MetadataTable:
         starts=np.cumsum(np.append(0, np.bincount(held.name[rows], minlength=len(held.names)))),
         offsets=held.offsets[rows],
         shapes=held.shapes[held.signature[rows]],
-        file=held.rank[rows].astype(np.int64),
-        places=places[place],
-        files=len(ranks),
+        file=file[place],
+        places=places[place, :2],
+        files=[*((rank, False) for rank in range(len(ranks))), *((rank, True) for rank in frozen.tolist())],
         objects=[
             (name, number)
             for number, (rank, names) in enumerate(zip(ranks, held.objects, strict=True))

@@ -1,7 +1,7 @@
-"""Layout of one rank's data file: items, pieces and chunks, and the offset of each. Pure.
+"""Layout of one rank's data files: items, pieces and chunks, and the offset of each. Pure.
 
-Sizes and offsets are bytes. *Image* offsets count from the start of the data file, *item* offsets from the
-start of one item inside it.
+Sizes and offsets are bytes. *Image* offsets count from the start of the image, *item* offsets from the start of one
+item inside it. An image holds the frozen file, if the rank has one, and then the main data file.
 
 Borrowed fact: DCP accepts gaps between items (``_StorageInfo`` holds offset and length of each).
 """
@@ -22,6 +22,8 @@ _PAGE_ALIGNED_BYTES = 1 << 20
 _CHUNK_BYTES_MIN = 4 << 20
 _CHUNK_BYTES_FEW = 32 << 20
 _CHUNK_BYTES_MAX = 64 << 20
+LEAST_FROZEN_BYTES = 1 << 20
+"""Least raw bytes of a frozen file. For fewer, a file more costs more than it saves."""
 _FEW_CHUNKS = 8
 """Number of chunks of a small image, so that copies and writes of several chunks overlap."""
 _MANY_CHUNKS = 128
@@ -100,7 +102,7 @@ class Chunk:
     index: int
     """Position in ``ImageLayout.chunks``."""
     start: int
-    """Image offset, a multiple of the chunk size."""
+    """Image offset. In its file, the chunk begins at a multiple of the chunk size."""
     stop: int
     """Image offset after the last byte."""
     pieces: tuple[Piece, ...]
@@ -113,10 +115,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
-    """Places of one rank's tensors in its data file.
+    """Places of one rank's tensors in its image.
 
     Objects follow at ``tensor_bytes``. Their length changes from save to save, so the layout does not hold them.
-    No header or trailer straddles a multiple of ``chunk_bytes``.
+    No header or trailer straddles a multiple of ``chunk_bytes`` of its file.
     """
 
     items: tuple[TensorItem, ...]
@@ -131,6 +133,24 @@ class ImageLayout:
     """Raw bytes of all items together."""
     file_alignment: int = PAGE_BYTES
     """Number of bytes of which the length of the file is a multiple."""
+    frozen_items: int = 0
+    """Number of items at the beginning that the frozen file holds."""
+    main_start: int = 0
+    """Image offset at which the main data file begins, a multiple of the page. The frozen file is before it."""
+
+    @property
+    def frozen_chunks(self) -> int:
+        """Number of chunks of the frozen file."""
+        return -(-self.main_start // self.chunk_bytes)
+
+    def chunk_at(self, image_offset: int) -> int:
+        """Return the index of the chunk that holds the byte at ``image_offset``."""
+        number = self.file_offset(image_offset) // self.chunk_bytes
+        return number if image_offset < self.main_start else self.frozen_chunks + number
+
+    def file_offset(self, image_offset: int) -> int:
+        """Return the offset in its file of what lies at ``image_offset``."""
+        return image_offset if image_offset < self.main_start else image_offset - self.main_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +185,9 @@ def chunk_bytes_within(raw_bytes: int, budget_bytes: int) -> int:
     return min(chunk_bytes_for(raw_bytes), max(most - most % LEAST_BUDGET_BYTES, LEAST_BUDGET_BYTES))
 
 
-def lay_out(placements: Sequence[Placement], *, budget_bytes: int, chunk_bytes: int | None = None) -> ImageLayout:
+def lay_out(
+    placements: Sequence[Placement], *, budget_bytes: int, chunk_bytes: int | None = None, frozen: int = 0
+) -> ImageLayout:
     """Place one item after the other.
 
     Raw bytes are aligned to 64 bytes, those of a mebibyte or more to a page. If a header or trailer would straddle a
@@ -175,18 +197,39 @@ def lay_out(placements: Sequence[Placement], *, budget_bytes: int, chunk_bytes: 
         budget_bytes: memory for the image.
         chunk_bytes: chunk size of the layout that ``placements`` are a part of; None to choose it. With equal chunks,
             no item of the part begins later than in the whole.
+        frozen: number of placements at the beginning that go to the frozen file. If they are short, there is none.
     """
     raw_bytes = sum(placement.envelope.raw_bytes for placement in placements)
     chunk_bytes = chunk_bytes or chunk_bytes_within(raw_bytes, budget_bytes)
-    items: list[TensorItem] = []
-    cursor = 0
-    for placement in placements:
-        items.append(_place(placement, cursor, chunk_bytes))
-        cursor = items[-1].item_offset + items[-1].envelope.item_bytes
-    chunks = cut_chunks(items, chunk_bytes, cursor)
-    return ImageLayout(
-        items=tuple(items), chunk_bytes=chunk_bytes, chunks=chunks, tensor_bytes=cursor, raw_bytes=raw_bytes
+    if sum(placement.envelope.raw_bytes for placement in placements[:frozen]) < LEAST_FROZEN_BYTES:
+        frozen = 0
+    frozen_items, end = _place_all(placements[:frozen], chunk_bytes)
+    main_start = align_up(end, PAGE_BYTES)
+    main_items, main_bytes = _place_all(placements[frozen:], chunk_bytes)
+    items = (*frozen_items, *(replace(item, item_offset=main_start + item.item_offset) for item in main_items))
+    frozen_chunks = cut_chunks(frozen_items, chunk_bytes, main_start)
+    main_chunks = cut_chunks(
+        items, chunk_bytes, main_start + main_bytes, start=main_start, first=frozen, index=len(frozen_chunks)
     )
+    return ImageLayout(
+        items=items,
+        chunk_bytes=chunk_bytes,
+        chunks=(*frozen_chunks, *main_chunks),
+        tensor_bytes=main_start + main_bytes,
+        raw_bytes=raw_bytes,
+        frozen_items=frozen,
+        main_start=main_start,
+    )
+
+
+def _place_all(placements: Sequence[Placement], chunk_bytes: int) -> tuple[list[TensorItem], int]:
+    """Return the items of one file, and where they end."""
+    items: list[TensorItem] = []
+    end = 0
+    for placement in placements:
+        items.append(_place(placement, end, chunk_bytes))
+        end = items[-1].item_offset + items[-1].envelope.item_bytes
+    return items, end
 
 
 def _place(placement: Placement, cursor: int, chunk_bytes: int) -> TensorItem:
@@ -212,37 +255,45 @@ def _straddles(start: int, stop: int, boundary: int) -> bool:
     return start // boundary != (stop - 1) // boundary
 
 
-def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tuple[Chunk, ...]:
-    """Divide the tensor part of an image at the multiples of ``chunk_bytes``."""
-    count = -(-stop // chunk_bytes)
+def cut_chunks(
+    items: Sequence[TensorItem], chunk_bytes: int, stop: int, *, start: int = 0, first: int = 0, index: int = 0
+) -> tuple[Chunk, ...]:
+    """Divide the tensors of one file at the multiples of ``chunk_bytes``. Bytes after them, up to ``stop``, are zeros.
+
+    ``start``, ``stop``: where the file begins and ends in the image. ``first``: index of its first item in ``items``.
+    ``index``: that of its first chunk.
+    """
+    count = -(-(stop - start) // chunk_bytes)
     pieces: list[list[Piece]] = [[] for _ in range(count)]
     patched: list[list[int]] = [[] for _ in range(count)]
     constants: list[list[tuple[int, bytes]]] = [[] for _ in range(count)]
-    position = 0
+    position = start
     pending: list[bytes] = []
-    for index, item in enumerate(items):
+    for item_index, item in enumerate(items[first:], first):
         pending += [bytes(item.item_offset - position - sum(map(len, pending))), item.envelope.header]
-        _cut_bytes(b"".join(pending), position, chunk_bytes, constants)
+        _cut_bytes(b"".join(pending), position, chunk_bytes, start, constants)
         cursor, raw_stop = item.raw_offset, item.trailer_offset
         while cursor < raw_stop:
-            number = cursor // chunk_bytes
-            nbytes = min(raw_stop, (number + 1) * chunk_bytes) - cursor
-            pieces[number].append(Piece(index, cursor - item.raw_offset, cursor, nbytes))
+            number = (cursor - start) // chunk_bytes
+            nbytes = min(raw_stop, start + (number + 1) * chunk_bytes) - cursor
+            pieces[number].append(Piece(item_index, cursor - item.raw_offset, cursor, nbytes))
             cursor += nbytes
         if item.envelope.crc_offsets:
-            patched[raw_stop // chunk_bytes].append(index)
+            patched[(raw_stop - start) // chunk_bytes].append(item_index)
         position, pending = raw_stop, [item.envelope.trailer]
-    _cut_bytes(b"".join(pending), position, chunk_bytes, constants)
+    pending.append(bytes(stop - position - sum(map(len, pending))))
+    _cut_bytes(b"".join(pending), position, chunk_bytes, start, constants)
+    starts = range(start, stop, chunk_bytes)
     return tuple(
         Chunk(
-            index=number,
-            start=number * chunk_bytes,
-            stop=min((number + 1) * chunk_bytes, stop),
+            index=index + number,
+            start=chunk_start,
+            stop=min(chunk_start + chunk_bytes, stop),
             pieces=tuple(pieces[number]),
             constants=tuple(constants[number]),
-            sums=_plan_sums(items, pieces[number], patched[number], number * chunk_bytes),
+            sums=_plan_sums(items, pieces[number], patched[number], chunk_start),
         )
-        for number in range(count)
+        for number, chunk_start in enumerate(starts)
     )
 
 
@@ -269,25 +320,26 @@ def _plan_sums(
     )
 
 
-def _cut_bytes(data: bytes, position: int, chunk_bytes: int, into: list[list[tuple[int, bytes]]]) -> None:
+def _cut_bytes(data: bytes, position: int, chunk_bytes: int, start: int, into: list[list[tuple[int, bytes]]]) -> None:
     while data:
-        number = position // chunk_bytes
-        room = (number + 1) * chunk_bytes - position
+        number = (position - start) // chunk_bytes
+        room = start + (number + 1) * chunk_bytes - position
         into[number].append((position, data[:room]))
         position, data = position + room, data[room:]
 
 
 def file_chunks(layout: ImageLayout, image_bytes: int) -> tuple[Chunk, ...]:
-    """Return the chunks of the whole data file, with the objects after the tensors.
+    """Return the chunks of the whole image, with the objects after the tensors.
 
-    The last chunk of the layout is extended over the objects. If they are longer, further chunks follow.
+    The last chunk of the main data file is extended over the objects. If they are longer, further chunks follow.
     """
     chunks = list(layout.chunks)
     size = layout.chunk_bytes
-    if chunks:
+    if len(chunks) > layout.frozen_chunks:
         last = chunks[-1]
         chunks[-1] = replace(last, stop=min(last.start + size, image_bytes))
-    for start in range(len(chunks) * size, image_bytes, size):
+    main_chunks = len(chunks) - layout.frozen_chunks
+    for start in range(layout.main_start + main_chunks * size, image_bytes, size):
         stop = min(start + size, image_bytes)
         chunks.append(Chunk(index=len(chunks), start=start, stop=stop, pieces=(), constants=(), sums=_NO_SUMS))
     return tuple(chunks)

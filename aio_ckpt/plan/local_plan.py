@@ -12,6 +12,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Self, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.memory.cuda import can_copy_by_address, gathered_below_bytes
 from aio_ckpt.plan.assignment import Assignment, unpacked
 from aio_ckpt.plan.copy_plan import CopyPlan, image_order, plan_copies
+from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
 from aio_ckpt.plan.layout import ImageLayout, Placement, TensorItem, lay_out
 from aio_ckpt.plan.replicas import Tolerance, tolerances
@@ -82,7 +84,11 @@ class Plan(ImagePlan):
     elsewhere: frozenset[str] = frozenset()
     """Names of the state that other ranks store."""
     tensors_static: bytes
-    """The tensors' part of the rank manifest, encoded."""
+    """The part of the rank manifest for the tensors of the data file, encoded."""
+    frozen_static: bytes
+    """The part of the rank manifest for the tensors of the frozen file, encoded."""
+    frozen: frozenset[str] = frozenset()
+    """Names of the frozen leaves."""
     skeleton: bytes
     """The skeleton of the state, encoded for the manifest."""
     stored_names: frozenset[str]
@@ -126,11 +132,16 @@ class PlanCache:
         world_size: int = 1,
         gather_bytes: int = GATHER_BYTES,
         budget_bytes: Callable[[], int] = lambda: sys.maxsize,
+        frozen: FrozenLeaves | None = None,
     ) -> None:
-        """``budget_bytes`` returns the memory for an image. Each miss calls it."""
+        """``budget_bytes`` returns the memory for an image. Each miss calls it.
+
+        ``frozen``: leaves that get a file of their own; None if there is no such file.
+        """
         self._world_size = world_size
         self._gather_bytes = gather_bytes
         self._budget_bytes = budget_bytes
+        self._frozen = frozen
         self._plan: Plan | None = None
         self.hits = 0
         self.misses = 0
@@ -174,6 +185,14 @@ class PlanCache:
         self._plan = plan
 
     def _hit(self, plan: Plan, leaves: Leaves, *, fingerprint_hit: bool) -> PlannedSave:
+        frozen = None if self._frozen is None else self._frozen.renew(plan.frozen)
+        if frozen is not None:
+            with collector_paused():
+                plan = self._plan = laid_out_anew(plan, frozen)
+            self.misses += 1
+            return PlannedSave(
+                plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=False, fingerprint_hit=False
+            )
         self.hits += 1
         return PlannedSave(
             plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=True, fingerprint_hit=fingerprint_hit
@@ -194,6 +213,7 @@ class PlanCache:
                 world_size=self._world_size,
                 gather_bytes=self._gather_bytes,
                 budget_bytes=self._budget_bytes(),
+                frozen=self._frozen,
             )
         self._plan = plan if self._world_size == 1 else None  # plans of several ranks are cached once they agree
         self.misses += 1
@@ -230,6 +250,7 @@ def make_plan(
     world_size: int,
     gather_bytes: int,
     budget_bytes: int,
+    frozen: FrozenLeaves | None = None,
 ) -> Plan:
     """Plan a new structure: DCP's planner chooses the items, this package their places.
 
@@ -244,8 +265,15 @@ def make_plan(
         for leaf, names in tied_names(tensor_names, aliases).items()
         if world_size == 1 or _is_held(structure, leaf, write_items.get(names[0]))
     ]
-    image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
-    plan = _plan_of(image, aliases, object_names, source_bytes)
+    chosen = frozenset[str]()
+    if frozen is not None:
+        given = [value for value in flat.values if isinstance(value, torch.nn.Parameter)]
+        of_modules = chain.from_iterable(module.parameters() for module in flat.modules)
+        chosen = frozen.choose(tensor_names, fingerprint, [*given, *of_modules])
+    image = plan_image(
+        structure, placements, fingerprint, gather_bytes=gather_bytes, budget_bytes=budget_bytes, frozen=chosen
+    )
+    plan = _plan_of(image, aliases, object_names, source_bytes, chosen)
     items = plan.layout.items
     allowed = tolerances(flat, structure, items, fingerprint) if world_size > 1 else [Tolerance.NONE] * len(items)
     local = local_plan(items, structure.shards, object_names, plan.skeleton, allowed)
@@ -268,18 +296,55 @@ def placement_of(structure: Structure, leaf: int, names: Sequence[str], offsets:
     return Placement(leaf, tuple(names), offsets, spec, tensor_zip.render(spec))
 
 
-def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...], source_bytes: list[int]) -> Plan:
+def _plan_of(
+    image: ImagePlan,
+    aliases: list[int],
+    object_names: tuple[str, ...],
+    source_bytes: list[int],
+    frozen: frozenset[str],
+) -> Plan:
     structure, layout = image.structure, image.layout
+    entries = [tensor_entry(item, structure, layout) for item in layout.items]
     return Plan(
         **{field.name: getattr(image, field.name) for field in fields(ImagePlan)},
         aliases=aliases,
         object_names=object_names,
         metadata=None,
-        tensors_static=encode_static([tensor_entry(item, structure) for item in layout.items]),
+        tensors_static=encode_static(entries[layout.frozen_items :]),
+        frozen_static=encode_static(entries[: layout.frozen_items]),
+        frozen=frozen,
         skeleton=encode_skeleton(structure.skeleton),  # type: ignore[arg-type]
         stored_names=frozenset(name for item in layout.items for name in item.fqns),
         source_bytes=source_bytes,
     )
+
+
+def laid_out_anew(plan: Plan, frozen: frozenset[str]) -> Plan:
+    """Return the plan with other frozen leaves. What this rank stores stays the same, so that no rank has to agree."""
+    placements = [Placement(item.leaf, item.fqns, item.offsets, item.spec, item.envelope) for item in plan.layout.items]
+    image = plan_image(
+        plan.structure,
+        placements,
+        plan.fingerprint,
+        gather_bytes=plan.gather_bytes,
+        budget_bytes=sys.maxsize,  # the chunk size keeps to the budget already
+        chunk_bytes=plan.layout.chunk_bytes,
+        frozen=frozen,
+    )
+    made = _plan_of(image, plan.aliases, plan.object_names, plan.source_bytes, frozen)
+    if plan.local is not None:
+        return replace(
+            made,
+            local=plan.local,
+            held=plan.held,
+            replicated=plan.replicated,
+            share_id=plan.share_id,
+            stored_by=plan.stored_by,
+            elsewhere=plan.elsewhere,
+        )
+    items = made.layout.items
+    local = local_plan(items, plan.structure.shards, plan.object_names, plan.skeleton, [Tolerance.NONE] * len(items))
+    return replace(made, metadata=render_global([Stored.whole(local, made.layout, len(plan.object_names))]))
 
 
 # -- several ranks --------------------------------------------------------------------------------
@@ -308,9 +373,10 @@ def narrow(
         gather_bytes=plan.gather_bytes,
         budget_bytes=sys.maxsize,  # the chunk size of the whole plan keeps to the budget already
         chunk_bytes=plan.layout.chunk_bytes,
+        frozen=plan.frozen,
     )
     objects = share.object_names(plan.object_names)
-    narrowed = _plan_of(image, plan.aliases, objects, plan.source_bytes)
+    narrowed = _plan_of(image, plan.aliases, objects, plan.source_bytes, plan.frozen)
     others = frozenset(plan.structure.names) - narrowed.stored_names - frozenset(objects)
     return replace(
         narrowed,
@@ -339,18 +405,28 @@ def plan_image(
     gather_bytes: int,
     budget_bytes: int,
     chunk_bytes: int | None = None,
+    frozen: frozenset[str] = frozenset(),
 ) -> ImagePlan:
     """Lay out ``placements`` of leaves of ``structure`` and choose their copy methods.
 
     ``fingerprint``: addresses of the leaves. ``budget_bytes``, ``chunk_bytes``: see
-    :func:`aio_ckpt.plan.layout.lay_out`.
+    :func:`aio_ckpt.plan.layout.lay_out`. ``frozen``: names of the leaves that come first, for the frozen file.
     """
 
-    def order(placed: Placement) -> tuple[bool, str, bool]:
-        device = structure.devices[placed.leaf]
-        return image_order(device, is_gathered=is_gathered(device, placed.envelope.raw_bytes, gather_bytes))
+    def is_frozen(placed: Placement) -> bool:
+        return not frozen.isdisjoint(placed.fqns)
 
-    layout = lay_out(sorted(placements, key=order), budget_bytes=budget_bytes, chunk_bytes=chunk_bytes)
+    def order(placed: Placement) -> tuple[bool, bool, str, bool]:
+        device = structure.devices[placed.leaf]
+        of_device = image_order(device, is_gathered=is_gathered(device, placed.envelope.raw_bytes, gather_bytes))
+        return not is_frozen(placed), *of_device
+
+    layout = lay_out(
+        sorted(placements, key=order),
+        budget_bytes=budget_bytes,
+        chunk_bytes=chunk_bytes,
+        frozen=sum(map(is_frozen, placements)),
+    )
     return plan_layout(structure, layout, fingerprint, gather_bytes=gather_bytes)
 
 
@@ -386,8 +462,8 @@ def _main_source(structure: Structure, layout: ImageLayout) -> torch.device | No
     return max(nbytes, key=nbytes.__getitem__, default=None)
 
 
-def tensor_entry(item: TensorItem, structure: Structure) -> TensorEntry:
-    """Return the entry of an item of ``structure`` in the rank manifest."""
+def tensor_entry(item: TensorItem, structure: Structure, layout: ImageLayout) -> TensorEntry:
+    """Return the entry of an item of ``structure``, placed by ``layout``, in the rank manifest."""
     shard = structure.shards.get(item.leaf)
     whole = None if shard is None else tuple(cast("tuple[int, ...]", shard[0]))
     return TensorEntry(
@@ -396,9 +472,9 @@ def tensor_entry(item: TensorItem, structure: Structure) -> TensorEntry:
         shape=item.spec.shape,
         stride=item.spec.stride,
         offsets=item.offsets,
-        item_offset=item.item_offset,
+        item_offset=layout.file_offset(item.item_offset),
         item_bytes=item.envelope.item_bytes,
-        raw_offset=item.raw_offset,
+        raw_offset=layout.file_offset(item.raw_offset),
         raw_bytes=item.raw_bytes,
         global_shape=None if whole == item.spec.shape else whole,
     )

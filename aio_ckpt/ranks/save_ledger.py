@@ -15,9 +15,9 @@ from isal import isal_zlib
 from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import DuplicateNameError, EmptyStateError, PeerFailedError, PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
-from aio_ckpt.format.tensor_table import are_sizes
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
-from aio_ckpt.plan.global_plan import Stored, render_global
+from aio_ckpt.plan.global_plan import Stored, read_places, render_global
+from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.replicas import ObjectColumns, have_to_be_equal, may_differ, replicated_items, unequal_replicas
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardTable, intern, object_names
 from aio_ckpt.reports import title
@@ -74,37 +74,39 @@ class Vote(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     content: ContentSums
     """Checksums of all that this rank holds, in the order of its plan. A plan that was sent had those of tensors."""
     places: bytes | None = None
-    """Offset and length of every tensor item, int64, little-endian; None if the leader knows them."""
+    """Places of the tensor items, see :func:`aio_ckpt.plan.global_plan.places`; None if the leader knows them."""
 
 
 class SentExtents:
     """Places of objects that this rank sent to the leader in the last committed save."""
 
     def __init__(self) -> None:
-        self._share_id = b""
+        self._layout: ImageLayout | None = None
         self._spans: Sequence[Extent] = ()
 
-    def is_new(self, share_id: bytes) -> bool:
-        """Return whether the leader may not know the places of the items of this share."""
-        return share_id != self._share_id
+    def is_new(self, layout: ImageLayout) -> bool:
+        """Return whether the leader may not know the places of the items of this layout of a share."""
+        return layout is not self._layout
 
-    def moved(self, share_id: bytes, spans: Sequence[Extent], *, is_alone: bool) -> tuple[tuple[int, int, int], ...]:
+    def moved(
+        self, layout: ImageLayout, spans: Sequence[Extent], *, is_alone: bool
+    ) -> tuple[tuple[int, int, int], ...]:
         """Return (number, offset, length) of the objects to send to the leader.
 
         ``is_alone``: no other save has sent anything since. Then only those that have moved are sent, else all.
         """
-        known = self._spans if is_alone and share_id == self._share_id else ()
+        known = self._spans if is_alone and layout is self._layout else ()
         if len(known) != len(spans):
             return tuple((number, *span) for number, span in enumerate(spans))
         return tuple((number, *span) for number, span in enumerate(spans) if span != known[number])
 
     def forget(self) -> None:
         """Forget all places, after a save failed that the leader may have learned from. The next vote sends all."""
-        self._share_id, self._spans = b"", ()
+        self._layout, self._spans = None, ()
 
-    def confirm(self, share_id: bytes, spans: Sequence[Extent]) -> None:
-        """Note that the save is committed: the leader knows ``spans``."""
-        self._share_id, self._spans = share_id, spans
+    def confirm(self, layout: ImageLayout, spans: Sequence[Extent]) -> None:
+        """Note that the save is committed: the leader knows the places of ``layout``, and ``spans``."""
+        self._layout, self._spans = layout, spans
 
 
 def extents_crc32(spans: Sequence[Extent]) -> int:
@@ -304,11 +306,10 @@ class Ledger:
             if known is None:
                 raise PlanChangedError(f"rank {rank} wrote what was not agreed; the next save plans anew on all ranks")
             if report.places is not None:
-                known.places = report.places
+                known.places, self._rendered = report.places, None
                 known.spans = [(0, 0)] * known.share.count_objects()
-            is_whole = len(known.places) == 16 * known.items and (
-                report.places is None or are_sizes(np.frombuffer(report.places, "<i8"))
-            )
+            places = read_places(known.places)
+            is_whole = places is not None and len(places) == known.items
             for number, offset, nbytes in report.moved:
                 is_whole = is_whole and number < len(known.spans) and min(number, offset, nbytes) >= 0
                 if is_whole:

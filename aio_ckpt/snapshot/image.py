@@ -1,4 +1,4 @@
-"""Image: the data file of one save in memory, as a ring of chunk-sized slots in a leased arena.
+"""Image: the data files of one save in memory, as a ring of chunk-sized slots in a leased arena.
 
 An arena that holds the whole image has a slot for every chunk. In a smaller arena (byte budget), the capture of a chunk
 waits until the earlier chunk in the same slot was written.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.arena import ArenaKind
@@ -20,7 +20,7 @@ from aio_ckpt.plan.local_plan import ImagePlan, PlannedImage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """Data file of one save in memory: a ring of ``slots`` chunks in a leased arena.
+    """Data files of one save in memory: a ring of ``slots`` chunks in a leased arena.
 
     The slot of chunk ``i`` belongs to the capture until the chunk is captured, then to the writer until ``written[i]``
     is resolved, then to chunk ``i + slots``.
@@ -29,7 +29,7 @@ class Image:
     lease: Lease
     """Right to use the arena."""
     chunks: tuple[Chunk, ...]
-    """Chunks of the whole file, with those of the objects."""
+    """Chunks of the image, with those of the objects; see :meth:`part`."""
     chunk_bytes: int
     """Size of a slot."""
     slots: int
@@ -42,7 +42,16 @@ class Image:
     @property
     def is_whole(self) -> bool:
         """Whether every chunk has a slot of its own."""
-        return self.slots >= len(self.chunks)
+        return not self.written
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the data files."""
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+    def part(self, chunks: slice) -> Image:
+        """Return these chunks alone, which are those of one data file."""
+        return replace(self, chunks=self.chunks[chunks])
 
     def fail_slots(self, cause: BaseException) -> None:
         """Fail all slots that are not free: a capture that waits for one raises ``cause``."""
@@ -51,8 +60,8 @@ class Image:
                 slot.set_exception(cause)
 
     def slot_offset(self, chunk: Chunk) -> int:
-        """Return the offset of the chunk in the arena."""
-        return (chunk.index % self.slots) * self.chunk_bytes
+        """Return the offset of the chunk in the arena. A whole image lies there as it is."""
+        return chunk.start if self.is_whole else (chunk.index % self.slots) * self.chunk_bytes
 
     def view(self, chunk: Chunk) -> memoryview:
         """Return the bytes of the chunk in the arena."""
@@ -60,23 +69,24 @@ class Image:
         return memoryview(self.lease.arena.memory)[offset : offset + chunk.stop - chunk.start]
 
 
-def ring_slots(image_bytes: int, chunk_bytes: int, budget_bytes: int) -> int:
-    """Return the number of chunks that the arena holds: all, or as many as the budget allows (waves), at least 1."""
-    if image_bytes <= budget_bytes:
-        return -(-image_bytes // chunk_bytes)
-    return max(budget_bytes // chunk_bytes, 1)
+def ring_slots(image_bytes: int, chunk_bytes: int, budget_bytes: int) -> int | None:
+    """Return the number of chunks that the arena holds at once in waves, at least 1; None if it holds all."""
+    return None if image_bytes <= budget_bytes else max(budget_bytes // chunk_bytes, 1)
 
 
 def arena_spec(plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int) -> ArenaSpec:
     """Return the requirements on the arena of a save of ``plan`` with ``objects_bytes`` of objects."""
     image_bytes = image_bytes_of(plan, objects_bytes)
     slots = ring_slots(image_bytes, plan.layout.chunk_bytes, budget_bytes)
-    return ArenaSpec(nbytes=min(image_bytes, slots * plan.layout.chunk_bytes), kind=kind, source=plan.source)
+    nbytes = image_bytes if slots is None else min(image_bytes, slots * plan.layout.chunk_bytes)
+    return ArenaSpec(nbytes=nbytes, kind=kind, source=plan.source)
 
 
 def image_bytes_of(plan: ImagePlan, objects_bytes: int) -> int:
-    """Return the length of the data file of ``plan`` with ``objects_bytes`` of objects."""
-    return align_up(max(plan.layout.tensor_bytes + objects_bytes, 1), plan.layout.file_alignment)
+    """Return the length of the image of ``plan`` with ``objects_bytes`` of objects."""
+    layout = plan.layout
+    main_bytes = max(layout.tensor_bytes - layout.main_start + objects_bytes, 1)
+    return layout.main_start + align_up(main_bytes, layout.file_alignment)
 
 
 def lease_image(
@@ -104,7 +114,7 @@ def lease_image(
         return lifetime.acquire(spec, timeout_secs=timeout_secs, limit_secs=limit_secs, step=step)
 
     chunks = file_chunks(layout, image_bytes_of(plan, objects_bytes))
-    slots = min(len(chunks), ring_slots(chunks[-1].stop, layout.chunk_bytes, budget_bytes))
+    slots = min(len(chunks), ring_slots(chunks[-1].stop, layout.chunk_bytes, budget_bytes) or len(chunks))
     lease = staging.take(plan.source, acquire)
     try:
         return Image(

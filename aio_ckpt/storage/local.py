@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 from aio_ckpt.config import DirectIO
 from aio_ckpt.errors import AioCkptError, MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.runtime.portal import Executor, run_owned
+from aio_ckpt.storage.clone import Stamp, clone_file, file_stamp
 from aio_ckpt.storage.data_file import (
     CreatedFile,
     DataFile,
@@ -109,6 +110,17 @@ class Storage:
             opened = await run_owned(self._executor, OpenedFile.open, path, direct_io, dispose=OpenedFile.close)
             reads_cached = page_cache == "take" and is_chosen
             return ReadFile(path, opened, self._executor, direct_io, reads_cached=reads_cached)
+
+    def stamp(self, path: Path) -> Coro[Stamp]:
+        """Return the mark of the content of a file. It changes if somebody writes to the file."""
+        return self._run(ReadError, path, file_stamp, path)
+
+    def clone(self, source: Path, target: Path, stamp: Stamp) -> Coro[Stamp | None]:
+        """Make ``target`` from the bytes of ``source`` without writing them, durable once its directory is synced.
+
+        Returns the mark of ``target``. None if ``source`` has not the mark ``stamp`` any more, or the storage cannot.
+        """
+        return self._run(WriteError, target, clone_file, source, target, stamp)
 
     def write_file(self, path: Path, *parts: bytes) -> Coro[None]:
         """Create ``path`` exclusively, write one part after the other, and fsync. If that fails, remove the file."""

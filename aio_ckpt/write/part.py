@@ -1,4 +1,4 @@
-"""One data file of a save, and its write while the capture goes on."""
+"""One part of a save, and the write of its data file while the capture goes on."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from aio_ckpt.write.writer import ChunkPreparer, RenderTail, new_file, write_ima
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """One data file of a save, whose capture has begun. It keeps no tensor of the state."""
+    """Part of a save, whose capture has begun: a data file, beside a frozen one or none. It keeps no tensor."""
 
     name: str
-    """Name of the file while it is written."""
+    """Name of the data file while it is written."""
+    frozen_name: str = ""
+    """Name of the frozen file, if the layout has one."""
     layout: ImageLayout
-    """Places of the tensors in the file."""
+    """Places of the tensors in the image."""
     tail: bytes
     """Bytes that follow the tensors."""
     render_tail: RenderTail | None = None
@@ -30,7 +32,7 @@ class Part:
     renders_constants: bool = True
     """Whether the image lacks the constant bytes of the layout."""
     image: Image
-    """Bytes of the file."""
+    """Bytes of the files."""
     chunks: CapturedChunks
     """Chunks of the image that are captured."""
 
@@ -47,18 +49,19 @@ async def write_part(
     on_activity: Callable[[str], None],
     on_written: Callable[[int], None],
 ) -> WriteResult:
-    """Write the file of ``part`` to ``path``, durably. Each chunk is written once it is captured and admitted.
+    """Write the data file of ``part`` to ``path``, durably. Each chunk is written once it is captured and admitted.
 
-    ``on_activity`` gets each activity that begins, ``on_written`` the bytes of each write that ended.
+    ``on_activity`` gets each activity that begins, ``on_written`` the bytes of each write that ended. Both tell that
+    the save goes on.
 
     Raises:
         WriteError: see :func:`aio_ckpt.write.writer.new_file`.
     """
-    image = part.image
+    image = part.image.part(slice(part.layout.frozen_chunks, None))
     return await write_image(
         image,
         ChunkPreparer(part.layout, part.tail, renders_constants=part.renders_constants, render_tail=part.render_tail),
-        new_file(storage, path, image.chunks[-1].stop, settle_secs=settle_secs, on_activity=on_activity),
+        new_file(storage, path, image.nbytes, settle_secs=settle_secs, on_activity=on_activity),
         executor,
         workers=workers,
         issued=part.chunks.wait_issued,

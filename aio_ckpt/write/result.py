@@ -10,20 +10,20 @@ from aio_ckpt.reports import WriteMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult:
-    """Result of the write stage of one rank. With the plan, it is all that the rank's manifest needs."""
+    """Result of writing one data file. With the plan, it is all that the rank's manifest needs."""
 
     image_bytes: int
     """Length of the data file, padding included."""
     file_crc32: int
     """CRC32 of the whole data file."""
     sums: bytes
-    """CRC32 of each block of each item's raw bytes, little-endian, items in the order of the layout."""
+    """CRC32 of each block of the raw bytes of each item of the file, little-endian, in the order of the layout."""
     mode: WriteMode
     """How the bytes reached the disk."""
     chunks: int
     """Number of chunks of the file."""
     chunks_written: frozenset[int]
-    """Indices of the chunks that were written."""
+    """Indices in the image of the chunks that were written."""
     items_patched: int
     """Number of items whose trailer holds their CRC32."""
 

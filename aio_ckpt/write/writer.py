@@ -20,6 +20,7 @@ from isal import isal_zlib
 
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.plan.layout import Chunk, ImageLayout, Piece
+from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.storage.data_file import DataFile
@@ -37,10 +38,21 @@ class ChunkPreparer:
     """
 
     def __init__(
-        self, layout: ImageLayout, objects: bytes, *, renders_constants: bool, render_tail: RenderTail | None = None
+        self,
+        layout: ImageLayout,
+        objects: bytes,
+        *,
+        renders_constants: bool,
+        render_tail: RenderTail | None = None,
+        is_frozen: bool = False,
     ) -> None:
-        """``render_tail`` makes what replaces ``objects`` once all items are summed; see :data:`RenderTail`."""
+        """Begin a data file: the frozen one if ``is_frozen``.
+
+        ``render_tail`` makes what replaces ``objects`` once all items are summed; see :data:`RenderTail`.
+        """
         self._layout = layout
+        count = layout.frozen_items
+        self._items = range(count) if is_frozen else range(count, len(layout.items))
         self._render_tail = render_tail
         self._objects = objects
         self._renders_constants = renders_constants
@@ -55,14 +67,26 @@ class ChunkPreparer:
     def sums(self) -> bytes:
         """CRC32 of each block of each item, little-endian. It is complete when every chunk was prepared."""
         parts: list[bytes] = []
-        begin = 0
+        begin = self._items.start
         for index in sorted(self._blocks):
             parts += [
                 self._single_sums(begin, index),
                 struct.pack(f"<{len(self._blocks[index])}I", *self._blocks[index]),
             ]
             begin = index + 1
-        return b"".join([*parts, self._single_sums(begin, len(self._layout.items))])
+        return b"".join([*parts, self._single_sums(begin, self._items.stop)])
+
+    def result(self, image: Image, mode: WriteMode, written: frozenset[int]) -> WriteResult:
+        """Return the result of a file that holds all chunks of ``image``; ``written``: indices of those written."""
+        return WriteResult(
+            image_bytes=image.nbytes,
+            file_crc32=self.file_crc32,
+            sums=self.sums,
+            mode=mode,
+            chunks=len(image.chunks),
+            chunks_written=written,
+            items_patched=self.items_patched,
+        )
 
     def prepare(self, chunk: Chunk, view: memoryview) -> None:
         """Complete the captured ``chunk`` in its memory ``view``, and compute its sums."""
@@ -163,18 +187,44 @@ async def write_image(
 ) -> WriteResult:
     """Write each chunk of ``image`` to a file as soon as ``captured(index)`` and ``admit(nbytes)`` return.
 
+    See :func:`write_chunks`.
+    """
+
+    async def prepare(chunk: Chunk) -> None:
+        await captured(chunk.index)
+        await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
+
+    mode, written = await write_chunks(
+        image, prepare, opening, workers=workers, issued=issued, admit=admit, on_written=on_written
+    )
+    return preparer.result(image, mode, written)
+
+
+async def write_chunks(
+    image: Image,
+    prepare: Callable[[Chunk], Awaitable[None]],
+    opening: AbstractAsyncContextManager[DataFile],
+    *,
+    workers: int,
+    issued: Callable[[], Awaitable[None]],
+    admit: Callable[[int], Awaitable[None]],
+    on_written: Callable[[int], None],
+) -> tuple[WriteMode, frozenset[int]]:
+    """Write each chunk of ``image`` to one file as soon as ``prepare(chunk)`` and ``admit(nbytes)`` return.
+
     If the file is :attr:`~DataFile.begins_late` and the image is whole, nothing is written until ``issued()`` returns.
     The first chunks are prepared while the file is opened. At most ``workers`` writes are in flight. Each thread that
     touches the image holds the lease of the image until it ends. The first error cancels all other work and is raised.
+    Returns how the bytes were written, and the indices of the chunks.
     """
     sender, receiver = anyio.create_memory_object_stream[Chunk](workers)
     written: set[int] = set()
+    start = image.chunks[0].start
 
-    async def prepare() -> None:
+    async def prepare_all() -> None:
         async with sender:
             for chunk in image.chunks:
-                await captured(chunk.index)
-                await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
+                await prepare(chunk)
                 with contextlib.suppress(anyio.BrokenResourceError):  # no writer is left, and their error is raised
                     await sender.send(chunk)
 
@@ -183,7 +233,7 @@ async def write_image(
             async for chunk in chunks:
                 nbytes = chunk.stop - chunk.start
                 await admit(nbytes)
-                await file.write(chunk.start, image.view(chunk))
+                await file.write(chunk.start - start, image.view(chunk))
                 written.add(chunk.index)
                 if chunk.index < len(image.written):
                     image.written[chunk.index].set_result(None)
@@ -191,19 +241,11 @@ async def write_image(
 
     async with anyio.create_task_group() as group, receiver:
         with watch_submissions(image.lease.hold_until):
-            group.start_soon(prepare)
+            group.start_soon(prepare_all)
         async with opening as file, anyio.create_task_group() as writing:
             if file.begins_late and image.is_whole:
                 await issued()
             with watch_submissions(image.lease.hold_until):
                 for _ in range(min(workers, len(image.chunks))):
                     writing.start_soon(write, file, receiver.clone())
-    return WriteResult(
-        image_bytes=image.chunks[-1].stop,
-        file_crc32=preparer.file_crc32,
-        sums=preparer.sums,
-        mode=file.mode,
-        chunks=len(image.chunks),
-        chunks_written=frozenset(written),
-        items_patched=preparer.items_patched,
-    )
+    return file.mode, frozenset(written)

@@ -294,7 +294,7 @@ def test_after_a_hundred_saves_arena_bytes_and_open_files_are_back_at_the_baseli
     storage.on_write = on_write
     small = uniform(3, 2 * MIB, 1.0)
     outcomes: list[type] = []
-    with watched_engine(tmp_path, storage) as engine:
+    with watched_engine(tmp_path, storage, relink_limit=1) as engine:  # a save writes one data file
         for number in range(100):
             ticket = engine.save(small)
             if number % 10 == 7:

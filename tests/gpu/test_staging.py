@@ -208,7 +208,7 @@ def test_the_first_save_behind_prepare_maps_and_registers_nothing(
         **filled(4, (256 if HAS_CUDA else 1) * MIB, 1.0),
         **{f"s{i}": torch.ones(100, device=DEVICE) for i in range(100)},
     }
-    with engine_of(tmp_path, mode, keep_last=1, debug=False) as engine:
+    with engine_of(tmp_path, mode, keep_last=1, relink_limit=1, debug=False) as engine:
         engine.prepare(state).result(TIMEOUT)
         (arena,) = engine._session.lifetime._arenas
         assert arena.is_registered == (HAS_CUDA and arena.kind != "pageable")

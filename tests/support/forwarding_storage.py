@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from aio_ckpt.storage.clone import Stamp
 from aio_ckpt.storage.data_file import DataFile, ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import FileStatus, Storage
@@ -65,6 +66,12 @@ class ForwardingStorage(Storage):
             lambda: self._inner.open_data_file(path, page_cache=page_cache),
         )
         return _ForwardingReadFile(self, opened)
+
+    async def stamp(self, path: Path) -> Stamp:
+        return await self.run_read(Call("stamp", path), lambda: self._inner.stamp(path))
+
+    async def clone(self, source: Path, target: Path, stamp: Stamp) -> Stamp | None:
+        return await self.run(Call("clone", source, target), lambda: self._inner.clone(source, target, stamp))
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         await self.run(Call("write_file", path, data=b"".join(parts)), lambda: self._inner.write_file(path, *parts))

@@ -94,6 +94,9 @@ class Disk:
                     file.is_synced = call.name == "sync"
             case "sync_dir":
                 self.directory(call.path).sync()
+            case "clone":
+                assert call.other is not None
+                self.directory(call.other.parent).put(call.other.name, parent.now(name))
             case "rename" | "replace":
                 assert call.other is not None
                 target = self.directory(call.other.parent)
@@ -161,7 +164,9 @@ def _check_whole(node: Node, message: str) -> None:
         save_id = save_of_metadata(metadata.data) if isinstance(metadata, File) and metadata.is_synced else None
         if save_id is None:
             raise NotDurableError(f"{message}: .metadata")
-        names = data_file_name(save_id, 0), rank_manifest_name(save_id, 0), root_manifest_name(save_id)
+        names = [data_file_name(save_id, 0), rank_manifest_name(save_id, 0), root_manifest_name(save_id)]
+        frozen = data_file_name(save_id, 0, is_frozen=True)
+        names += [frozen] if frozen in node.names else []
         lost = [name for name in names if not node.is_certain(name)]
         if lost:
             raise NotDurableError(f"{message}: {lost}")

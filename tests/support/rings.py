@@ -58,7 +58,7 @@ def image_of(planned: PlannedImage, manager: LifetimeManager, slots: int | None 
         chunks=chunks,
         chunk_bytes=layout.chunk_bytes,
         slots=slots,
-        written=tuple(Future() for _ in chunks),
+        written=tuple(Future() for _ in chunks[slots:]),
     )
 
 

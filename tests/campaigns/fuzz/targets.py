@@ -24,7 +24,7 @@ from aio_ckpt.cli.sources import mapped_state
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.checkpoint_files import TRAILER_BYTES
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
-from aio_ckpt.format.rank_manifest import block_sums, decode_rank
+from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.format.root_manifest import add_checksum, decode_root
 from aio_ckpt.format.tensor_pickle import read_pickle
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
@@ -66,7 +66,7 @@ def _metadata(data: bytes) -> None:
 
 def _rank(data: bytes) -> None:
     manifest = decode_rank(data, name="m")
-    block_sums(manifest)
+    [table.block_sums() for table in manifest.data_files]
     catalog_of_manifests([manifest])
     _skeleton(manifest.skeleton)
 

@@ -37,6 +37,7 @@ from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.removal import Remover
 from aio_ckpt.engine.run_job import JobRunner
+from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR, StepNames
@@ -268,6 +269,7 @@ class World:
             claim=self.claim(),
             runner=JobRunner(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
             quarantine=Quarantine(),
+            unchanged=UnchangedLeaves(leaves=None, relink_limit=1),
         )
         while True:  # a root that cannot be claimed is no writer's: the next call of a user tries again
             try:

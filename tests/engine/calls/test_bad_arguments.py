@@ -223,6 +223,7 @@ SETTINGS: dict[str, Collection[str]] = {
     "gather_bytes": {"0", *COUNT},
     "device_copy_bytes": {"0", *COUNT},
     "max_in_flight": COUNT,
+    "relink_limit": COUNT,
     "workers": {"1"},
     "max_write_bytes_per_sec": {"None"},
     "thread_nice": {"0", "1"},

@@ -25,7 +25,7 @@ from tensor_bits import assert_is_sound_zip, assert_same_tensor, cut_items
 from aio_ckpt import CheckpointEngine, PerRank, SyncCheckpointEngine
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from aio_ckpt.format.root_manifest import FORMAT_MAJOR, FORMAT_MINOR, add_checksum
+from aio_ckpt.format.root_manifest import FORMAT_MAJOR, FORMAT_MINOR, FROZEN_FORMAT, add_checksum
 from aio_ckpt.format.tensor_table import StoredColumns
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.runtime.portal import Executor
@@ -228,10 +228,10 @@ def test_an_unknown_minor_version_is_read_and_what_it_added_is_ignored(checkpoin
 def test_an_unknown_major_version_is_refused_by_name(
     checkpoint: Path, root: Path, change: Callable[..., None], step: int | None
 ) -> None:
-    change(checkpoint, lambda fields: fields.update(format=[FORMAT_MAJOR + 1, 3], new=1))
+    major, minor = FROZEN_FORMAT
+    change(checkpoint, lambda fields: fields.update(format=[major + 1, 3], new=1))
     name = (root_manifest if change is change_root else rank_manifest)(checkpoint).name
-    known = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
-    message = rf"{name}: format {FORMAT_MAJOR + 1}\.3, known here is {known}: read it with a newer aio_ckpt"
+    message = rf"{name}: format {major + 1}\.3, known here is {major}\.{minor}: read it with a newer aio_ckpt"
     target = blank(golden_state())
     with SyncCheckpointEngine(root) as engine:
         with pytest.raises(FormatVersionError, match=message) as caught:

@@ -22,7 +22,7 @@ from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.checkpoint_files import TRAILER_BYTES, save_of_metadata
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
-from aio_ckpt.format.rank_manifest import block_sums, decode_rank
+from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.format.root_manifest import FileEntry, decode_root
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder, decode_object
 from aio_ckpt.plan.layout import file_chunks
@@ -85,7 +85,7 @@ def spans() -> dict[str, tuple[int, int]]:
 
 
 def test_when_every_chunk_was_written_every_name_is():
-    assert written_names(PLAN, ENTRIES, result()) == STATE.keys()
+    assert written_names(PLAN, ENTRIES, [result()]) == STATE.keys()
 
 
 @examples(60)
@@ -96,20 +96,20 @@ def test_a_name_is_written_unless_one_of_its_bytes_lies_in_a_lost_chunk(lost: fr
         for name, (start, stop) in spans().items()
         if any(start < CHUNKS[index].stop and CHUNKS[index].start < stop for index in lost)
     }
-    assert written_names(PLAN, ENTRIES, result(lost=lost)) == STATE.keys() - holes
+    assert written_names(PLAN, ENTRIES, [result(lost=lost)]) == STATE.keys() - holes
 
 
 @pytest.mark.parametrize("index", range(len(CHUNKS)))
 def test_no_chunk_can_be_lost_unnoticed(index: int):
     """Each chunk holds bytes of some name: the padding alone fills none."""
-    written = written_names(PLAN, ENTRIES, result(lost=frozenset({index})))
+    written = written_names(PLAN, ENTRIES, [result(lost=frozenset({index}))])
     with pytest.raises(PlanChangedError, match="not written"):
         check_complete(frozenset(STATE), written)
 
 
 def test_an_unsealed_item_makes_every_tensor_a_hole():
     """The write stage counts sealed items; which one it missed is not told."""
-    assert written_names(PLAN, ENTRIES, result(unsealed=1)) == {"lr", "same_lr", "blob", "epoch"}
+    assert written_names(PLAN, ENTRIES, [result(unsealed=1)]) == {"lr", "same_lr", "blob", "epoch"}
 
 
 def test_names_with_equal_bytes_are_written_together():
@@ -155,7 +155,7 @@ def test_the_rank_manifest_holds_what_was_written():
     assert found.file == FileEntry("__s-1_0_0.distcp", IMAGE_BYTES, 7)
     assert [entry.fqns for entry in found.tensors] == [item.fqns for item in PLAN.layout.items]
     assert [entry.raw_offset for entry in found.tensors] == [item.raw_offset for item in PLAN.layout.items]
-    assert list(map(tuple, block_sums(found))) == sums
+    assert list(map(tuple, found.data_files[0].block_sums())) == sums
     assert list(found.objects) == ENTRIES
     assert skeleton_names(decode_skeleton(found.skeleton, name="m"), rank=0) == list(STATE)
 

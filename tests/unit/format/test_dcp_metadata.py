@@ -91,7 +91,7 @@ def render(
         shapes=np.array([[2, 3]] * count, np.int64).reshape(-1, 2),
         file=np.zeros(count, np.int64),
         places=np.array([(1000 * at, 900) for at in range(count)], np.int64).reshape(-1, 2),
-        files=files,
+        files=[(rank, False) for rank in range(files)],
         objects=[(name, min(at, files - 1)) for at, name in enumerate(objects)],
     )
     return render_metadata(table, {name: (name, *numbers) for name in order or [*names, *objects]})

@@ -12,8 +12,15 @@ from property_examples import examples
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.format.rank_manifest import ObjectEntry, block_sums, decode_rank, encode_rank, encode_static
-from aio_ckpt.format.root_manifest import FORMAT_MAJOR, FORMAT_MINOR, FileEntry, decode_root
+from aio_ckpt.format.rank_manifest import FrozenOut, ObjectEntry, decode_rank, encode_rank, encode_static
+from aio_ckpt.format.root_manifest import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    FROZEN_FORMAT,
+    FileEntry,
+    data_files_of,
+    decode_root,
+)
 from aio_ckpt.format.tensor_table import StoredColumns, TensorEntry
 
 TENSOR = TensorEntry(("a", "tied"), "bfloat16", (3, 1 << 20), (1, 3), (0, 7), 0, 6 << 20 | 1024, 512, 6 << 20)
@@ -46,14 +53,44 @@ def test_a_rank_manifest_comes_back_as_it_was():
     assert (found.format, found.block_bytes) == ((FORMAT_MAJOR, FORMAT_MINOR), BLOCK_BYTES)
 
 
+FROZEN = FrozenOut(
+    file=FileEntry(data_file_name("s", 1, is_frozen=True), 1 << 20, 7),
+    sums=b"four",
+    columns=msgspec.Raw(encode_static([msgspec.structs.replace(SMALL, fqns=("f",), item_offset=0, raw_offset=64)])),
+)
+
+
+def test_a_frozen_file_has_a_table_of_its_own_and_a_version_that_older_readers_refuse():
+    found = decode_rank(encoded(frozen=FROZEN), name="m")
+    main, frozen = found.data_files
+    assert found.format == FROZEN_FORMAT == (2, 0)
+    assert (main.file, main.tensors, main.objects, main.sums) == (FILE, (TENSOR, SMALL, EMPTY), (OBJECT,), SUMS)
+    assert (frozen.file, frozen.objects, frozen.block_bytes) == (FROZEN.file, (), BLOCK_BYTES)
+    assert [(entry.fqns, entry.raw_offset) for entry in frozen.tensors] == [(("f",), 64)]
+    assert frozen.block_sums() == [struct.unpack("<I", b"four")]
+    assert found.tensors == (*main.tensors, *frozen.tensors)
+    assert data_files_of(encoded(frozen=FROZEN), name="m") == [FILE, FROZEN.file]
+    assert data_files_of(encoded(), name="m") == [FILE]
+
+
+def test_numbers_of_a_frozen_file_are_checked_like_those_of_the_other():
+    short = msgspec.structs.replace(FROZEN, file=FileEntry("f", 71, 7))
+    with pytest.raises(
+        CorruptCheckpointError, match=r"m: tensor 'f': .* data file of 71 bytes do not lie in each other"
+    ):
+        decode_rank(encoded(frozen=short), name="m")
+    with pytest.raises(CorruptCheckpointError, match="m: 8 bytes of sums for 1 blocks"):
+        decode_rank(encoded(frozen=msgspec.structs.replace(FROZEN, sums=b"twice 4.")), name="m")
+
+
 def test_a_rank_that_stored_nothing_has_a_manifest():
     found = decode_rank(encoded(file=None, tensors=encode_static([]), sums=b"", objects=()), name="m")
     assert found.file is None
-    assert block_sums(found) == []
+    assert found.data_files == ()
 
 
 def test_block_sums_are_split_by_item_and_an_empty_tensor_has_none():
-    assert block_sums(decode_rank(encoded(), name="m")) == [(0, 1, 2, 3, 4, 5), (6,), ()]
+    assert decode_rank(encoded(), name="m").data_files[0].block_sums() == [(0, 1, 2, 3, 4, 5), (6,), ()]
 
 
 def test_fields_of_a_newer_minor_version_are_ignored():
@@ -64,11 +101,11 @@ def test_fields_of_a_newer_minor_version_are_ignored():
 
 
 def test_a_newer_major_version_is_refused_by_name_even_if_nothing_else_is_known():
-    data = msgspec.msgpack.encode({"format": [FORMAT_MAJOR + 1, 3], "all_else": "is new"})
-    with pytest.raises(FormatVersionError, match=rf"m\.bin.* 2\.3.* {FORMAT_MAJOR}\.{FORMAT_MINOR}"):
+    data = msgspec.msgpack.encode({"format": [3, 3], "all_else": "is new"})
+    with pytest.raises(FormatVersionError, match=r"m\.bin.* 3\.3.* 2\.0"):
         decode_rank(data, name="m.bin")
-    with pytest.raises(FormatVersionError, match=rf"r\.json.* 2\.3.* {FORMAT_MAJOR}\.{FORMAT_MINOR}"):
-        decode_root(b'{"format": [2, 3]}', name="r.json")
+    with pytest.raises(FormatVersionError, match=r"r\.json.* 3\.3.* 2\.0"):
+        decode_root(b'{"format": [3, 3]}', name="r.json")
 
 
 def test_a_major_version_that_never_was_is_corrupt():

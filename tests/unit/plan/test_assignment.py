@@ -348,7 +348,7 @@ def test_what_equal_ranks_tell_is_kept_once() -> None:
 @pytest.mark.parametrize("moved", [(1, 5, 6), (-1, 5, 6), (0, -5, 6), (0, 5, -6)])
 def test_objects_that_are_none_of_a_share_are_an_error(moved: tuple[int, int, int]) -> None:
     """A rank that tells of an object that it does not write, or of a place before its file, makes the save fail."""
-    ledger, places = Ledger(1, differing="refuse"), struct.pack("<2q", 0, 900)
+    ledger, places = Ledger(1, differing="refuse"), struct.pack("<3q", 0, 900, 0)
     (word,) = ledger.assign([PlanMsg(1, GOOD, SUMS)])
     with pytest.raises(PlanChangedError, match="rank 0 lost count"):
         vote = Vote(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), (moved,), extents_crc32([moved[1:]]), SUMS, places)
@@ -356,7 +356,16 @@ def test_objects_that_are_none_of_a_share_are_an_error(moved: tuple[int, int, in
 
 
 @pytest.mark.parametrize(
-    "places", [b"", b"1" * 15, b"1" * 32, struct.pack("<2q", 0, -1), struct.pack("<2q", (1 << 63) - 1, 1)]
+    "places",
+    [
+        b"",
+        b"1" * 23,
+        bytes(48),
+        struct.pack("<3q", 0, -1, 0),
+        struct.pack("<3q", (1 << 63) - 1, 1, 0),
+        struct.pack("<3q", 0, 900, 2),
+        struct.pack("<3q", 0, 900, -1),
+    ],
 )
 def test_places_that_no_data_file_has_are_an_error(places: bytes) -> None:
     """A rank that tells more, fewer or other places than its share has makes the save fail, and no metadata."""
@@ -369,4 +378,4 @@ def test_places_that_no_data_file_has_are_an_error(places: bytes) -> None:
 
     with pytest.raises(PlanChangedError, match="rank 0 lost count"):
         ledger.learn([written(places)])
-    assert ledger.learn([written(struct.pack("<2q", 0, 900))]) == [(5, 6)]
+    assert ledger.learn([written(struct.pack("<3q", 0, 900, 1))]) == [(5, 6)]

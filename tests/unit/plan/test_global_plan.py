@@ -85,10 +85,10 @@ def save_plan(rank: Stored) -> SavePlan:
     return SavePlan([*items, *(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects_of(rank))])
 
 
-def places_of(rank: Stored) -> list[tuple[int, int]]:
-    """Where every name stands; tied names share a place."""
+def places_of(rank: Stored) -> list[tuple[int, int, int]]:
+    """Where every name stands, and whether in the frozen file; tied names share a place."""
     fqns = msgspec.msgpack.decode(rank.local.names)
-    places = np.frombuffer(rank.places, "<i8").reshape(-1, 2).tolist()
+    places = np.frombuffer(rank.places, "<i8").reshape(-1, 3).tolist()
     items = rank.share.items(fqns)
     return [tuple(place) for (_, names), place in zip(items, places, strict=True) for _ in names]
 
@@ -98,9 +98,9 @@ def by_dcp(ranks: Sequence[Stored], spans: Sequence[tuple[int, int]]) -> Metadat
         [save_plan(rank) for rank in ranks]
     )
     metadata.storage_data = {
-        item.index: _StorageInfo(data_file_name("s", number), *place)
+        item.index: _StorageInfo(data_file_name("s", number, is_frozen=bool(is_frozen)), *place)
         for number, (rank, made) in enumerate(zip(ranks, plans, strict=True))
-        for item, place in zip(made.items, places_of(rank), strict=False)
+        for item, (*place, is_frozen) in zip(made.items, places_of(rank), strict=False)
     }
     names = [(name, number) for number, rank in enumerate(ranks) for name in objects_of(rank)]
     for (name, number), span in zip(names, spans, strict=True):
@@ -215,11 +215,12 @@ def stored(plans: Sequence[LocalPlan], draw: Any = None) -> list[Stored]:
     assigned = assign(held, boxes, {}, np.zeros(boxes.count, np.bool_))
     shares, items = [of_rank.share for of_rank in assigned], [of_rank.items for of_rank in assigned]
     start = draw(st.sampled_from([0, (1 << 31) - 2000, 1 << 33])) if draw else 0
+    frozen = draw(st.sets(st.integers(0, 9))) if draw else set()
     return [
         Stored(
             local=local,
             share=share,
-            places=np.array([(start + 1000 * at, 900 + at) for at in range(count)], "<i8").tobytes(),
+            places=np.array([(start + 1000 * at, 900 + at, at in frozen) for at in range(count)], "<i8").tobytes(),
         )
         for local, share, count in zip(plans, shares, items, strict=True)
     ]
@@ -335,7 +336,7 @@ def by_hand(boxes: Sequence[Box], size: tuple[int, ...]) -> list[Stored]:
         Stored(
             local=LocalPlan.of([ShardInfo(("w",), offsets, TensorSignature(shape, size, "int8"))], (), skeleton),
             share=Assignment.of([True], []),
-            places=np.array([0, 900], "<i8").tobytes(),
+            places=np.array([0, 900, 0], "<i8").tobytes(),
         )
         for offsets, shape in boxes
     ]

@@ -29,10 +29,10 @@ def spec_of(nbytes: int, *, dims: int = 1) -> TensorSpec:
     return TensorSpec(torch.uint8, shape, (1,) * dims)
 
 
-def laid_out(sizes: list[int], budget_bytes: int = sys.maxsize, *, dims: int = 1) -> ImageLayout:
+def laid_out(sizes: list[int], budget_bytes: int = sys.maxsize, *, dims: int = 1, frozen: int = 0) -> ImageLayout:
     specs = [spec_of(nbytes, dims=dims) for nbytes in sizes]
     placements = [Placement(leaf, (f"n{leaf}",), (0,) * dims, spec, render(spec)) for leaf, spec in enumerate(specs)]
-    return lay_out(placements, budget_bytes=budget_bytes)
+    return lay_out(placements, budget_bytes=budget_bytes, frozen=frozen)
 
 
 near_boundaries = st.builds(
@@ -48,7 +48,9 @@ def brim(first: int) -> list[int]:
     return [first, *[MIB - 900] * 3, *[50] * 20, 9 * MIB - first, MIB, 3]
 
 
+frozen_layouts = st.builds(laid_out, sizes, frozen=st.integers(0, 60))
 layouts = st.one_of(
+    frozen_layouts,
     st.one_of(sizes, st.integers(MIB - 20_000, MIB).map(brim)).map(laid_out),
     st.builds(laid_out, st.lists(st.integers(0, 2 * MIB), max_size=8), st.integers(64 << 10, 4 * MIB)),
 )
@@ -58,11 +60,13 @@ layouts = st.one_of(
 @given(layouts)
 def test_raw_bytes_are_aligned_and_items_stand_in_order_without_overlap(layout: ImageLayout):
     position = 0
-    for item in layout.items:
+    for index, item in enumerate(layout.items):
+        if index == layout.frozen_items:
+            position = layout.main_start
         assert item.item_offset >= position
         assert item.raw_offset % (PAGE_BYTES if item.raw_bytes >= BLOCK_BYTES else RAW_ALIGN_BYTES) == 0
         position = item.item_offset + item.envelope.item_bytes
-    assert position == layout.tensor_bytes
+    assert max(position, layout.main_start) == layout.tensor_bytes
     assert layout.raw_bytes == sum(item.raw_bytes for item in layout.items)
 
 
@@ -76,9 +80,11 @@ def test_no_header_or_trailer_straddles_a_chunk_boundary(layout: ImageLayout):
 def assert_none_straddles(layout: ImageLayout) -> None:
     size = layout.chunk_bytes
     for item in layout.items:
-        assert item.item_offset // size == (item.raw_offset - 1) // size
-        end = item.item_offset + item.envelope.item_bytes
-        assert item.trailer_offset // size == (end - 1) // size
+        offset, raw_offset, trailer_offset = map(
+            layout.file_offset, (item.item_offset, item.raw_offset, item.trailer_offset)
+        )
+        assert offset // size == (raw_offset - 1) // size
+        assert trailer_offset // size == (offset + item.envelope.item_bytes - 1) // size
 
 
 @pytest.mark.parametrize("align", [0, 4096], ids=["after a small item", "after a large item"])
@@ -95,11 +101,14 @@ def test_nothing_straddles_wherever_the_boundary_falls(align: int):
 @examples(150)
 @given(layouts, st.integers(0, 80 * MIB))
 def test_chunks_cover_the_file_exactly(layout: ImageLayout, objects_bytes: int):
-    image_bytes = align_up(max(layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
+    image_bytes = align_up(max(layout.tensor_bytes + objects_bytes, layout.main_start + 1), PAGE_BYTES)
     chunks = file_chunks(layout, image_bytes)
+    frozen = chunks[: layout.frozen_chunks]
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
-    assert [chunk.start for chunk in chunks] == [index * layout.chunk_bytes for index in range(len(chunks))]
-    assert [chunk.stop for chunk in chunks[:-1]] == [chunk.start for chunk in chunks[1:]]
+    for file, start in ((frozen, 0), (chunks[len(frozen) :], layout.main_start)):
+        assert [chunk.start - start for chunk in file] == [index * layout.chunk_bytes for index in range(len(file))]
+        assert [chunk.stop for chunk in file[:-1]] == [chunk.start for chunk in file[1:]]
+    assert chunks[len(frozen)].start == layout.main_start
     assert chunks[-1].stop == image_bytes
     assert all(0 < chunk.stop - chunk.start <= layout.chunk_bytes for chunk in chunks)
     assert all(chunk.stop % PAGE_BYTES == 0 for chunk in chunks)
@@ -116,7 +125,7 @@ def test_pieces_and_constants_tile_every_chunk_of_the_tensors(layout: ImageLayou
         for start, stop in sorted(span for span in spans if span[0] < span[1]):
             assert start == position
             position = stop
-        assert position == min(chunk.start + layout.chunk_bytes, layout.tensor_bytes)
+        assert position == chunk.stop
 
 
 @examples(100)
@@ -154,7 +163,37 @@ def test_the_image_is_not_larger_than_promised(layout: ImageLayout):
     """Raw bytes + 1 KiB an item + alignment: a page for each item of a mebibyte, and what a boundary displaces."""
     pages = sum(item.raw_bytes >= BLOCK_BYTES for item in layout.items)
     displaced = (len(layout.chunks) + 1) * 1024
-    assert layout.tensor_bytes <= layout.raw_bytes + 1024 * len(layout.items) + PAGE_BYTES * pages + displaced
+    gap = PAGE_BYTES if layout.frozen_items else 0
+    assert layout.tensor_bytes <= layout.raw_bytes + 1024 * len(layout.items) + PAGE_BYTES * pages + displaced + gap
+
+
+@examples(150)
+@given(frozen_layouts)
+def test_the_frozen_file_and_the_main_one_are_laid_out_as_if_each_were_alone(layout: ImageLayout):
+    """Else the bytes of frozen leaves would change with the others, and could not be cloned."""
+    frozen, main = layout.items[: layout.frozen_items], layout.items[layout.frozen_items :]
+    for items, start in ((frozen, 0), (main, layout.main_start)):
+        placements = [Placement(item.leaf, item.fqns, item.offsets, item.spec, item.envelope) for item in items]
+        alone = lay_out(placements, budget_bytes=sys.maxsize, chunk_bytes=layout.chunk_bytes)
+        assert [layout.file_offset(item.item_offset) for item in items] == [item.item_offset for item in alone.items]
+        assert [item.item_offset - start for item in items] == [item.item_offset for item in alone.items]
+
+
+def test_a_frozen_file_of_less_than_a_mebibyte_is_not_worth_its_while():
+    assert laid_out([MIB - 1, 8 * MIB], frozen=1).frozen_items == 0
+    layout = laid_out([MIB, 8 * MIB], frozen=1)
+    assert (layout.frozen_items, layout.frozen_chunks) == (1, 1)
+    assert layout.main_start == layout.chunks[0].stop
+    assert layout.chunks[0].stop == align_up(
+        layout.items[0].trailer_offset + len(layout.items[0].envelope.trailer), PAGE_BYTES
+    )
+
+
+def test_if_all_is_frozen_the_main_file_holds_the_objects_alone():
+    layout = laid_out([8 * MIB], frozen=1)
+    *frozen, last = file_chunks(layout, layout.main_start + PAGE_BYTES)
+    assert len(frozen) == layout.frozen_chunks == len(layout.chunks)
+    assert (last.start, last.stop, last.pieces) == (layout.main_start, layout.main_start + PAGE_BYTES, ())
 
 
 @examples(100)
@@ -208,3 +247,11 @@ def test_items_of_many_dimensions_keep_to_the_rules():
     for item in layout.items:
         assert item.raw_offset % RAW_ALIGN_BYTES == 0
         assert item.item_offset // layout.chunk_bytes == (item.raw_offset - 1) // layout.chunk_bytes
+
+
+@examples(60)
+@given(frozen_layouts, st.integers(0, 1 << 40))
+def test_the_chunk_of_a_byte_is_the_one_that_holds_it(layout: ImageLayout, byte: int):
+    for chunk in file_chunks(layout, align_up(layout.tensor_bytes + 1, PAGE_BYTES)):
+        for offset in (chunk.start, chunk.stop - 1, chunk.start + byte % (chunk.stop - chunk.start)):
+            assert layout.chunk_at(offset) == chunk.index

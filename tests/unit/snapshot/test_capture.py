@@ -156,6 +156,8 @@ def test_the_ring_fits_the_budget_and_leaves_less_than_a_chunk_of_it(
     budget_bytes = max(int(image_bytes * budget_share), chunk_bytes)  # as the layout cuts it
     chunks = -(-image_bytes // chunk_bytes)
     slots = ring_slots(image_bytes, chunk_bytes, budget_bytes)
+    assert (slots is None) is (image_bytes <= budget_bytes)
+    slots = chunks if slots is None else slots
     assert min(1, chunks) <= slots <= chunks
     assert min(slots * chunk_bytes, image_bytes) <= budget_bytes
     assert slots == chunks or (slots + 1) * chunk_bytes > budget_bytes

@@ -1,0 +1,87 @@
+"""Frozen file of a save: written, or cloned from the step before if all its sums are those of that step."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aio_ckpt.plan.layout import Chunk
+from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
+from aio_ckpt.storage.clone import Stamp
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.write.part import Part
+from aio_ckpt.write.result import WriteResult
+from aio_ckpt.write.writer import ChunkPreparer, new_file, write_chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenFile:
+    """Frozen file of a committed checkpoint, from which the next save may clone its own."""
+
+    path: Path
+    result: WriteResult
+    """Length and sums of the file."""
+    stamp: Stamp
+    """Mark of its content. A file that somebody has edited has another one, and is not cloned."""
+    clones: int
+    """Number of clones between the file that was written and this one."""
+
+
+async def write_frozen(
+    part: Part,
+    directory: Path,
+    place: Path,
+    known: FrozenFile | None,
+    storage: Storage,
+    executor: Executor,
+    *,
+    workers: int,
+    settle_secs: float,
+    admit: Callable[[int], Awaitable[None]],
+    on_activity: Callable[[str], None],
+    on_written: Callable[[int], None],
+) -> FrozenFile:
+    """Make the frozen file of ``part`` in ``directory``, durable once that is synced.
+
+    Args:
+        part: part of a save with a frozen file.
+        directory: where it is written.
+        place: directory of the checkpoint once it is committed.
+        known: file that may be cloned. An image in waves is written, as it is never in memory as a whole.
+        storage, executor, workers, settle_secs, admit, on_activity, on_written: see
+            :func:`~aio_ckpt.write.part.write_part`.
+    """
+    image, path = part.image.part(slice(part.layout.frozen_chunks)), directory / part.frozen_name
+    preparer = ChunkPreparer(part.layout, b"", renders_constants=part.renders_constants, is_frozen=True)
+
+    async def prepare(chunk: Chunk) -> None:
+        await part.chunks.wait(chunk.index, executor)
+        await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
+
+    async def is_prepared(chunk: Chunk) -> None:
+        del chunk
+
+    if is_compared := known is not None and image.is_whole:
+        with watch_submissions(image.lease.hold_until):
+            for chunk in image.chunks:
+                await prepare(chunk)
+                on_written(0)
+        result = preparer.result(image, known.result.mode, frozenset(chunk.index for chunk in image.chunks))
+        if result == known.result:
+            on_activity("cloning its frozen file")
+            stamp = await storage.clone(known.path, path, known.stamp)
+            if stamp is not None:
+                on_written(image.nbytes)
+                return FrozenFile(path=place / path.name, result=result, stamp=stamp, clones=known.clones + 1)
+    mode, written = await write_chunks(
+        image,
+        is_prepared if is_compared else prepare,
+        new_file(storage, path, image.nbytes, settle_secs=settle_secs, on_activity=on_activity),
+        workers=workers,
+        issued=part.chunks.wait_issued,
+        admit=admit,
+        on_written=on_written,
+    )
+    result = preparer.result(image, mode, written)
+    return FrozenFile(path=place / path.name, result=result, stamp=await storage.stamp(path), clones=0)

@@ -1,0 +1,316 @@
+"""What does not change is not written again: the frozen file of a step, which the next step clones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from gated_storage import TIMEOUT, gated_engine
+from power_loss import check_root_mode
+from saved_files import data_file, root_manifest
+
+import aio_ckpt
+from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine
+from aio_ckpt.cli.commands import run
+from aio_ckpt.errors import ConfigError, CorruptCheckpointError, WriteError
+from aio_ckpt.format.names import ENGINE_DIRS
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load of one process
+MIB = 1 << 20
+
+
+def state(value: float, *, base: float = 1.0) -> dict[str, Any]:
+    """2 MiB of a base that stays, and a little that does not."""
+    return {
+        "base": {"weight": torch.arange(MIB / 4) + base, "tied": torch.full((MIB // 4,), base)},
+        "adapter": torch.full((100,), value),
+        "rng": f"state {value}",
+    }
+
+
+def frozen_file(checkpoint: Path) -> Path | None:
+    return next(checkpoint.glob("__*_0_1.distcp"), None)
+
+
+def inode(checkpoint: Path) -> int:
+    path = frozen_file(checkpoint)
+    assert path is not None
+    return path.stat().st_ino
+
+
+def save(engine: SyncCheckpointEngine, *values: float, base: float = 1.0) -> list[SaveReport]:
+    return [engine.save(state(value, base=base), step=int(value)).result() for value in values]
+
+
+def assert_holds(checkpoint: Path, value: float, *, base: float = 1.0) -> None:
+    """Checkpoint of :func:`state`, by our own reader, by stock, and byte by byte."""
+    wanted, found = state(value, base=base), aio_ckpt.read(checkpoint)
+    stock: dict[str, Any] = {
+        "base": {key: torch.zeros(MIB // 4) for key in wanted["base"]},
+        "adapter": torch.zeros(100),
+    }
+    dcp.load(stock, checkpoint_id=checkpoint, no_dist=True)
+    for loaded in (found, stock):
+        assert all(torch.equal(loaded["base"][key], tensor) for key, tensor in wanted["base"].items())
+        assert torch.equal(loaded["adapter"], wanted["adapter"])
+    assert found["rng"] == wanted["rng"]
+    assert run(["verify", str(checkpoint)]) == 0
+
+
+def step(root: Path, number: int) -> Path:
+    return root / f"step_{number:09d}"
+
+
+@pytest.fixture
+def settled(tmp_path: Path) -> Iterator[tuple[SyncCheckpointEngine, Path]]:
+    """An engine that knows the frozen leaves: step 4 has written their file."""
+    root = tmp_path / "root"
+    with SyncCheckpointEngine(root, EngineConfig(relink_limit=4)) as engine:
+        reports = save(engine, 1, 2, 3, 4)
+        assert [(report.plan_hit, report.cloned_bytes) for report in reports] == [
+            (False, 0), (True, 0), (True, 0), (False, 0)
+        ]  # fmt: skip
+        yield engine, root
+
+
+def test_what_stayed_equal_for_two_saves_is_cloned_from_the_step_before(settled: tuple[SyncCheckpointEngine, Path]):
+    engine, root = settled
+    assert [frozen_file(step(root, number)) for number in (1, 2, 3)] == [None] * 3
+    (report,) = save(engine, 5)
+    assert (report.plan_hit, report.image_bytes) == (
+        True,
+        sum(f.stat().st_size for f in step(root, 5).glob("*.distcp")),
+    )
+    assert 2 * MIB < report.cloned_bytes < 2 * MIB + 20_000 < report.image_bytes + 20_000
+    assert inode(step(root, 5)) == inode(step(root, 4))
+    for number in (4, 5):
+        assert_holds(step(root, number), number)
+
+
+def test_each_step_is_whole_by_itself_whatever_becomes_of_the_others(
+    settled: tuple[SyncCheckpointEngine, Path], tmp_path: Path
+) -> None:
+    engine, root = settled
+    save(engine, 5, 6)
+    engine.delete(4)
+    shutil.rmtree(step(root, 5))
+    shutil.copytree(step(root, 6), tmp_path / "copy")
+    assert_holds(step(root, 6), 6)
+    assert_holds(tmp_path / "copy", 6)
+    save(engine, 7)
+    assert inode(step(root, 7)) == inode(step(root, 6))
+
+
+def test_every_nth_step_has_a_copy_of_its_own(settled: tuple[SyncCheckpointEngine, Path]):
+    engine, root = settled
+    save(engine, *range(5, 13))
+    inodes = [inode(step(root, number)) for number in range(4, 13)]
+    assert [len({*inodes[at : at + 4]}) for at in (0, 4)] == [1, 1]
+    assert len({*inodes}) == 3
+
+
+@pytest.mark.parametrize("changed", ["weight", "tied"])
+def test_a_frozen_tensor_that_changes_is_written_and_stays_with_the_others_from_then_on(
+    settled: tuple[SyncCheckpointEngine, Path], changed: str
+) -> None:
+    engine, root = settled
+    for number in range(5, 10):
+        given = state(number)
+        given["base"][changed][-1] = number
+        report = engine.save(given, step=number).result()
+        assert (report.cloned_bytes > 0) is (number > 6), number
+        found = aio_ckpt.read(step(root, number))
+        assert torch.equal(found["base"][changed], given["base"][changed])
+        assert report.plan_hit is (number != 6)
+    assert inode(step(root, 9)) == inode(step(root, 6))
+    assert run(["verify", str(root)]) == 0
+
+
+def test_parameters_that_need_no_gradient_have_their_file_from_the_first_save_on(tmp_path: Path):
+    base, adapter = torch.nn.Linear(600, 600), torch.nn.Linear(600, 4)
+    base.requires_grad_(False)
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        for number in (1, 2):
+            with torch.no_grad():
+                adapter.weight.add_(1)
+            report = engine.save({"base": base, "adapter": adapter}, step=number).result()
+            assert (report.cloned_bytes > MIB) is (number == 2)
+        assert torch.equal(aio_ckpt.read(step(tmp_path / "root", 2))["base"]["weight"], base.weight)
+
+
+def test_averaged_parameters_that_need_no_gradient_and_change_are_no_burden(tmp_path: Path):
+    ema = torch.nn.Linear(600, 600).requires_grad_(False)
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        for number in range(1, 6):
+            ema.weight.add_(1)
+            report = engine.save({"ema": ema}, step=number).result()
+            assert report.cloned_bytes == 0
+            assert report.plan_hit is (number not in (1, 3))
+        assert frozen_file(step(tmp_path / "root", 5)) is None
+
+
+def test_with_a_limit_of_one_each_save_writes_all_and_the_format_is_the_older_one(tmp_path: Path):
+    with SyncCheckpointEngine(tmp_path / "root", EngineConfig(relink_limit=1)) as engine:
+        save(engine, *range(1, 7))
+    assert frozen_file(step(tmp_path / "root", 6)) is None
+    assert '"format": [\n  1,\n  0\n ]' in root_manifest(step(tmp_path / "root", 6)).read_text()
+
+
+def test_a_step_with_a_frozen_file_has_a_format_that_older_readers_refuse(settled: tuple[SyncCheckpointEngine, Path]):
+    _, root = settled
+    assert '"format": [\n  2,\n  0\n ]' in root_manifest(step(root, 4)).read_text()
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, None])
+def test_a_limit_that_is_no_number_of_steps_is_refused(limit: object):
+    with pytest.raises(ConfigError, match="relink_limit"):
+        EngineConfig(relink_limit=limit)  # type: ignore[arg-type]
+
+
+def test_saves_by_path_clone_as_steps_do(tmp_path: Path):
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        for value in range(1, 7):
+            report = engine.save(state(value), path=tmp_path / f"{value % 2}").result()
+        assert report.cloned_bytes > 2 * MIB
+    assert_holds(tmp_path / "1", 5)
+    assert_holds(tmp_path / "0", 6)
+
+
+def test_a_step_is_saved_over_while_it_shares_its_file(settled: tuple[SyncCheckpointEngine, Path]):
+    engine, root = settled
+    save(engine, 5)
+    report = engine.save(state(50), step=5, overwrite=True).result()
+    assert report.cloned_bytes > 2 * MIB
+    assert_holds(step(root, 5), 50)
+    assert_holds(step(root, 4), 4)
+
+
+def test_two_saves_in_flight_share_the_file_of_a_committed_step(tmp_path: Path):
+    with SyncCheckpointEngine(tmp_path / "root", EngineConfig(max_in_flight=2, keep_last=1)) as engine:
+        tickets = [engine.save(state(value), step=value) for value in range(1, 13)]
+        assert [ticket.result().step for ticket in tickets] == [*range(1, 13)]
+        assert tickets[-1].result().cloned_bytes > 2 * MIB
+    assert_holds(step(tmp_path / "root", 12), 12)
+
+
+def test_an_image_in_waves_has_a_frozen_file_that_each_save_writes(tmp_path: Path):
+    base = torch.nn.Linear(2048, 2048).requires_grad_(False)
+    with SyncCheckpointEngine(tmp_path / "root", EngineConfig(budget_bytes=4 * MIB)) as engine:
+        for number in (1, 2):
+            report = engine.save({"base": base, "lr": number}, step=number).result()
+            assert report.cloned_bytes == 0
+        assert frozen_file(step(tmp_path / "root", 2)) is not None
+        assert torch.equal(aio_ckpt.read(step(tmp_path / "root", 2))["base"]["weight"], base.weight)
+
+
+# -- damage, edits, and files that are gone ----------------------------------------------------------------------
+
+
+def edit(path: Path, *, keeps_time: bool) -> None:
+    """Flip a bit of the values in the middle of a file."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(before.st_size // 4)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    after = before.st_mtime_ns if keeps_time else before.st_mtime_ns + 1
+    os.utime(path, ns=(after, after))
+
+
+def test_a_flipped_bit_is_found_in_each_step_that_shares_it_and_a_load_goes_back_past_them_all(
+    settled: tuple[SyncCheckpointEngine, Path],
+) -> None:
+    engine, root = settled
+    save(engine, *range(5, 11))
+    assert inode(step(root, 8)) == inode(step(root, 10)) != inode(step(root, 7))
+    frozen = frozen_file(step(root, 9))
+    assert frozen is not None
+    edit(frozen, keeps_time=True)
+    for number in range(4, 11):
+        assert run(["verify", str(step(root, number))]) == (1 if number >= 8 else 0), number
+    loaded = state(0)
+    report = engine.load(loaded)
+    assert (report.step, [skipped.step for skipped in report.skipped]) == (7, [10, 9, 8])
+    assert torch.equal(loaded["base"]["weight"], state(7)["base"]["weight"])
+
+
+def test_a_step_that_somebody_edited_in_place_is_not_spread(settled: tuple[SyncCheckpointEngine, Path]):
+    engine, root = settled
+    save(engine, 5)
+    frozen = frozen_file(step(root, 5))
+    assert frozen is not None
+    edit(frozen, keeps_time=False)
+    (report,) = save(engine, 6)
+    assert report.cloned_bytes == 0
+    assert_holds(step(root, 6), 6)
+    with pytest.raises(CorruptCheckpointError, match=r"_0_1\.distcp: tensor 'base"):
+        aio_ckpt.read(step(root, 5))
+    save(engine, 7)
+    assert inode(step(root, 7)) == inode(step(root, 6))
+
+
+def test_a_file_that_is_gone_is_written(settled: tuple[SyncCheckpointEngine, Path]):
+    engine, root = settled
+    shutil.rmtree(step(root, 4))
+    (report,) = save(engine, 5)
+    assert report.cloned_bytes == 0
+    assert_holds(step(root, 5), 5)
+
+
+def test_without_its_frozen_file_a_step_is_damaged_by_name(settled: tuple[SyncCheckpointEngine, Path]):
+    _, root = settled
+    frozen = frozen_file(step(root, 4))
+    assert frozen is not None
+    frozen.unlink()
+    with pytest.raises(CorruptCheckpointError, match=rf"{frozen.name}: missing"):
+        aio_ckpt.read(step(root, 4))
+    assert run(["verify", str(step(root, 4))]) == 1
+    assert data_file(step(root, 4)).exists()
+
+
+def test_if_the_frozen_file_cannot_be_written_nothing_is_committed(tmp_path: Path):
+    weight = torch.nn.Parameter(torch.zeros(MIB), requires_grad=False)
+
+    with gated_engine(tmp_path / "root") as (engine, storage):
+        storage.fail("create_data_file", "__*_0_1.distcp", WriteError(errno.ENOSPC, os.strerror(errno.ENOSPC), "disk"))
+        with pytest.raises(WriteError, match="No space left"):
+            engine.save({"weight": weight}, step=1).result(TIMEOUT)
+        assert engine.steps().result() == []
+        assert engine.save({"weight": weight}, step=1).result(TIMEOUT).step == 1
+
+
+@pytest.mark.parametrize("number", [4, 5], ids=["written", "cloned"])
+def test_a_power_loss_leaves_a_step_with_a_frozen_file_whole_or_invisible(tmp_path: Path, number: int):
+    root = tmp_path / "root"
+    for name in ENGINE_DIRS:  # as the first writer of a root does: the log of a save is without it
+        (root / name).mkdir(parents=True)
+    with gated_engine(root) as (engine, storage):
+        for value in range(1, number + 1):
+            engine.save(state(value), step=value).result(TIMEOUT)
+        clones = [call for call in storage.calls if call.name == "clone"]
+    assert len(clones) == number - 4
+    check_root_mode(storage.calls, top=tmp_path, final=step(root, number))
+
+
+def test_a_step_is_gone_as_soon_as_its_clone_is_made(settled: tuple[SyncCheckpointEngine, Path], tmp_path: Path):
+    """Retention of one step: each save clones from the one that it replaces."""
+    with SyncCheckpointEngine(tmp_path / "other", EngineConfig(keep_last=1)) as engine:
+        reports = save(engine, *range(1, 9))
+    assert [report.cloned_bytes > 0 for report in reports] == [False] * 4 + [True] * 4
+    assert_holds(step(tmp_path / "other", 8), 8)
+
+
+def test_the_process_that_goes_on_writes_all_of_its_first_steps(settled: tuple[SyncCheckpointEngine, Path]):
+    engine, root = settled
+    engine.close()
+    with SyncCheckpointEngine(root) as again:
+        reports = save(again, *range(5, 10))
+    assert [report.cloned_bytes > 0 for report in reports] == [False] * 4 + [True]
