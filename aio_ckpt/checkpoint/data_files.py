@@ -16,7 +16,7 @@ from aio_ckpt.runtime.limits import files_limit
 from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.local import FileStatus, Storage
 
 _KEPT_FILES = 64
 """Most files kept open. A further file is opened for each read, because descriptors are few (often 1,024)."""
@@ -81,6 +81,10 @@ class Files:
         self._page_cache = "fill"
         self.sizes.clear()
         await self.close()
+
+    async def status(self, name: str) -> FileStatus | None:
+        """Return the status of a file; None if it does not exist."""
+        return await self._storage.status(self.directory / name)
 
     async def measure(self, names: Iterable[str], expected: Mapping[str, int | None]) -> None:
         """Measure the real length of files. Offsets into a file are checked against it before they are used.

@@ -8,7 +8,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -61,6 +61,10 @@ class Fault:
     """False if the system failed to read: that tells nothing of the bytes."""
 
 
+SharedFile: TypeAlias = tuple[tuple[int, int, int], int, bytes]
+"""Identity, length and sums of a data file that several checkpoints share by hard links."""
+
+
 class _CheckedRange(NamedTuple):
     """Range of bytes of a file with a CRC32 of its own."""
 
@@ -80,6 +84,7 @@ async def verify_checkpoint(
     executor: Executor,
     readers: int,
     on_progress: Callable[[int], None],
+    sound: set[SharedFile] | None = None,
 ) -> tuple[Fault, ...]:
     """Return all faults of the checkpoint at ``path``; empty if every byte is as it was written.
 
@@ -90,6 +95,8 @@ async def verify_checkpoint(
     Args:
         step: step in the name of the directory; None if the name holds none.
         on_progress: called with the number of bytes read since its last call.
+        sound: files of several checkpoints that were read and have no fault. They are not read again, and this one's
+            are added.
 
     Raises:
         CheckpointNotFoundError: there is neither ``.metadata`` nor a root manifest.
@@ -104,7 +111,7 @@ async def verify_checkpoint(
             file = root_manifest_name(checkpoint.root.save_id)
             faults.append(Fault(file=file, tensor=None, message=message))
         async with Files(storage, path, page_cache="pass") as files:
-            run = _Verification(files, executor, readers, on_progress, faults)
+            run = _Verification(files, executor, readers, on_progress, faults, set() if sound is None else sound)
             await (run.check_plain if checkpoint.is_plain_dcp else run.check_own)(checkpoint)
     return tuple(faults)
 
@@ -180,6 +187,8 @@ class _Verification:
     on_progress: Callable[[int], None]
     """Called with the number of bytes read since its last call."""
     faults: list[Fault]
+    sound: set[SharedFile] = field(default_factory=set)
+    """Files of several checkpoints without a fault."""
 
     async def check_own(self, checkpoint: Checkpoint) -> None:
         """Check a checkpoint of aio_ckpt: the data file of each rank against its manifest and ``.metadata``."""
@@ -221,6 +230,11 @@ class _Verification:
     async def _check_data_file(self, table: FileTable) -> None:
         file = table.file
         await self.files.measure([file.name], {file.name: file.nbytes})
+        status = await self.files.status(file.name)
+        shared = None if status is None or status.links == 1 else (status.identity, file.nbytes, table.sums)
+        if shared in self.sound:
+            self.on_progress(file.nbytes)
+            return
         known = len(self.faults)
         crc32 = await self._check_ranges(file.name, _checked_ranges(table))
         unparsed_items = [_unparsed_item_of(entry, file.name) for entry in table.tensors]
@@ -231,6 +245,8 @@ class _Verification:
             await run_blocking(self.executor, self._compare_envelopes, table, unparsed_items, ends)
         if crc32 not in (None, file.crc32) and len(self.faults) == known:
             self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
+        if shared is not None and len(self.faults) == known:
+            self.sound.add(shared)
 
     def _compare_items(self, table: FileTable, unparsed_items: Sequence[UnparsedItem], ends: Ends) -> None:
         for entry, sums, unparsed in zip(table.tensors, table.block_sums(), unparsed_items, strict=True):

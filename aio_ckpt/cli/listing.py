@@ -188,7 +188,8 @@ def _totals(found: RootTable) -> str:
 def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:
     """Show what ROOT holds, and what is free on its disk.
 
-    Checkpoints, pending saves and what was set aside count by the lengths of their files.
+    Checkpoints, pending saves and what was set aside count by the lengths of their files. A file that several steps
+    share counts once, for the oldest of them.
     """
     from aio_ckpt.cli.access import call
     from aio_ckpt.cli.root_table import use_of

@@ -261,7 +261,7 @@ def _marked(rows: Sequence[RootRow], rule: KeepBest | None) -> tuple[RootRow, ..
 
 
 class RootUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a root holds. All numbers are lengths of files, in bytes."""
+    """What a root holds. All numbers are lengths of files, in bytes. What steps share counts once."""
 
     root: str
     """Absolute path of the root."""
@@ -326,6 +326,7 @@ def _sums(lengths: Iterable[tuple[str, int]]) -> Counter[str]:
 def _lengths_below(root: Path) -> Iterator[tuple[str, int]]:
     """Return name and length of each file below a directory. What is deleted meanwhile counts as far as it was seen.
 
+    A file with several names, which steps share, counts under the first of them alone, in the order of the names.
     A directory of another user that cannot be listed counts as empty. The log names it.
     """
 
@@ -333,12 +334,18 @@ def _lengths_below(root: Path) -> Iterator[tuple[str, int]]:
         if isinstance(error, PermissionError):
             _log.warning("%s is not counted, because it cannot be listed: %s", error.filename, error.strerror)
 
+    seen: set[tuple[int, int]] = set()
     for directory, below, files in os.walk(root, onerror=tell):
+        below.sort()
         links = [name for name in below if os.path.islink(os.path.join(directory, name))]
         for name in (*files, *links):
             path = os.path.join(directory, name)
             with contextlib.suppress(FileNotFoundError):
-                yield os.path.relpath(path, root), os.lstat(path).st_size
+                found = os.lstat(path)
+                inode = found.st_dev, found.st_ino
+                if found.st_nlink == 1 or inode not in seen:
+                    seen.add(inode)
+                    yield os.path.relpath(path, root), found.st_size
 
 
 # -- quick check ------------------------------------------------------------------------------------

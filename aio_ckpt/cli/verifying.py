@@ -20,7 +20,7 @@ from aio_ckpt.format.names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.checkpoint.verify import Fault
+    from aio_ckpt.checkpoint.verify import Fault, SharedFile
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
@@ -67,9 +67,10 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
                     raise
                 sizes.append(0)
         total, done = sum(sizes), 0
+        sound: set[SharedFile] = set()
         for checkpoint, nbytes in zip(found, sizes, strict=True):
             on_read = _from(done, nbytes, total, on_progress)
-            results.append(await _verify(storage, executor, checkpoint, names, nbytes, workers, on_read))
+            results.append(await _verify(storage, executor, checkpoint, names, nbytes, workers, on_read, sound))
             done += nbytes
             on_progress(done, total)  # files that hold no data, and what could not be read, count as done
             _tell(results[-1], screen)
@@ -106,6 +107,7 @@ async def _verify(
     nbytes: int,
     workers: int,
     on_read: Callable[[int], None],
+    sound: set[SharedFile],
 ) -> _Verified:
     from aio_ckpt.checkpoint import verify
     from aio_ckpt.cli.access import unless_replaced
@@ -115,7 +117,13 @@ async def _verify(
     async def faults_now() -> tuple[Fault, ...]:
         try:
             return await verify.verify_checkpoint(
-                storage, checkpoint, step=step, executor=executor, readers=workers, on_progress=on_read
+                storage,
+                checkpoint,
+                step=step,
+                executor=executor,
+                readers=workers,
+                on_progress=on_read,
+                sound=sound,
             )
         except AioCkptError as error:  # an unreadable checkpoint must not hide the faults of the others
             return (verify.fault_of(error, file=checkpoint.name, tensor=None),)

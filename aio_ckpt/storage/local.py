@@ -61,6 +61,8 @@ class FileStatus:
     names."""
     mode: int
     """Permissions of owner, group and others, as ``os.chmod`` takes them."""
+    links: int = 1
+    """Number of names of the file."""
 
 
 class Storage:
@@ -301,6 +303,7 @@ def _file_status(found: os.stat_result) -> FileStatus:
         identity=(found.st_dev, found.st_ino, found.st_ctime_ns),
         modified_unix=found.st_mtime,
         mode=found.st_mode & 0o777,
+        links=found.st_nlink,
     )
 
 

@@ -384,3 +384,37 @@ def test_commands_change_a_root_in_a_store(bucket: str, capsys: pytest.CaptureFi
     assert names_of(root) == {".aio_ckpt", "step_000000002", "step_000000005", "step_000000006"}
     code, _, err = called(capsys, "rm", root, "77")
     assert (code, "step 77: no such committed step" in err) == (1, True)
+
+
+# -- what did not change --------------------------------------------------------------------------------
+
+
+def frozen_state(value: float) -> dict[str, Any]:
+    return {"base": torch.arange(600_000.0), "trained": torch.full((100,), value)}
+
+
+def test_the_store_copies_what_did_not_change_and_each_step_is_whole_by_itself(bucket: str, capsys: Any):
+    with opened(f"{bucket}/run", keep_last=2) as engine:
+        reports = [engine.save(frozen_state(step), step=step).result() for step in range(1, 8)]
+        assert [report.cloned_bytes > 2_000_000 for report in reports] == [False] * 4 + [True] * 3
+    with opened(f"{bucket}/run") as engine:
+        assert engine.steps() == [6, 7]
+        for step in (6, 7):
+            template = {key: torch.zeros_like(tensor) for key, tensor in frozen_state(step).items()}
+            assert engine.load(template, step=step).step == step
+            assert all(torch.equal(template[key], tensor) for key, tensor in frozen_state(step).items())
+    assert called(capsys, "verify", f"{bucket}/run")[0] == 0
+
+
+def test_an_object_that_somebody_replaced_is_not_copied(bucket: str):
+    with opened(f"{bucket}/run") as engine:
+        for step in range(1, 6):
+            engine.save(frozen_state(step), step=step).result()
+        (key,) = [key for key in keys(f"{bucket}/run/step_000000005") if key.endswith("_0_1.distcp")]
+        store = from_url("s3://bucket")
+        path = f"{bucket.removeprefix('s3://bucket/')}/run/step_000000005/{key}"
+        data = bytearray(bytes(obstore.get(store, path).bytes()))
+        data[len(data) // 2] ^= 1
+        obstore.put(store, path, bytes(data))
+        assert engine.save(frozen_state(6), step=6).result().cloned_bytes == 0
+    assert torch.equal(aio_ckpt.read(f"{bucket}/run/step_000000006")["base"], frozen_state(6)["base"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from saved_files import data_file, root_manifest
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine
+from aio_ckpt.checkpoint import verify
 from aio_ckpt.cli.commands import run
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, WriteError
 from aio_ckpt.format.names import ENGINE_DIRS
@@ -314,3 +316,45 @@ def test_the_process_that_goes_on_writes_all_of_its_first_steps(settled: tuple[S
     with SyncCheckpointEngine(root) as again:
         reports = save(again, *range(5, 10))
     assert [report.cloned_bytes > 0 for report in reports] == [False] * 4 + [True]
+
+
+# -- commands ----------------------------------------------------------------------------------------------------
+
+
+def read_bytes_of(root: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many bytes of data files ``verify ROOT`` reads."""
+    found: list[int] = []
+    real = verify._Verification._check_ranges
+
+    async def noted(self: Any, file: str, ranges: Any) -> int | None:
+        found.append(self.files.sizes[file])
+        return await real(self, file, ranges)
+
+    monkeypatch.setattr(verify._Verification, "_check_ranges", noted)
+    run(["verify", str(root)])
+    return sum(found)
+
+
+def test_verify_reads_what_steps_share_once_and_du_counts_it_once(
+    settled: tuple[SyncCheckpointEngine, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, root = settled
+    save(engine, *range(5, 10))  # steps 4 to 7 share a file, and 8 and 9
+    files = {path.stat().st_ino: path.stat().st_size for path in root.glob("step_*/*.distcp")}
+    assert read_bytes_of(root, monkeypatch) == sum(files.values()) < 11 * MIB
+    assert capsys.readouterr().out.count(": good, 2.1") == 9
+    assert run(["du", str(root), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sum(files.values()) <= told["checkpoints"] < sum(files.values()) + 100_000
+
+
+def test_a_shared_file_with_a_fault_is_a_fault_of_each_step(
+    settled: tuple[SyncCheckpointEngine, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, root = settled
+    save(engine, 5, 6)
+    frozen = frozen_file(step(root, 5))
+    assert frozen is not None
+    edit(frozen, keeps_time=True)
+    assert run(["verify", str(root)]) == 1
+    assert "6 checkpoints, 3 with faults" in capsys.readouterr().out
