@@ -1,0 +1,48 @@
+"""What does not change on a device is cloned, whatever way its copies take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aio_ckpt
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.cli.commands import run
+
+MIB = 1 << 20
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GATHERED = 200
+
+
+def state(value: float) -> dict[str, Any]:
+    """Large and small tensors of a base, in a dtype that is copied as it is, and one that needs a conversion."""
+    return {
+        "base": {f"large {at}": torch.full((3 * MIB // 4 + at,), 1.0 + at, device=DEVICE) for at in range(4)},
+        "small": {f"{at}": torch.full((100 + at,), at, dtype=torch.bfloat16, device=DEVICE) for at in range(GATHERED)},
+        "strided": torch.arange(MIB, device=DEVICE).reshape(1024, 1024)[:, ::2],
+        "host": torch.arange(MIB),
+        "trained": {f"{at}": torch.full((1000 + at,), value, device=DEVICE) for at in range(GATHERED)},
+    }
+
+
+@pytest.mark.gpu(0)
+@pytest.mark.parametrize(
+    "settings", [{}, {"device_copy_bytes": 0}, {"gather_bytes": 0}, {"staging": "pageable"}], ids=str
+)
+def test_what_stays_on_a_device_is_cloned_and_what_changes_is_written(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with SyncCheckpointEngine(tmp_path / "root", EngineConfig(keep_last=2, **settings)) as engine:
+        for step in range(1, 10):
+            given = state(step)
+            if step == 6:
+                given["small"]["7"][-1] = -1
+            report = engine.save(given, step=step).result()
+            assert (report.cloned_bytes > 12 * MIB) is (step in (5, 8, 9)), step
+        found = aio_ckpt.read(tmp_path / "root" / "step_000000009")
+    for group, value in state(9).items():
+        for name, tensor in value.items() if isinstance(value, dict) else [("", value)]:
+            stored = found[group][name] if name else found[group]
+            assert torch.equal(stored, tensor.cpu()), (group, name)
+    assert run(["verify", str(tmp_path / "root")]) == 0
