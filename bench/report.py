@@ -185,9 +185,23 @@ when the copy under way has ended, and reads each byte back.""",
     ],
 )
 
+FROZEN_PAGE = Page(
+    "What does not change",
+    f"""{METHOD}
+
+A LoRA run: a base stays, and adapters of 0.5 % of its size, with their AdamW moments, change before each save.
+*x limit* is the ratio to a save that writes all. Each engine has saved four times before. Every tenth step has a copy
+of the base of its own, which the spread shows if a round meets it.""",
+    [
+        Section(path.parent.name, "", (f"{path.parent.name}/{path.stem}",))
+        for path in sorted(RESULTS.glob("*/frozen*.json"))
+    ],
+)
+
 PAGES: Mapping[str, Page] = {
     "adapters": ADAPTERS_PAGE,
     "cpu": CPU_PAGE,
+    "frozen": FROZEN_PAGE,
     "gpu": GPU_PAGE,
     "mirror": MIRROR_PAGE,
     "ranks": RANKS_PAGE,

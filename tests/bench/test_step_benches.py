@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from bench_run import run_bench
 
-from bench import step_time, uring
+from bench import frozen, step_time, uring
 
 
 def test_threads_and_io_uring_write_the_same_bytes_or_it_says_why_not(
@@ -41,3 +41,14 @@ def test_steps_beside_a_save_are_compared_with_those_before_it(tmp_path: Path, m
             assert drain["steps"] >= 1
             assert drain["baseline_secs"] > 0
             assert drain["durable_secs"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+def test_a_lora_run_writes_what_changes_and_the_bench_says_how_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run_bench(frozen.main, tmp_path, monkeypatch, "--mb", "24", "--rounds", "1", "--device", "cpu")
+    assert [len(rows) for rows in found["shapes"].values()] == [5, 2]
+    assert [goal["text"].partition(":")[0] for goal in found["goals"]] == [
+        "bytes written / bytes changed", "durable", "save()", "all changes"
+    ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A reader of format 1.0, written from docs/format.md alone: the standard library, nothing of aio_ckpt."""
+"""A reader of formats 1.0 and 2.0, written from docs/format.md alone: the standard library, nothing of aio_ckpt."""
 
 from __future__ import annotations
 
@@ -59,7 +59,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, StoredTensor | bytes], list[A
         _check_version(manifest["format"])
         check(manifest["rank"] == rank, "rank")
         check(all(manifest[key] == root[key] for key in ("save_id", "step", "world_size")), "of another save")
-        values |= _stored(manifest, b"" if manifest["file"] is None else _file(path, manifest["file"]))
+        block_bytes, frozen = manifest["block_bytes"], manifest.get("frozen")
+        values |= _stored(manifest, b"" if manifest["file"] is None else _file(path, manifest["file"]), block_bytes)
+        if frozen is not None:
+            check(root["format"][0] == manifest["format"][0] == 2, "a frozen file in format 1")
+            values |= _stored(frozen, _file(path, frozen["file"]), block_bytes)
         states.append(_state(unpacked(manifest["skeleton"]), "", rank, _Traversal()))
     return values, states
 
@@ -83,7 +87,7 @@ def _root_manifest(data: bytes) -> dict[str, Any]:
 
 
 def _check_version(version: list[int]) -> None:
-    if version[0] != 1:
+    if version[0] not in (1, 2):
         raise NotImplementedError(f"format {version[0]}.{version[1]}")
 
 
@@ -94,13 +98,13 @@ def _file(path: Path, entry: list[Any]) -> bytes:
     return data
 
 
-def _stored(manifest: dict[str, Any], data: bytes) -> dict[str, StoredTensor | bytes]:
+def _stored(manifest: dict[str, Any], data: bytes, block_bytes: int) -> dict[str, StoredTensor | bytes]:
     found: dict[str, StoredTensor | bytes] = {}
     names, ties, numbers, signatures, shards, *places = manifest["columns"][:8]
     rows = len(names)
     numbers = struct.unpack(f"<{rows}I", numbers)
     item_offsets, item_bytes, raw_offsets = (struct.unpack(f"<{rows}q", column) for column in places)
-    sums, block_bytes, at = manifest["sums"], manifest["block_bytes"], 0
+    sums, at = manifest["sums"], 0
     for row, name in enumerate(names):
         dtype, shape, stride, dimensions, nbytes = signatures[numbers[row]]
         begin, end = item_offsets[row], item_offsets[row] + item_bytes[row]
@@ -115,7 +119,7 @@ def _stored(manifest: dict[str, Any], data: bytes) -> dict[str, StoredTensor | b
         tensor = StoredTensor(dtype, tuple(shape), tuple(stride), tuple(offsets), raw)
         found |= dict.fromkeys([name, *ties.get(row, [])], tensor)
     check(at == len(sums), "sums")
-    for names_of_one, offset, nbytes, crc32 in (entry[:4] for entry in manifest["objects"]):
+    for names_of_one, offset, nbytes, crc32 in (entry[:4] for entry in manifest.get("objects", ())):
         value = data[offset : offset + nbytes]
         check((len(value), zlib.crc32(value)) == (nbytes, crc32), f"object {names_of_one[0]}")
         found |= dict.fromkeys(names_of_one, value)

@@ -103,6 +103,21 @@ def test_a_reader_from_the_page_finds_a_flipped_bit_in_every_file(tmp_path: Path
         read_checkpoint(copy)
 
 
+def test_a_reader_from_the_page_reads_a_frozen_file_and_finds_a_flipped_bit_in_it(tmp_path: Path) -> None:
+    state = {"base": torch.arange(300_000.0), "trained": torch.arange(10), "note": "of the main file"}
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for step in range(1, 6):
+            state["trained"] += 1
+            report = engine.save(state, step=step).result()
+    assert report.cloned_bytes > 1_200_000
+    values, (found,) = read_checkpoint(report.path)
+    assert plain(rebuilt(found, values)) == plain(state)
+    (frozen,) = report.path.glob("__*_0_1.distcp")
+    flip(frozen, 600_000)
+    with pytest.raises(DamagedError, match=r"_0_1\.distcp"):
+        read_checkpoint(report.path)
+
+
 def test_the_reader_imports_nothing_of_the_package() -> None:
     tree = ast.parse((TESTS / "format" / "format_reader.py").read_text())
     found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
