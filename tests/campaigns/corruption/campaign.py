@@ -61,15 +61,22 @@ class Examined:
         return "" if self.error is not None or self.is_equal else "the load gave other values"
 
 
+def _state(large_elements: int, seed: int) -> dict[str, object]:
+    """A leaf of each kind, and a tensor of the frozen file."""
+    frozen = torch.randn(300_000, generator=torch.Generator().manual_seed(seed))
+    kinds = every_kind(large_elements=large_elements, seed=seed)
+    return {**kinds, "frozen": torch.nn.Parameter(frozen, requires_grad=False)}
+
+
 class Range:
     """Sound checkpoints to be damaged, and the means to look at them."""
 
     def __init__(self, folder: Path, *, large_elements: int = 300_000) -> None:
         self._folder = folder
-        self.state = every_kind(large_elements=large_elements)
+        self.state = _state(large_elements, 0)
         for name, seed, step in (("sound", 0, _STEP), ("stale", 1, _STEP - 1), ("foreign", 2, _STEP)):
             with SyncCheckpointEngine(folder / name) as engine:
-                engine.save(every_kind(large_elements=large_elements, seed=seed), step).result()
+                engine.save(_state(large_elements, seed), step).result()
         self._name = f"step_{_STEP:09d}"
         self.sound = folder / "sound" / self._name
         self.others = (folder / "stale" / f"step_{_STEP - 1:09d}", folder / "foreign" / self._name)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.rank_manifest import decode_rank
+from aio_ckpt.format.rank_manifest import FileTable, decode_rank
 
 __all__ = ["FILES", "IN_FILE", "WHOLE_FILE", "Region", "hurt_file", "hurt_region", "regions_of"]
 
 FILES: Mapping[str, str] = {
     "data file": "__*_0_0.distcp",
+    "frozen file": "__*_0_1.distcp",
     ".metadata": METADATA_FILE,
     "rank manifest": "aio_ckpt.*.0.bin",
     "root manifest": "aio_ckpt.*.json",
@@ -49,8 +50,16 @@ def named(checkpoint: Path, pattern: str) -> Path:
 def regions_of(checkpoint: Path) -> list[Region]:
     """Every byte of a sound checkpoint of one rank, by class."""
     manifest = decode_rank(named(checkpoint, FILES["rank manifest"]).read_bytes(), name="m")
-    file, found = named(checkpoint, FILES["data file"]).name, []
-    for entry in manifest.tensors:
+    found = [region for table in manifest.data_files for region in _regions_of_data(checkpoint, table)]
+    for kind in (".metadata", "rank manifest", "root manifest"):
+        path = named(checkpoint, FILES[kind])
+        found.append(Region(kind=kind, file=path.name, start=0, stop=path.stat().st_size, name=None))
+    return [region for region in found if region.stop > region.start]
+
+
+def _regions_of_data(checkpoint: Path, table: FileTable) -> list[Region]:
+    file, found = table.file.name, list[Region]()
+    for entry in table.tensors:
         raw_stop = entry.raw_offset + entry.raw_bytes
         for kind, start, stop in (
             ("item header", entry.item_offset, entry.raw_offset),
@@ -58,7 +67,7 @@ def regions_of(checkpoint: Path) -> list[Region]:
             ("item trailer", raw_stop, entry.item_offset + entry.item_bytes),
         ):
             found.append(Region(kind=kind, file=file, start=start, stop=stop, name=entry.fqns[0]))
-    for stored in manifest.objects:
+    for stored in table.objects:
         stop = stored.offset + stored.nbytes
         found.append(Region(kind="object", file=file, start=stored.offset, stop=stop, name=stored.fqns[0]))
     at = 0
@@ -66,12 +75,8 @@ def regions_of(checkpoint: Path) -> list[Region]:
         if region.start > at:
             found.append(Region(kind="padding", file=file, start=at, stop=region.start, name=None))
         at = max(at, region.stop)
-    for kind, pattern in FILES.items():
-        name = named(checkpoint, pattern).name
-        size = (checkpoint / name).stat().st_size
-        start, label = (at, "padding") if kind == "data file" else (0, kind)
-        found.append(Region(kind=label, file=name, start=start, stop=size, name=None))
-    return [region for region in found if region.stop > region.start]
+    size = (checkpoint / file).stat().st_size
+    return [*found, Region(kind="padding", file=file, start=at, stop=size, name=None)]
 
 
 # -- inside a file --------------------------------------------------------------------------------

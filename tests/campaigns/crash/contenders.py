@@ -119,7 +119,8 @@ def _emptied(state: dict[str, object]) -> dict[str, object]:
     assert isinstance(tensors, dict)
     assert isinstance(history, list)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    return state | {"number": 0, "tensors": zeros, "history": ["" for _ in history]}
+    base = torch.zeros(280_000)
+    return state | {"number": 0, "tensors": zeros, "history": ["" for _ in history], "base": base}
 
 
 def _engine_saves_on(root: Path, number: int) -> None:

@@ -70,7 +70,7 @@ class PointedStorage(ForwardingStorage):
             return await act()
         name = self._name_of(call)
         result = await self.pass_point(name, act)
-        if call.other is not None:
+        if call.other is not None and call.name != "clone":
             # One name for both moves to the trash: retention's may come between a commit's own calls.
             self._last_move = "a move to the trash" if _role(call.other) == "trash" else name
         return result

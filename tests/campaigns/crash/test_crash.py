@@ -64,7 +64,7 @@ def campaign(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any], T
     ("ours", "kills"),
     [
         (ENGINE, 6),
-        pytest.param(PATHS, 6, marks=pytest.mark.slow),
+        pytest.param(PATHS, 9, marks=pytest.mark.slow),
         pytest.param(ENGINE | PATHS, 200, marks=pytest.mark.campaign),
     ],
 )
