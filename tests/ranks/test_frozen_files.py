@@ -51,7 +51,7 @@ def test_each_rank_clones_its_file_and_every_number_of_ranks_loads_it(two: Ranks
         four.run(loaded, root, step)
     assert run(["verify", str(root)]) == 0
     frozen = sorted((root / "step_000000007").glob("__*_1.distcp"))
-    assert [path.stat().st_nlink for path in frozen] == [4, 4]
+    assert len(frozen) == 2
     assert sum(path.stat().st_size for path in frozen) > 8 * MIB
 
 

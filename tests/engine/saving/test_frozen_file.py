@@ -23,6 +23,7 @@ from aio_ckpt.checkpoint import verify
 from aio_ckpt.cli.commands import run
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, WriteError
 from aio_ckpt.format.names import ENGINE_DIRS
+from aio_ckpt.storage import clone
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load of one process
 MIB = 1 << 20
@@ -68,6 +69,12 @@ def assert_holds(checkpoint: Path, value: float, *, base: float = 1.0) -> None:
 
 def step(root: Path, number: int) -> Path:
     return root / f"step_{number:09d}"
+
+
+@pytest.fixture(autouse=True)
+def hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that has no reflinks: steps share inodes, by which these tests tell them apart."""
+    monkeypatch.setattr(clone, "_reflink", lambda *_: False)
 
 
 @pytest.fixture
