@@ -130,6 +130,17 @@ def two_ranks_train_beside_a_reader(cluster: Cluster, root: Path) -> Measured:
     return Measured(not errors and good > 0, "; ".join([text, *errors[:2]]), trained.figures | {"loads": good})
 
 
+def what_does_not_change_is_cloned(cluster: Cluster, root: Path) -> Measured:
+    """A writer clones what stays, beside retention; a reader on another host finds all of it in each step."""
+    saved = cluster.first.call(_save_adapters, root)
+    loaded = cluster.second.call(_load_adapters, root)
+    if saved.error or loaded.error:
+        return Measured(False, saved.error or loaded.error)
+    clones, steps = saved.value, loaded.value
+    text = f"{clones} of 8 saves cloned; steps {steps} are as saved"
+    return Measured(clones == 6 and steps == [7, 8], text, {"clones": clones})
+
+
 def ranks_mount_at_different_paths(cluster: Cluster, root: Path) -> Measured:
     """Two ranks whose hosts mount the directory at different paths save and load one run."""
     roots = (Path("/mnt/one") / root.name, Path("/mnt/other") / root.name)
@@ -270,6 +281,7 @@ TRIALS: tuple[Callable[[Cluster, Path], Measured], ...] = (
     a_checkpoint_is_replaced,
     two_ranks_save_and_load,
     two_ranks_train_beside_a_reader,
+    what_does_not_change_is_cloned,
     ranks_mount_at_different_paths,
     a_probe_finds_what_the_mount_keeps,
     second_writer_is_refused,
@@ -317,6 +329,29 @@ def _save_steps(root: Path, last: int, committed: Path, hold_secs: float = 0.0) 
             engine.save(state(step), step=step).result()
         _stamp(committed)
         time.sleep(hold_secs)
+
+
+def _adapters(step: int) -> dict[str, object]:
+    """Four MiB that stay, and a little that changes."""
+    base = torch.nn.Parameter(torch.arange(float(1 << 20)), requires_grad=False)
+    return {"base": base, "adapter": torch.full((1000,), float(step))}
+
+
+def _save_adapters(root: Path) -> int:
+    with _engine(root, keep_last=2, relink_limit=4) as engine:
+        reports = [engine.save(_adapters(step), step=step).result() for step in range(1, 9)]
+    return sum(report is not None and report.cloned_bytes > 0 for report in reports)
+
+
+def _load_adapters(root: Path) -> list[int]:
+    with _engine(root) as engine:
+        steps = engine.steps()
+        for step in steps:
+            loaded = {"base": torch.zeros(1 << 20), "adapter": torch.zeros(1000)}
+            engine.load(loaded, step=step)
+            for name, tensor in _adapters(step).items():
+                assert torch.equal(loaded[name], tensor), (step, name)  # type: ignore[arg-type]
+        return steps
 
 
 def _save_until(root: Path, enough: Path, keep_last: int = 1) -> int:
