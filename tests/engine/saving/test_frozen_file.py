@@ -365,3 +365,52 @@ def test_a_shared_file_with_a_fault_is_a_fault_of_each_step(
     edit(frozen, keeps_time=True)
     assert run(["verify", str(root)]) == 1
     assert "6 checkpoints, 3 with faults" in capsys.readouterr().out
+
+
+# -- a LoRA run ---------------------------------------------------------------------------------------------------
+
+
+class LoraLinear(torch.nn.Module):
+    """A frozen weight of 1 MiB, and an adapter of rank 4 that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(512, 512), requires_grad=False)
+        self.down = torch.nn.Parameter(torch.randn(4, 512) / 23)
+        self.up = torch.nn.Parameter(torch.zeros(512, 4))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given @ self.weight.T / 23 + given @ self.down.T @ self.up.T
+
+
+def train(root: Path, last: int) -> tuple[list[float], list[bool]]:
+    """Train up to step ``last`` from the newest step, and save each. Return losses, and whether each save cloned."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(LoraLinear(), torch.nn.ReLU(), LoraLinear())
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    given: dict[str, Any] = {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "step": 0}
+    losses, clones = [], []
+    with SyncCheckpointEngine(root, EngineConfig(relink_limit=3, keep_last=2)) as engine:
+        if engine.latest_step() is not None:
+            engine.load(given)
+            torch.set_rng_state(given["rng"])
+        for number in range(given["step"] + 1, last + 1):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 512)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            given |= {"rng": torch.get_rng_state(), "step": number}
+            clones.append(engine.save(given, step=number).result().cloned_bytes > 2 * MIB)
+    return losses, clones
+
+
+def test_a_lora_run_resumes_bit_for_bit_and_writes_its_base_once_in_three_steps(tmp_path: Path):
+    whole, clones = train(tmp_path / "whole", 8)
+    assert clones == [False, True, True, False, True, True, False, True]
+    first, _ = train(tmp_path / "parts", 5)
+    then, _ = train(tmp_path / "parts", 8)
+    assert [*first, *then] == whole
+    found, wanted = (aio_ckpt.read(step(tmp_path / name, 8)) for name in ("parts", "whole"))
+    assert all(torch.equal(found["model"][key], tensor) for key, tensor in wanted["model"].items())
+    assert run(["verify", str(tmp_path / "parts")]) == 0
