@@ -171,8 +171,7 @@ class SavePipeline:
 
         async def write_frozen() -> None:
             nonlocal frozen
-            known = self.unchanged.to_clone(job.plan.layout)
-            frozen = await self.runner.write_frozen(job, part, job.files_at, job.final, known)
+            frozen = await self.runner.write_frozen(job, part, job.files_at, job.final, self.unchanged.to_clone)
 
         async with anyio.create_task_group() as beside:
             if part.layout.frozen_items:

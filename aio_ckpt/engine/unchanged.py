@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aio_ckpt.plan.frozen import FrozenLeaves
-from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.local_plan import Plan
 from aio_ckpt.write.frozen import FrozenFile
 from aio_ckpt.write.result import WriteResult
@@ -20,19 +19,17 @@ class UnchangedLeaves:
     relink_limit: int
     """Most checkpoints that share the bytes of a frozen file."""
     _file: FrozenFile | None = None
-    _layout: ImageLayout | None = None
 
-    def to_clone(self, layout: ImageLayout) -> FrozenFile | None:
-        """Return the frozen file that a save of ``layout`` may clone; None if it has to write its own."""
+    @property
+    def to_clone(self) -> FrozenFile | None:
+        """Frozen file that the next save may clone, if its own would hold the same; None if it has to write its own."""
         file = self._file
-        if file is None or layout is not self._layout or file.clones + 2 > self.relink_limit:
-            return None
-        return file
+        return None if file is None or file.clones + 2 > self.relink_limit else file
 
     def committed(self, plan: Plan, main: WriteResult, frozen: FrozenFile | None) -> None:
         """Learn from the files of a committed save."""
         if self.leaves is None:
             return
-        self._file, self._layout = frozen, plan.layout
+        self._file = frozen
         sums = main.sums if frozen is None else frozen.result.sums + main.sums
         self.leaves.learn(plan.layout, sums, plan.frozen)

@@ -68,7 +68,7 @@ async def write_frozen(
                 await prepare(chunk)
                 on_written(0)
         result = preparer.result(image, known.result.mode, frozenset(chunk.index for chunk in image.chunks))
-        if result == known.result:
+        if result.holds_as(known.result):
             on_activity("cloning its frozen file")
             stamp = await storage.clone(known.path, path, known.stamp)
             if stamp is not None:

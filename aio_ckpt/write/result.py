@@ -27,6 +27,11 @@ class WriteResult:
     items_patched: int
     """Number of items whose trailer holds their CRC32."""
 
+    def holds_as(self, other: WriteResult) -> bool:
+        """Return whether both files hold the same bytes, by their lengths and sums."""
+        mine, theirs = ((each.image_bytes, each.file_crc32, each.sums) for each in (self, other))
+        return mine == theirs
+
 
 def check_complete(requested: frozenset[str], written: frozenset[str]) -> None:
     """Check the post-condition of every save: the written leaves are exactly the requested ones.

@@ -117,6 +117,15 @@ def test_each_step_is_whole_by_itself_whatever_becomes_of_the_others(
     assert inode(step(root, 7)) == inode(step(root, 6))
 
 
+def test_a_new_plan_of_other_leaves_clones_the_same_file(settled: tuple[SyncCheckpointEngine, Path]):
+    engine, root = settled
+    save(engine, 5)
+    report = engine.save(state(6) | {"more": torch.ones(7)}, step=6).result()
+    assert (report.plan_hit, report.cloned_bytes > 2 * MIB) == (False, True)
+    assert inode(step(root, 6)) == inode(step(root, 4))
+    assert run(["verify", str(step(root, 6))]) == 0
+
+
 def test_every_nth_step_has_a_copy_of_its_own(settled: tuple[SyncCheckpointEngine, Path]):
     engine, root = settled
     save(engine, *range(5, 13))
