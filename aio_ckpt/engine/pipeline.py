@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import anyio
+import anyio.lowlevel
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
@@ -171,12 +172,14 @@ class SavePipeline:
 
         async def write_frozen() -> None:
             nonlocal frozen
-            frozen = await self.runner.write_frozen(job, part, job.files_at, job.final, self.unchanged.to_clone)
+            frozen = await self.runner.write_frozen(job, part, job.files_at, job.final, self.unchanged.take())
 
         async with anyio.create_task_group() as beside:
             if part.layout.frozen_items:
                 beside.start_soon(write_frozen)
             result = await self.runner.write(job, part, job.files_at)
+        # A cancellation may end the other task alone, and with it the group, before it reaches this one.
+        await anyio.lowlevel.checkpoint_if_cancelled()
         return result, frozen
 
     async def _record_snapshot(self, rescue: Rescue, job: SaveJob, metadata: MetadataFile, step: int) -> None:
@@ -278,7 +281,7 @@ class SavePipeline:
             step=job.stored_step,
             path=job.final,
             image_bytes=written.result.image_bytes + frozen_bytes,
-            cloned_bytes=frozen_bytes if written.frozen is not None and written.frozen.clones else 0,
+            cloned_bytes=frozen_bytes if written.frozen is not None and written.frozen.is_clone else 0,
             raw_bytes=job.plan.layout.raw_bytes,
             plan_hit=job.plan_hit,
             fingerprint_hit=job.fingerprint_hit,

@@ -20,11 +20,16 @@ class UnchangedLeaves:
     """Most checkpoints that share the bytes of a frozen file."""
     _file: FrozenFile | None = None
 
-    @property
-    def to_clone(self) -> FrozenFile | None:
-        """Frozen file that the next save may clone, if its own would hold the same; None if it has to write its own."""
+    def take(self) -> FrozenFile | None:
+        """Return the frozen file that a save may clone, and count it as a sharer; None if it has to write its own.
+
+        Saves in flight take the same file. One that writes its own after all still counts.
+        """
         file = self._file
-        return None if file is None or file.clones + 2 > self.relink_limit else file
+        if file is None or file.sharers.count >= self.relink_limit:
+            return None
+        file.sharers.count += 1
+        return file
 
     def committed(self, plan: Plan, main: WriteResult, frozen: FrozenFile | None) -> None:
         """Learn from the files of a committed save."""

@@ -12,15 +12,15 @@ from aio_ckpt.errors import MismatchError
 from aio_ckpt.storage.data_file import open_regular_file
 from aio_ckpt.storage.durability import sync_data
 
-Stamp: TypeAlias = "tuple[int | str, int]"
-"""Mark of the content of a file, and its length. It changes if somebody writes to the file, but not with a link."""
+Stamp: TypeAlias = "tuple[int | str, ...]"
+"""Mark of the content of a file. It changes if somebody writes to the file or replaces it, but not with a link."""
 _FICLONE = 0x40049409
 
 
 def file_stamp(path: Path) -> Stamp:
-    """Return the mark of a file: its modification time, in ns, and its length."""
+    """Return the mark of a file: its modification time, in ns, its length and its inode."""
     found = os.stat(path, follow_symlinks=False)
-    return found.st_mtime_ns, found.st_size
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def clone_file(source: Path, target: Path, stamp: Stamp) -> Stamp | None:

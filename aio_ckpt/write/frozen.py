@@ -15,6 +15,13 @@ from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_chunks
 
 
+@dataclass(slots=True)
+class Sharers:
+    """Number of saves that may share the bytes of one written file."""
+
+    count: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenFile:
     """Frozen file of a committed checkpoint, from which the next save may clone its own."""
@@ -24,8 +31,9 @@ class FrozenFile:
     """Length and sums of the file."""
     stamp: Stamp
     """Mark of its content. A file that somebody has edited has another one, and is not cloned."""
-    clones: int
-    """Number of clones between the file that was written and this one."""
+    is_clone: bool
+    sharers: Sharers
+    """Sharers of its bytes, the same object for all clones of one written file."""
 
 
 async def write_frozen(
@@ -73,7 +81,9 @@ async def write_frozen(
             stamp = await storage.clone(known.path, path, known.stamp)
             if stamp is not None:
                 on_written(image.nbytes)
-                return FrozenFile(path=place / path.name, result=result, stamp=stamp, clones=known.clones + 1)
+                return FrozenFile(
+                    path=place / path.name, result=result, stamp=stamp, is_clone=True, sharers=known.sharers
+                )
     mode, written = await write_chunks(
         image,
         is_prepared if is_compared else prepare,
@@ -84,4 +94,5 @@ async def write_frozen(
         on_written=on_written,
     )
     result = preparer.result(image, mode, written)
-    return FrozenFile(path=place / path.name, result=result, stamp=await storage.stamp(path), clones=0)
+    stamp = await storage.stamp(path)
+    return FrozenFile(path=place / path.name, result=result, stamp=stamp, is_clone=False, sharers=Sharers())

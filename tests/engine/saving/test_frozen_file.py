@@ -21,7 +21,7 @@ import aio_ckpt
 from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine
 from aio_ckpt.checkpoint import verify
 from aio_ckpt.cli.commands import run
-from aio_ckpt.errors import ConfigError, CorruptCheckpointError, WriteError
+from aio_ckpt.errors import ConfigError, CorruptCheckpointError, SaveCancelledError, WriteError
 from aio_ckpt.format.names import ENGINE_DIRS
 from aio_ckpt.storage import clone
 
@@ -216,6 +216,29 @@ def test_two_saves_in_flight_share_the_file_of_a_committed_step(tmp_path: Path):
         assert [ticket.result().step for ticket in tickets] == [*range(1, 13)]
         assert tickets[-1].result().cloned_bytes > 2 * MIB
     assert_holds(step(tmp_path / "root", 12), 12)
+
+
+def test_saves_in_flight_together_share_no_more_than_the_limit(tmp_path: Path):
+    base, trained = torch.nn.Parameter(torch.zeros(MIB), requires_grad=False), torch.zeros(3 * MIB)
+    with SyncCheckpointEngine(tmp_path / "root", EngineConfig(max_in_flight=2, relink_limit=3)) as engine:
+        tickets = [engine.save({"base": base, "trained": trained.add_(1)}, step=number) for number in range(1, 13)]
+        assert any(ticket.result().cloned_bytes for ticket in tickets)
+    inodes = [inode(step(tmp_path / "root", number)) for number in range(1, 13)]
+    assert max(map(inodes.count, inodes)) <= 3
+
+
+def test_a_save_that_is_cancelled_while_only_its_frozen_file_is_missing_says_so(tmp_path: Path):
+    base = torch.nn.Parameter(torch.zeros(MIB), requires_grad=False)
+    with gated_engine(tmp_path / "root") as (engine, storage):
+        engine.save({"base": base, "lr": 1}, step=1).result(TIMEOUT)
+        gate = storage.hold("clone")
+        ticket = engine.save({"base": base, "lr": 2}, step=2)
+        gate.wait_reached()
+        storage.wait_for("sync", "__*_0_0.distcp")
+        assert ticket.cancel()
+        storage.release(gate)
+        assert type(ticket.exception(TIMEOUT)) is SaveCancelledError
+        assert engine.save({"base": base, "lr": 3}, step=2).result(TIMEOUT).cloned_bytes > 2 * MIB
 
 
 def test_an_image_in_waves_has_a_frozen_file_that_each_save_writes(tmp_path: Path):
