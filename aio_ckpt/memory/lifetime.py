@@ -228,10 +228,10 @@ class LifetimeManager:
         while True:
             pause_secs = lines.pause_secs()  # logs, so it is not under the lock
             with self._lock:
-                lease = self._try_take(spec, began)
                 is_coming = any(
                     spec.is_met_by(other.kind, arena_capacity(other.nbytes)) for other in self._being_mapped
                 )
+                lease = self._try_take(spec, began)  # last: an error behind it would lose the lease
                 if lease is not None or (not is_coming and self._make_room(spec)):
                     waited_secs = time.monotonic() - began
                     if lease is None:
