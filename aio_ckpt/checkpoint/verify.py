@@ -8,7 +8,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -111,7 +111,7 @@ async def verify_checkpoint(
             file = root_manifest_name(checkpoint.root.save_id)
             faults.append(Fault(file=file, tensor=None, message=message))
         async with Files(storage, path, page_cache="pass") as files:
-            run = _Verification(files, executor, readers, on_progress, faults, set() if sound is None else sound)
+            run = _Verification(files, executor, readers, on_progress, faults, sound)
             await (run.check_plain if checkpoint.is_plain_dcp else run.check_own)(checkpoint)
     return tuple(faults)
 
@@ -187,8 +187,8 @@ class _Verification:
     on_progress: Callable[[int], None]
     """Called with the number of bytes read since its last call."""
     faults: list[Fault]
-    sound: set[SharedFile] = field(default_factory=set)
-    """Files of several checkpoints without a fault."""
+    sound: set[SharedFile] | None = None
+    """Files of several checkpoints without a fault; None if there is one checkpoint."""
 
     async def check_own(self, checkpoint: Checkpoint) -> None:
         """Check a checkpoint of aio_ckpt: the data file of each rank against its manifest and ``.metadata``."""
@@ -230,11 +230,14 @@ class _Verification:
     async def _check_data_file(self, table: FileTable) -> None:
         file = table.file
         await self.files.measure([file.name], {file.name: file.nbytes})
-        status = await self.files.status(file.name)
-        shared = None if status is None or status.links == 1 else (status.identity, file.nbytes, table.sums)
-        if shared in self.sound:
-            self.on_progress(file.nbytes)
-            return
+        shared = None
+        if self.sound is not None:
+            status = await self.files.status(file.name)
+            if status is not None and status.links > 1:
+                shared = status.identity, file.nbytes, table.sums
+            if shared in self.sound:
+                self.on_progress(file.nbytes)
+                return
         known = len(self.faults)
         crc32 = await self._check_ranges(file.name, _checked_ranges(table))
         unparsed_items = [_unparsed_item_of(entry, file.name) for entry in table.tensors]
@@ -245,7 +248,7 @@ class _Verification:
             await run_blocking(self.executor, self._compare_envelopes, table, unparsed_items, ends)
         if crc32 not in (None, file.crc32) and len(self.faults) == known:
             self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
-        if shared is not None and len(self.faults) == known:
+        if self.sound is not None and shared is not None and len(self.faults) == known:
             self.sound.add(shared)
 
     def _compare_items(self, table: FileTable, unparsed_items: Sequence[UnparsedItem], ends: Ends) -> None:

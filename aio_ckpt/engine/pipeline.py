@@ -142,14 +142,15 @@ class SavePipeline:
             image.lease.close()
         job.timer.reached("synced")
         entries = object_entries(plan, job.objects)
-        results = [result] if frozen is None else [frozen.result, result]
-        written = written_names(plan, entries, results)
+        of_frozen = None if frozen is None else frozen.result
+        written = written_names(plan, entries, [result] if of_frozen is None else [of_frozen, result])
         check_complete(frozenset(job.requested), written | plan.elsewhere if plan.elsewhere else written)
         job.begin("writing the rank's manifest")
         manifest = render_rank(
             plan,
             entries,
-            *reversed(results),
+            result,
+            of_frozen,
             step=job.stored_step,
             save_id=job.save_id,
             rank=ctx.rank,

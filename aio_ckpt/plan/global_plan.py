@@ -249,12 +249,12 @@ def places(layout: ImageLayout, held: Sequence[int] = ()) -> bytes:
     return np.array(rows, "<i8").tobytes()
 
 
-def read_places(data: bytes) -> IntArray | None:
-    """Return :func:`places`, a row each; None if ``data`` is none of that."""
-    if len(data) % _PLACE_BYTES:
-        return None
+def are_places(data: bytes, count: int) -> bool:
+    """Return whether ``data`` is the :func:`places` of ``count`` items."""
+    if len(data) != count * _PLACE_BYTES:
+        return False
     rows = np.frombuffer(data, "<i8").reshape(-1, 3)
-    return rows if are_sizes(rows) and not (rows[:, 2] > 1).any() else None
+    return are_sizes(rows) and not (rows[:, 2] > 1).any()
 
 
 def render_global(ranks: Sequence[Stored]) -> MetadataTemplate:

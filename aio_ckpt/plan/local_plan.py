@@ -332,19 +332,19 @@ def laid_out_anew(plan: Plan, frozen: frozenset[str]) -> Plan:
         frozen=frozen,
     )
     made = _plan_of(image, plan.aliases, plan.object_names, plan.source_bytes, frozen)
-    if plan.local is not None:
-        return replace(
-            made,
-            local=plan.local,
-            held=plan.held,
-            replicated=plan.replicated,
-            share_id=plan.share_id,
-            stored_by=plan.stored_by,
-            elsewhere=plan.elsewhere,
-        )
+    moved = replace(
+        plan,
+        layout=made.layout,
+        copies=made.copies,
+        tensors_static=made.tensors_static,
+        frozen_static=made.frozen_static,
+        frozen=frozen,
+    )
+    if plan.local is not None:  # the leader renders ``.metadata``
+        return moved
     items = made.layout.items
     local = local_plan(items, plan.structure.shards, plan.object_names, plan.skeleton, [Tolerance.NONE] * len(items))
-    return replace(made, metadata=render_global([Stored.whole(local, made.layout, len(plan.object_names))]))
+    return replace(moved, metadata=render_global([Stored.whole(local, made.layout, len(plan.object_names))]))
 
 
 # -- several ranks --------------------------------------------------------------------------------

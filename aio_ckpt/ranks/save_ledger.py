@@ -16,7 +16,7 @@ from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import DuplicateNameError, EmptyStateError, PeerFailedError, PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
-from aio_ckpt.plan.global_plan import Stored, read_places, render_global
+from aio_ckpt.plan.global_plan import Stored, are_places, render_global
 from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.replicas import ObjectColumns, have_to_be_equal, may_differ, replicated_items, unequal_replicas
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardTable, intern, object_names
@@ -157,6 +157,8 @@ class _KnownShare:
     """Number of tensor items of the share."""
     places: bytes = b""
     """Places of the tensor items, as in :class:`Vote`; empty until the share was written once."""
+    is_placed: bool = False
+    """Whether ``places`` has been checked and holds each item."""
     spans: list[Extent] = field(default_factory=list)
     """Places of the objects in the newest save."""
 
@@ -308,8 +310,8 @@ class Ledger:
             if report.places is not None:
                 known.places, self._rendered = report.places, None
                 known.spans = [(0, 0)] * known.share.count_objects()
-            places = read_places(known.places)
-            is_whole = places is not None and len(places) == known.items
+                known.is_placed = are_places(report.places, known.items)
+            is_whole = known.is_placed
             for number, offset, nbytes in report.moved:
                 is_whole = is_whole and number < len(known.spans) and min(number, offset, nbytes) >= 0
                 if is_whole:
