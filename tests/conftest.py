@@ -71,9 +71,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` need GPUs; ``-m gpu`` runs them alone."""
+    """Tests marked ``gpu`` need GPUs; ``-m gpu`` runs them alone. Those of the nightly run have an hour each."""
     count = torch.cuda.device_count()
     for item in items:
+        if item.get_closest_marker("campaign") or item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(3600))
         for marker in item.iter_markers("gpu"):
             needed = marker.args[0] if marker.args else 1
             if count < needed:

@@ -61,6 +61,11 @@ class WarmPython(subprocess.Popen[str]):
         finally:
             self._close_pipe_fds(*pipes)
 
+    def __exit__(self, kind: type[BaseException] | None, *given: Any) -> None:
+        if kind is not None:
+            self.kill()  # it may wait for what the test, which failed, does not do any more
+        super().__exit__(kind, *given)
+
 
 def run_warm(source: str, *args: str, timeout: float = 60, **given: Any) -> subprocess.CompletedProcess[str]:
     """``subprocess.run`` of ``source``, its output captured; ``given`` are parameters of ``WarmPython``."""
