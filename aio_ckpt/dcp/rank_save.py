@@ -43,6 +43,7 @@ from aio_ckpt.write.full_disk import explain_full_disk
 from aio_ckpt.write.part import Part, write_part
 from aio_ckpt.write.result import WriteResult as Written
 from aio_ckpt.write.result import check_complete
+from aio_ckpt.write.writer import FileWriter
 
 _MANIFEST_INDEX = MetadataIndex("aio_ckpt.manifest")
 
@@ -192,17 +193,16 @@ class _RankWrite:
         """
         runtime, storage, touch = self.runtime, self.runtime.storage, self.stall.touch
         try:
-            written = await write_part(
-                part,
-                self.directory / part.name,
-                storage,
-                runtime.portal.executor,
+            writer = FileWriter(
+                storage=storage,
+                executor=runtime.portal.executor,
                 workers=runtime.config.workers,
                 settle_secs=SETTLE_SECS,
                 admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=touch),
                 on_activity=lambda _: touch(),
                 on_written=lambda _: touch(),
             )
+            written = await write_part(part, self.directory / part.name, writer)
             manifest = await self.write_manifest(written)
             await storage.sync_dir(self.directory)
             if not await self._is_pending():

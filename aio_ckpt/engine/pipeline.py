@@ -42,7 +42,7 @@ from aio_ckpt.reports import SaveReport
 from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import run_blocking
-from aio_ckpt.write.frozen import FrozenFile
+from aio_ckpt.write.frozen import FrozenFile, write_frozen
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.result import WriteResult, check_complete
 
@@ -171,13 +171,14 @@ class SavePipeline:
         """Write the data file, and write or clone the frozen file beside it."""
         frozen: FrozenFile | None = None
 
-        async def write_frozen() -> None:
+        async def make_frozen() -> None:
             nonlocal frozen
-            frozen = await self.runner.write_frozen(job, part, job.files_at, job.final, self.unchanged.take())
+            writer, known = self.runner.writer(job), self.unchanged.take()
+            frozen = await write_frozen(part, job.files_at, job.final, known, writer)
 
         async with anyio.create_task_group() as beside:
             if part.layout.frozen_items:
-                beside.start_soon(write_frozen)
+                beside.start_soon(make_frozen)
             result = await self.runner.write(job, part, job.files_at)
         # A cancellation may end the other task alone, and with it the group, before it reaches this one.
         await anyio.lowlevel.checkpoint_if_cancelled()

@@ -26,10 +26,10 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import watch_submissions
 from aio_ckpt.runtime.waiting import WaitWarning
-from aio_ckpt.write.frozen import FrozenFile, write_frozen
 from aio_ckpt.write.part import Part, write_part
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.throttle import WriteThrottle
+from aio_ckpt.write.writer import FileWriter
 
 J_contra = TypeVar("J_contra", bound=WriteJob, contravariant=True)
 J = TypeVar("J", bound=WriteJob)
@@ -150,38 +150,22 @@ class JobRunner:
     def _named(self, job: WriteJob) -> str:
         return f"the save of {job.title}" + (f" on rank {self.ctx.rank}" if self.ctx.world_size > 1 else "")
 
+    def writer(self, job: WriteJob) -> FileWriter:
+        """Return the writer of the data files of a job, whose writes tell that the job goes on."""
+        return FileWriter(
+            storage=self.ctx.storage,
+            executor=self.ctx.executor,
+            workers=self.ctx.config.workers,
+            settle_secs=SETTLE_SECS,
+            admit=functools.partial(
+                self.throttle.admit, is_hurried=job.deadline.secs is not None, on_wait=job.stall.touch
+            ),
+            on_activity=job.begin,
+            on_written=job.wrote,
+        )
+
     async def write(self, job: WriteJob, part: Part, directory: Path) -> WriteResult:
         """Write a part of a job to its file in ``directory``, durably."""
-        is_hurried = job.deadline.secs is not None
-        result = await write_part(
-            part,
-            directory / part.name,
-            self.ctx.storage,
-            self.ctx.executor,
-            workers=self.ctx.config.workers,
-            settle_secs=SETTLE_SECS,
-            admit=functools.partial(self.throttle.admit, is_hurried=is_hurried, on_wait=job.stall.touch),
-            on_activity=job.begin,
-            on_written=job.wrote,
-        )
+        result = await write_part(part, directory / part.name, self.writer(job))
         job.stall.touch()
         return result
-
-    async def write_frozen(
-        self, job: WriteJob, part: Part, directory: Path, place: Path, known: FrozenFile | None
-    ) -> FrozenFile:
-        """Write the frozen file of a part, or clone ``known``; see :func:`~aio_ckpt.write.frozen.write_frozen`."""
-        is_hurried = job.deadline.secs is not None
-        return await write_frozen(
-            part,
-            directory,
-            place,
-            known,
-            self.ctx.storage,
-            self.ctx.executor,
-            workers=self.ctx.config.workers,
-            settle_secs=SETTLE_SECS,
-            admit=functools.partial(self.throttle.admit, is_hurried=is_hurried, on_wait=job.stall.touch),
-            on_activity=job.begin,
-            on_written=job.wrote,
-        )

@@ -40,7 +40,7 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
+from aio_ckpt.write.writer import ChunkPreparer, FileWriter
 
 _WORKERS = 4
 
@@ -175,10 +175,6 @@ async def _commit(
     return Rescued(step=save.step, path=str(final), nbytes=nbytes)
 
 
-async def _no_wait(_: int) -> None:
-    """Return at once: every chunk of a complete snapshot is captured, and a rescue does not throttle its writes."""
-
-
 async def _write_data(
     storage: Storage, executor: Executor, pending: Path, save: RescuableSave
 ) -> tuple[FileEntry, int]:
@@ -195,23 +191,9 @@ async def _write_data(
     image = Image(lease=lease, chunks=chunks, chunk_bytes=layout.chunk_bytes, slots=len(chunks), written=())
     name = data_file_name(record.save_id, 0)
     try:
-        result = await write_image(
-            image,
-            ChunkPreparer(layout, record.objects, renders_constants=True),
-            new_file(
-                storage,
-                pending / name,
-                record.image_bytes,
-                settle_secs=SETTLE_SECS,
-                on_activity=lambda _: None,
-            ),
-            executor,
-            workers=_WORKERS,
-            issued=anyio.lowlevel.checkpoint,
-            captured=_no_wait,
-            admit=_no_wait,
-            on_written=lambda _: None,
-        )
+        writer = FileWriter(storage=storage, executor=executor, workers=_WORKERS, settle_secs=SETTLE_SECS)
+        preparer = ChunkPreparer(layout, record.objects, renders_constants=True)
+        result = await writer.write_image(image, preparer, pending / name)
     finally:
         lease.close()
     if result.sums != recorded.sums:

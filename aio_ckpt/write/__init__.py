@@ -7,6 +7,6 @@ disk. Imports everything up to ``snapshot``.
 """
 
 from aio_ckpt.write.throttle import WriteThrottle
-from aio_ckpt.write.writer import write_image
+from aio_ckpt.write.writer import FileWriter
 
-__all__ = ["WriteThrottle", "write_image"]
+__all__ = ["FileWriter", "WriteThrottle"]

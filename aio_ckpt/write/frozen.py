@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
+
 from aio_ckpt.plan.layout import Chunk
-from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
+from aio_ckpt.runtime.portal import run_blocking, watch_submissions
 from aio_ckpt.storage.clone import Stamp
-from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.result import WriteResult
-from aio_ckpt.write.writer import ChunkPreparer, new_file, write_chunks
+from aio_ckpt.write.writer import BlockSums, ChunkPreparer, FileWriter
 
 
 @dataclass(slots=True)
@@ -41,14 +41,7 @@ async def write_frozen(
     directory: Path,
     place: Path,
     known: FrozenFile | None,
-    storage: Storage,
-    executor: Executor,
-    *,
-    workers: int,
-    settle_secs: float,
-    admit: Callable[[int], Awaitable[None]],
-    on_activity: Callable[[str], None],
-    on_written: Callable[[int], None],
+    writer: FileWriter,
 ) -> FrozenFile:
     """Make the frozen file of ``part`` in ``directory``, durable once that is synced.
 
@@ -57,42 +50,52 @@ async def write_frozen(
         directory: where it is written.
         place: directory of the checkpoint once it is committed.
         known: file that may be cloned. An image in waves is written, as it is never in memory as a whole.
-        storage, executor, workers, settle_secs, admit, on_activity, on_written: see
-            :func:`~aio_ckpt.write.part.write_part`.
+        writer: writer of the data files of the save.
     """
     image, path = part.image.part(slice(part.layout.frozen_chunks)), directory / part.frozen_name
     preparer = ChunkPreparer(part.layout, b"", renders_constants=part.renders_constants, is_frozen=True)
 
     async def prepare(chunk: Chunk) -> None:
-        await part.chunks.wait(chunk.index, executor)
-        await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
+        await part.chunks.wait(chunk.index, writer.executor)
+        await run_blocking(writer.executor, preparer.prepare, chunk, image.view(chunk))
 
     async def is_prepared(chunk: Chunk) -> None:
         del chunk
 
+    async def sum_all() -> None:
+        sums: dict[int, BlockSums] = {}
+        left = iter(image.chunks)
+
+        async def sum_some() -> None:
+            for chunk in left:
+                await part.chunks.wait(chunk.index, writer.executor)
+                sums[chunk.index] = await run_blocking(writer.executor, preparer.sum, chunk, image.view(chunk))
+                writer.on_written(0)
+
+        def add_all() -> None:
+            for chunk in image.chunks:
+                preparer.add(chunk, image.view(chunk), sums[chunk.index])
+
+        async with anyio.create_task_group() as group:
+            for _ in range(writer.workers):
+                group.start_soon(sum_some)
+        await run_blocking(writer.executor, add_all)
+
     if is_compared := known is not None and image.is_whole:
         with watch_submissions(image.lease.hold_until):
-            for chunk in image.chunks:
-                await prepare(chunk)
-                on_written(0)
+            await sum_all()
         result = preparer.result(image, known.result.mode, frozenset(chunk.index for chunk in image.chunks))
         if result.holds_as(known.result):
-            on_activity("cloning its frozen file")
-            stamp = await storage.clone(known.path, path, known.stamp)
+            writer.on_activity("cloning its frozen file")
+            stamp = await writer.storage.clone(known.path, path, known.stamp)
             if stamp is not None:
-                on_written(image.nbytes)
+                writer.on_written(image.nbytes)
                 return FrozenFile(
                     path=place / path.name, result=result, stamp=stamp, is_clone=True, sharers=known.sharers
                 )
-    mode, written = await write_chunks(
-        image,
-        is_prepared if is_compared else prepare,
-        new_file(storage, path, image.nbytes, settle_secs=settle_secs, on_activity=on_activity),
-        workers=workers,
-        issued=part.chunks.wait_issued,
-        admit=admit,
-        on_written=on_written,
+    mode, written = await writer.write_chunks(
+        image, is_prepared if is_compared else prepare, path, issued=part.chunks.wait_issued
     )
     result = preparer.result(image, mode, written)
-    stamp = await storage.stamp(path)
+    stamp = await writer.storage.stamp(path)
     return FrozenFile(path=place / path.name, result=result, stamp=stamp, is_clone=False, sharers=Sharers())

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.plan.layout import ImageLayout
-from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.save_progress import CapturedChunks
-from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult
-from aio_ckpt.write.writer import ChunkPreparer, RenderTail, new_file, write_image
+from aio_ckpt.write.writer import ChunkPreparer, FileWriter, RenderTail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,35 +34,16 @@ class Part:
     """Chunks of the image that are captured."""
 
 
-async def write_part(
-    part: Part,
-    path: Path,
-    storage: Storage,
-    executor: Executor,
-    *,
-    workers: int,
-    settle_secs: float,
-    admit: Callable[[int], Awaitable[None]],
-    on_activity: Callable[[str], None],
-    on_written: Callable[[int], None],
-) -> WriteResult:
+async def write_part(part: Part, path: Path, writer: FileWriter) -> WriteResult:
     """Write the data file of ``part`` to ``path``, durably. Each chunk is written once it is captured and admitted.
 
-    ``on_activity`` gets each activity that begins, ``on_written`` the bytes of each write that ended. Both tell that
-    the save goes on.
-
     Raises:
-        WriteError: see :func:`aio_ckpt.write.writer.new_file`.
+        WriteError: see :meth:`FileWriter.write_chunks`.
     """
-    image = part.image.part(slice(part.layout.frozen_chunks, None))
-    return await write_image(
-        image,
+    return await writer.write_image(
+        part.image.part(slice(part.layout.frozen_chunks, None)),
         ChunkPreparer(part.layout, part.tail, renders_constants=part.renders_constants, render_tail=part.render_tail),
-        new_file(storage, path, image.nbytes, settle_secs=settle_secs, on_activity=on_activity),
-        executor,
-        workers=workers,
+        path,
         issued=part.chunks.wait_issued,
-        captured=lambda index: part.chunks.wait(index, executor),
-        admit=admit,
-        on_written=on_written,
+        captured=lambda index: part.chunks.wait(index, writer.executor),
     )

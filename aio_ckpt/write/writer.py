@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,10 +31,20 @@ RenderTail: TypeAlias = Callable[[Sequence[int]], bytes]
 """Function from the CRC32 of each item to the bytes behind the items. Their length does not depend on the CRC32s."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSums:
+    """Sums of the raw bytes of one chunk."""
+
+    spans: Sequence[int]
+    """CRC32 of each of :attr:`ChunkSums.spans`."""
+    parts: Sequence[Sequence[tuple[int, int]]]
+    """For each of :attr:`ChunkSums.parts`, CRC32 and length of what it holds of each block."""
+
+
 class ChunkPreparer:
     """Preparation of captured chunks for the write, in order: constants, objects, padding, sums.
 
-    One thread at a time uses it, chunk after chunk. It holds sums, and never the bytes of an image.
+    One thread at a time uses it, chunk after chunk, except for :meth:`sum`. It holds sums, and no byte of an image.
     """
 
     def __init__(
@@ -90,13 +100,27 @@ class ChunkPreparer:
 
     def prepare(self, chunk: Chunk, view: memoryview) -> None:
         """Complete the captured ``chunk`` in its memory ``view``, and compute its sums."""
+        self.add(chunk, view, self.sum(chunk, view))
+
+    def sum(self, chunk: Chunk, view: memoryview) -> BlockSums:
+        """Place the constants of the captured ``chunk`` in its memory ``view``, and sum its raw bytes.
+
+        Several threads may each sum a chunk. :meth:`add` completes them in their order.
+        """
         if self._renders_constants:
             for start, data in chunk.constants:
                 offset = start - chunk.start
                 view[offset : offset + len(data)] = data
-        plan, crc32 = chunk.sums, isal_zlib.crc32
-        self._item_crc32s[plan.span_items] = [crc32(view[start:stop]) for start, stop in plan.spans]
-        totals = [self._sum_part(piece, view, chunk.start) for piece in plan.parts]
+        return BlockSums(
+            spans=[isal_zlib.crc32(view[start:stop]) for start, stop in chunk.sums.spans],
+            parts=[_sum_part(piece, view, chunk.start) for piece in chunk.sums.parts],
+        )
+
+    def add(self, chunk: Chunk, view: memoryview, sums: BlockSums) -> None:
+        """Complete the summed ``chunk`` in its memory ``view``: its trailers, objects and padding."""
+        plan = chunk.sums
+        self._item_crc32s[plan.span_items] = sums.spans
+        totals = [self._add_part(piece, parts) for piece, parts in zip(plan.parts, sums.parts, strict=True)]
         fields = self._item_crc32s[plan.crc_patches].view(np.uint8).reshape(-1, 1, 4)
         np.frombuffer(view, dtype=np.uint8)[plan.patch_offsets] = fields
         self.items_patched += len(plan.crc_patches)
@@ -120,15 +144,11 @@ class ChunkPreparer:
         if padding < chunk.stop:
             view[padding - chunk.start :] = bytes(chunk.stop - padding)
 
-    def _sum_part(self, piece: Piece, view: memoryview, chunk_start: int) -> int:
-        """Return the CRC32 of the piece, and extend the sums of its item."""
+    def _add_part(self, piece: Piece, parts: Sequence[tuple[int, int]]) -> int:
+        """Return the CRC32 of the piece with these ``parts``, and extend the sums of its item."""
         blocks = self._blocks.setdefault(piece.item, [])
-        offset = piece.image_start - chunk_start - piece.raw_start
-        total = 0
-        position, stop = piece.raw_start, piece.raw_start + piece.nbytes
-        while position < stop:
-            nbytes = min(stop, (position // BLOCK_BYTES + 1) * BLOCK_BYTES) - position
-            part = isal_zlib.crc32(view[offset + position : offset + position + nbytes])
+        total, position = 0, piece.raw_start
+        for part, nbytes in parts:
             if position % BLOCK_BYTES:
                 blocks[-1] = isal_zlib.crc32_combine(blocks[-1], part, nbytes)
             else:
@@ -149,103 +169,119 @@ class ChunkPreparer:
         self.file_crc32 = isal_zlib.crc32(view[position:], running)
 
 
-@contextlib.asynccontextmanager
-async def new_file(
-    storage: Storage, path: Path, nbytes: int, *, settle_secs: float, on_activity: Callable[[str], None]
-) -> AsyncIterator[DataFile]:
-    """Create a data file with room for ``nbytes``. Make it durable if the block succeeds, and close it in any case.
-
-    ``on_activity`` gets the name of each activity when it begins. Closing waits at most ``settle_secs`` for threads
-    that still use the file.
-
-    Raises:
-        WriteError: the file exists, or there is no room (before a byte is written), or it could not be made durable.
-    """
-    on_activity("reserving room for its data")
-    file = await storage.create_data_file(path, nbytes)
-    try:
-        on_activity("writing its data")
-        yield file
-        on_activity("making its data durable")
-        await file.sync()
-    finally:
-        with anyio.move_on_after(settle_secs, shield=True):
-            await file.close()
+def _sum_part(piece: Piece, view: memoryview, chunk_start: int) -> list[tuple[int, int]]:
+    """Return the CRC32 and the length of what the piece holds of each block of its item."""
+    offset = piece.image_start - chunk_start - piece.raw_start
+    parts: list[tuple[int, int]] = []
+    position, stop = piece.raw_start, piece.raw_start + piece.nbytes
+    while position < stop:
+        end = min(stop, (position // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        parts.append((isal_zlib.crc32(view[offset + position : offset + end]), end - position))
+        position = end
+    return parts
 
 
-async def write_image(
-    image: Image,
-    preparer: ChunkPreparer,
-    opening: AbstractAsyncContextManager[DataFile],
-    executor: Executor,
-    *,
-    workers: int,
-    issued: Callable[[], Awaitable[None]],
-    captured: Callable[[int], Awaitable[None]],
-    admit: Callable[[int], Awaitable[None]],
-    on_written: Callable[[int], None],
-) -> WriteResult:
-    """Write each chunk of ``image`` to a file as soon as ``captured(index)`` and ``admit(nbytes)`` return.
-
-    See :func:`write_chunks`.
-    """
-
-    async def prepare(chunk: Chunk) -> None:
-        await captured(chunk.index)
-        await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
-
-    mode, written = await write_chunks(
-        image, prepare, opening, workers=workers, issued=issued, admit=admit, on_written=on_written
-    )
-    return preparer.result(image, mode, written)
+async def _no_wait(_: object = None) -> None:
+    """Wait for nothing."""
 
 
-async def write_chunks(
-    image: Image,
-    prepare: Callable[[Chunk], Awaitable[None]],
-    opening: AbstractAsyncContextManager[DataFile],
-    *,
-    workers: int,
-    issued: Callable[[], Awaitable[None]],
-    admit: Callable[[int], Awaitable[None]],
-    on_written: Callable[[int], None],
-) -> tuple[WriteMode, frozenset[int]]:
-    """Write each chunk of ``image`` to one file as soon as ``prepare(chunk)`` and ``admit(nbytes)`` return.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileWriter:
+    """Writer of the data files of one save, which share storage, threads, limits and listeners."""
 
-    If the file is :attr:`~DataFile.begins_late` and the image is whole, nothing is written until ``issued()`` returns.
-    The first chunks are prepared while the file is opened. At most ``workers`` writes are in flight. Each thread that
-    touches the image holds the lease of the image until it ends. The first error cancels all other work and is raised.
-    Returns how the bytes were written, and the indices of the chunks.
-    """
-    sender, receiver = anyio.create_memory_object_stream[Chunk](workers)
-    written: set[int] = set()
-    start = image.chunks[0].start
+    storage: Storage
+    executor: Executor
+    """Threads that prepare the chunks."""
+    workers: int
+    """Most writes of one file that are in flight."""
+    settle_secs: float
+    """Longest time that closing a file waits for threads that still use it."""
+    admit: Callable[[int], Awaitable[None]] = _no_wait
+    """Returns once a write of so many bytes may begin."""
+    on_activity: Callable[[str], None] = lambda _: None
+    """Gets the name of each activity that begins. This tells, as ``on_written`` does, that the save goes on."""
+    on_written: Callable[[int], None] = lambda _: None
+    """Gets the bytes of each write that ended."""
 
-    async def prepare_all() -> None:
-        async with sender:
-            for chunk in image.chunks:
-                await prepare(chunk)
-                with contextlib.suppress(anyio.BrokenResourceError):  # no writer is left, and their error is raised
-                    await sender.send(chunk)
+    async def write_image(
+        self,
+        image: Image,
+        preparer: ChunkPreparer,
+        path: Path,
+        *,
+        issued: Callable[[], Awaitable[None]] = _no_wait,
+        captured: Callable[[int], Awaitable[None]] = _no_wait,
+    ) -> WriteResult:
+        """Write each chunk of ``image`` as soon as ``captured(index)`` returns; see :meth:`write_chunks`."""
 
-    async def write(file: DataFile, chunks: MemoryObjectReceiveStream[Chunk]) -> None:
-        async with chunks:
-            async for chunk in chunks:
-                nbytes = chunk.stop - chunk.start
-                await admit(nbytes)
-                await file.write(chunk.start - start, image.view(chunk))
-                written.add(chunk.index)
-                if chunk.index < len(image.written):
-                    image.written[chunk.index].set_result(None)
-                on_written(nbytes)
+        async def prepare(chunk: Chunk) -> None:
+            await captured(chunk.index)
+            await run_blocking(self.executor, preparer.prepare, chunk, image.view(chunk))
 
-    async with anyio.create_task_group() as group, receiver:
-        with watch_submissions(image.lease.hold_until):
-            group.start_soon(prepare_all)
-        async with opening as file, anyio.create_task_group() as writing:
-            if file.begins_late and image.is_whole:
-                await issued()
+        mode, written = await self.write_chunks(image, prepare, path, issued=issued)
+        return preparer.result(image, mode, written)
+
+    async def write_chunks(
+        self,
+        image: Image,
+        prepare: Callable[[Chunk], Awaitable[None]],
+        path: Path,
+        *,
+        issued: Callable[[], Awaitable[None]],
+    ) -> tuple[WriteMode, frozenset[int]]:
+        """Write each chunk of ``image`` to a new file, durably, once ``prepare(chunk)`` returns and it is admitted.
+
+        If the file is :attr:`~DataFile.begins_late` and the image is whole, nothing is written until ``issued()``
+        returns. The first chunks are prepared while the file is opened. Each thread that touches the image holds the
+        lease of the image until it ends. The first error cancels all other work and is raised. Returns how the bytes
+        were written, and the indices of the chunks.
+
+        Raises:
+            WriteError: the file exists, or there is no room (before a byte is written), or a write failed.
+        """
+        sender, receiver = anyio.create_memory_object_stream[Chunk](self.workers)
+        written: set[int] = set()
+        start = image.chunks[0].start
+
+        async def prepare_all() -> None:
+            async with sender:
+                for chunk in image.chunks:
+                    await prepare(chunk)
+                    with contextlib.suppress(anyio.BrokenResourceError):  # no writer is left, and their error is raised
+                        await sender.send(chunk)
+
+        async def write(file: DataFile, chunks: MemoryObjectReceiveStream[Chunk]) -> None:
+            async with chunks:
+                async for chunk in chunks:
+                    nbytes = chunk.stop - chunk.start
+                    await self.admit(nbytes)
+                    await file.write(chunk.start - start, image.view(chunk))
+                    written.add(chunk.index)
+                    if chunk.index < len(image.written):
+                        image.written[chunk.index].set_result(None)
+                    self.on_written(nbytes)
+
+        async with anyio.create_task_group() as group, receiver:
             with watch_submissions(image.lease.hold_until):
-                for _ in range(min(workers, len(image.chunks))):
-                    writing.start_soon(write, file, receiver.clone())
-    return file.mode, frozenset(written)
+                group.start_soon(prepare_all)
+            async with self._new_file(path, image.nbytes) as file, anyio.create_task_group() as writing:
+                if file.begins_late and image.is_whole:
+                    await issued()
+                with watch_submissions(image.lease.hold_until):
+                    for _ in range(min(self.workers, len(image.chunks))):
+                        writing.start_soon(write, file, receiver.clone())
+        return file.mode, frozenset(written)
+
+    @contextlib.asynccontextmanager
+    async def _new_file(self, path: Path, nbytes: int) -> AsyncIterator[DataFile]:
+        """Create a data file with room for ``nbytes``. If the block succeeds, make it durable. Close it in any case."""
+        self.on_activity("reserving room for its data")
+        file = await self.storage.create_data_file(path, nbytes)
+        try:
+            self.on_activity("writing its data")
+            yield file
+            self.on_activity("making its data durable")
+            await file.sync()
+        finally:
+            with anyio.move_on_after(self.settle_secs, shield=True):
+                await file.close()

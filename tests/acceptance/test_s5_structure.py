@@ -18,8 +18,8 @@ from aio_ckpt import CheckpointEngine, SaveReport, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, PlanChangedError
 from aio_ckpt.plan.local_plan import PlanCache, PlannedSave
 from aio_ckpt.state.flatten import FlatState
-from aio_ckpt.write import part
 from aio_ckpt.write.result import WriteResult
+from aio_ckpt.write.writer import FileWriter
 
 _values = iter(range(10**9))
 
@@ -186,16 +186,16 @@ LOSSES: dict[str, Callable[[WriteResult], WriteResult]] = {
 async def test_a_write_stage_that_lost_something_cannot_commit(tmp_path, monkeypatch, loss: str):
     """The post-condition rests on what the write stage reports, not on what was planned."""
     state = {"a": torch.ones(3 << 20), "o": b"x" * (6 << 20)}
-    write_image = part.write_image
+    write_image = FileWriter.write_image
 
     async def lossy(*args, **kwargs) -> WriteResult:
         return LOSSES[loss](await write_image(*args, **kwargs))
 
     async with CheckpointEngine(tmp_path) as engine:
-        monkeypatch.setattr(part, "write_image", lossy)
+        monkeypatch.setattr(FileWriter, "write_image", lossy)
         with pytest.raises(PlanChangedError, match="not written"):
             await engine.save(state)
         assert (await engine.steps()) == []
-        monkeypatch.setattr(part, "write_image", write_image)
+        monkeypatch.setattr(FileWriter, "write_image", write_image)
         assert not (await engine.save(state)).plan_hit
         assert same(await engine.read(), state)

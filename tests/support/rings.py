@@ -24,7 +24,7 @@ from aio_ckpt.snapshot.save_progress import CapturedChunks, StallTimer
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult
-from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
+from aio_ckpt.write.writer import ChunkPreparer, FileWriter
 
 TIMEOUT = 20.0
 
@@ -89,22 +89,13 @@ async def save_image(
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(_finish, capturing)
-                result = await write_image(
+                writer = FileWriter(storage=storage, executor=executor, workers=workers, settle_secs=TIMEOUT)
+                result = await writer.write_image(
                     image,
                     ChunkPreparer(planned.plan.layout, objects, renders_constants=renders_constants),
-                    new_file(
-                        storage,
-                        path,
-                        image.chunks[-1].stop,
-                        settle_secs=TIMEOUT,
-                        on_activity=lambda activity: None,
-                    ),
-                    executor,
-                    workers=workers,
+                    path,
                     issued=chunks.wait_issued,
                     captured=lambda index: chunks.wait(index, executor),
-                    admit=lambda nbytes: anyio.lowlevel.checkpoint(),
-                    on_written=lambda nbytes: None,
                 )
         finally:
             for future in image.written:  # frees a capture that waits for a slot
