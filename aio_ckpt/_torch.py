@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
 from torch.distributed.tensor import DTensor, Shard, placement_types
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ __all__ = [
     "PrefixStore",
     "ShardedTensor",
     "StorageInfo",
+    "StorageWeakRef",
     "Store",
     "bare_tensor",
     "create_chunk_list",
@@ -63,6 +65,7 @@ __all__ = [
     "pickled_storage",
     "reader_transforms",
     "sparse_coo_parts",
+    "storage_reference",
     "unowned_bytes",
     "writer_transforms",
 ]
@@ -96,6 +99,15 @@ DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 """Return a lazily negated view. If it moves, negate the copy that was made of the tensor."""
+
+
+def storage_reference(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return a weak reference to the storage of a tensor. Two are equal if they refer to one storage.
+
+    If the class moves, ``frozen="trusted"`` needs another proof that a storage is the one of before.
+    """
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
 
 _strided = getattr(placement_types, "_StridedShard", None)
 SHARDS_DIFFER: bool = _strided is None or Shard(0) != _strided(0, split_factor=2)

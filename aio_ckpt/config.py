@@ -25,6 +25,7 @@ __all__ = [
     "DirectIO",
     "EngineConfig",
     "FailurePolicy",
+    "FrozenPolicy",
     "KeepBest",
     "MetricMode",
     "Mirror",
@@ -36,6 +37,7 @@ Staging = Literal["auto", "pinned", "shm", "pageable"]
 DirectIO = Literal["auto", "on", "off"]
 BusyPolicy = Literal["wait", "skip", "raise"]
 VerifyPolicy = Literal["load", "never"]
+FrozenPolicy = Literal["compared", "trusted"]
 FailurePolicy = Literal["raise", "log"]
 MetricMode = Literal["min", "max"]
 DifferingReplicas = Literal["refuse", "rank0"]
@@ -177,6 +179,11 @@ class EngineConfig:
     """Most steps that share the bytes of tensors that did not change. These get a data file of their own, which a save
     clones from the step before (reflink, hard link, or copy by the object store), or else writes. 1: each save writes
     all."""
+
+    frozen: FrozenPolicy = "compared"
+    """How a save finds that the tensors of that file did not change: it copies and sums them, or, if ``trusted``, it
+    relies on storage, address and ``_version``, and compares 64 random blocks of 1 MiB. Then only the other tensors are
+    copied."""
 
     keep_last: int | None = None
     """Newest committed steps to keep; None deletes nothing."""
@@ -335,6 +342,7 @@ _CHECKS: dict[str, _Check] = {
     "staging": _one_of(get_args(Staging)),
     "direct_io": _one_of(get_args(DirectIO)),
     "when_busy": _one_of(get_args(BusyPolicy)),
+    "frozen": _one_of(get_args(FrozenPolicy)),
     "verify": _one_of(get_args(VerifyPolicy)),
     "on_failure": _one_of(get_args(FailurePolicy)),
     "differing_replicas": _one_of(get_args(DifferingReplicas)),

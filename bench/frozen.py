@@ -10,6 +10,7 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,10 +61,10 @@ class EngineSave(_Saver):
 
     is_async = True
 
-    def __init__(self, name: str, state: State, changing: Sequence[str], root: Path, relink_limit: int) -> None:
+    def __init__(self, name: str, state: State, changing: Sequence[str], root: Path, **settings: Any) -> None:
         super().__init__(state, changing)
         self.name = name
-        self.engine = CheckpointEngine(root, EngineConfig(keep_last=1, relink_limit=relink_limit))
+        self.engine = CheckpointEngine(root, EngineConfig(keep_last=1, **settings))
         for _ in range(_KNOWN_AFTER):
             self.before()
             self.engine.save(state).result()
@@ -131,11 +132,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.dir) as folder:
         place = Path(folder)
         log(f"{total / 1e6:.0f} MB, of which {changed / 1e6:.0f} MB change")
-        frozen = EngineSave("aio_ckpt", lora, trained, place / "cloned", 10)
-        full = EngineSave("aio_ckpt, relink_limit=1", lora, trained, place / "written", 1)
+        frozen = EngineSave("aio_ckpt", lora, trained, place / "cloned")
+        full = EngineSave("aio_ckpt, relink_limit=1", lora, trained, place / "written", relink_limit=1)
         savers = [
             full,
             frozen,
+            EngineSave("aio_ckpt, frozen='trusted'", lora, trained, place / "trusted", frozen="trusted"),
             TorchSave("torch.save", lora, trained, [*lora], place / "torch"),
             TorchSave("torch.save, adapters only", lora, trained, trained, place / "adapters"),
             DcpSave(lora, trained, place / "dcp"),
@@ -143,8 +145,8 @@ def main() -> None:
         title = f"LoRA: {total / 1e6:.0f} MB, of which {changed / 1e6:.0f} MB change"
         shapes[title] = rows = _rows(savers, rounds, total)
         both = [
-            EngineSave("all changes, relink_limit=1", lora, [*lora], place / "all written", 1),
-            EngineSave("all changes", lora, [*lora], place / "all", 10),
+            EngineSave("all changes, relink_limit=1", lora, [*lora], place / "all written", relink_limit=1),
+            EngineSave("all changes", lora, [*lora], place / "all"),
         ]
         shapes[f"all {total / 1e6:.0f} MB change"] = all_rows = _rows(both, rounds, total)
     written = [FigureRow(text=f"written: {each.name}", values=_megabytes(each), unit="MB") for each in savers]
@@ -156,9 +158,11 @@ def main() -> None:
         goals=[
             Goal(text="bytes written / bytes changed", figure=_megabytes(frozen).median * 1e6 / changed, bound=1.1),
             Goal(text="durable: with clones / written", figure=rows[1].total.median / rows[0].total.median, bound=0.15),
+            Goal(text="durable: trusted / written", figure=rows[2].total.median / rows[0].total.median, bound=0.15),
             Goal(
                 text="save(): with clones / written", figure=rows[1].blocked.median / rows[0].blocked.median, bound=1.05
             ),
+            Goal(text="save(): trusted / written", figure=rows[2].blocked.median / rows[0].blocked.median, bound=1.05),
             Goal(text="all changes: durable / relink_limit=1", figure=all_rows[1].ratio, bound=1.02),
         ],
     )

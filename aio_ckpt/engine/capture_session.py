@@ -14,7 +14,7 @@ from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.frozen import FrozenLeaves
-from aio_ckpt.plan.local_plan import Plan, PlanCache, PlannedSave
+from aio_ckpt.plan.local_plan import ImagePlan, PlanCache, PlannedImage, PlannedSave
 from aio_ckpt.reports import Target, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.log_records import log_step
@@ -76,12 +76,13 @@ class CaptureSession:
 
     def lease(
         self,
-        planned: PlannedSave,
+        planned: PlannedImage,
         objects: ObjectBytes,
         target: Target,
         *,
         slot_timeout_secs: float,
         deadline: Deadline,
+        tail_bytes: int = 0,
     ) -> Image:
         """Lease the memory of an image; see :func:`lease_image`."""
         return lease_image(
@@ -91,6 +92,7 @@ class CaptureSession:
             self._staging,
             timeout_secs=slot_timeout_secs,
             limit_secs=deadline.left_secs(MAX_SECS),
+            tail_bytes=tail_bytes,
             step=target if isinstance(target, int) else None,
         )
 
@@ -111,19 +113,21 @@ class CaptureSession:
                 "" if self._ctx.config.shm_path is None else ", and such a snapshot cannot be rescued (shm_path)",
             )
 
-    def map_ahead(self, plan: Plan, objects: ObjectBytes, *, arenas: int) -> Future[None] | None:
+    def map_ahead(
+        self, plan: ImagePlan, objects: ObjectBytes, *, arenas: int, tail_bytes: int = 0
+    ) -> Future[None] | None:
         """Map an arena for the next save in the background; see :meth:`LifetimeManager.map_ahead`."""
         kind, budget_bytes = self._staging.kind(plan.source), self.lifetime.budget_bytes
-        spec = arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes)
+        spec = arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes, tail_bytes=tail_bytes)
         return self.lifetime.map_ahead(spec, arenas=arenas)
 
-    def map_next(self, plan: Plan, objects: ObjectBytes) -> None:
+    def map_next(self, plan: ImagePlan, objects: ObjectBytes, tail_bytes: int) -> None:
         """Map the arena of the next save ahead, if saves may overlap. A failure is logged."""
         arenas = self._ctx.config.max_in_flight
         if arenas == 1:
             return
         with contextlib.suppress(EngineClosedError):
-            mapped = self.map_ahead(plan, objects, arenas=arenas)
+            mapped = self.map_ahead(plan, objects, arenas=arenas, tail_bytes=tail_bytes)
             if mapped is not None:
                 mapped.add_done_callback(_log_failure)
 

@@ -29,6 +29,7 @@ from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import FilePipeline
 from aio_ckpt.engine.file_save import FileSaves
+from aio_ckpt.engine.image_leases import ImageLeases
 from aio_ckpt.engine.job import SaveCall
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.known_steps import EarlierSteps
@@ -195,12 +196,13 @@ class BaseEngine:
         runner = JobRunner(ctx=ctx, throttle=self._throttle, trash=self._trash)
         self._call_lock = call_lock = CallLock(portal)
         self._session = session = CaptureSession(ctx, self._rescue.shared_memory)
+        unchanged = UnchangedLeaves(leaves=session.frozen, relink_limit=ctx.config.relink_limit)
         pipeline = SavePipeline(
             ctx=ctx,
             runner=runner,
             claim=claim,
             quarantine=self._quarantine,
-            unchanged=UnchangedLeaves(leaves=session.frozen, relink_limit=ctx.config.relink_limit),
+            unchanged=unchanged,
             rescue=self._rescue,
         )
         self._recorder = OutcomeRecorder(ctx, session, self._root_session)
@@ -214,6 +216,9 @@ class BaseEngine:
             ctx=ctx,
             portal=portal,
             session=session,
+            leases=ImageLeases(
+                session=session, unchanged=unchanged, rank=ctx.rank, is_trusting=ctx.config.frozen == "trusted"
+            ),
             root_session=self._root_session,
             queue=queue,
             pipeline=pipeline,

@@ -24,6 +24,7 @@ from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.file_plan import FileContent
 from aio_ckpt.plan.local_plan import Plan
+from aio_ckpt.plan.trusted import Versions
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
@@ -34,6 +35,7 @@ from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.snapshot.save_progress import CapturedRun, StallTimer
 from aio_ckpt.ticket import Milestone, SaveTicket
+from aio_ckpt.write.frozen import FrozenFile
 from aio_ckpt.write.part import Part
 
 
@@ -343,6 +345,12 @@ class SaveJob(WriteJob):
     objects: ObjectBytes
     content: ContentSums
     """Checksums by which the leader compares replicas. Those of tensors are left out if the plan message had them."""
+    versions: Versions | None = None
+    """Versions of the frozen leaves; None if they are not trusted."""
+    known: FrozenFile | None = None
+    """Committed file that holds the frozen leaves, which are not captured; None if all are captured."""
+    shared: FrozenFile | None = None
+    """File that the frozen file of this save may be a clone of; None if there is none."""
 
     @property
     def stored_step(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from aio_ckpt.reports import SaveReport
 from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import run_blocking
-from aio_ckpt.write.frozen import FrozenFile, write_frozen
+from aio_ckpt.write.frozen import FrozenFile, write_frozen, write_trusted
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.result import WriteResult, check_complete
 
@@ -108,7 +109,7 @@ class SavePipeline:
                 job.parts[0].image.lease.release(job.settled)  # visible or failed: no rescue needs the image
             beside.cancel_scope.cancel()
         ctx.members.sent.confirm(job.plan.layout, written.spans)  # the leader knows the places of the objects
-        self.unchanged.committed(job.plan, written.result, written.frozen)
+        self.unchanged.committed(job.plan, written.result, written.frozen, job.versions)
         job.begin("ending")
         return self._report(job, written, reply)
 
@@ -137,7 +138,7 @@ class SavePipeline:
                     beside.start_soon(self._record_snapshot, self.rescue, job, metadata, job.step)
             result, frozen = await self._write_data(job, job.parts[0])
             if image.is_whole:
-                image.lease.arena.keep_constants(plan.layout)
+                image.lease.arena.keep_constants(job.parts[0].layout)
             job.begin("writing its .metadata")
             image.lease.close()
         job.timer.reached("synced")
@@ -173,16 +174,40 @@ class SavePipeline:
 
         async def make_frozen() -> None:
             nonlocal frozen
-            writer, known = self.runner.writer(job), self.unchanged.take()
-            frozen = await write_frozen(part, job.files_at, job.final, known, writer)
+            job.shared = self.unchanged.take()
+            if job.known is not None:
+                frozen = await self._renew_frozen(job, part, job.known)
+                return
+            frozen = await write_frozen(part, job.files_at, job.final, job.shared, self.runner.writer(job))
 
         async with anyio.create_task_group() as beside:
-            if part.layout.frozen_items:
+            if job.plan.layout.frozen_items:
                 beside.start_soon(make_frozen)
             result = await self.runner.write(job, part, job.files_at)
         # A cancellation may end the other task alone, and with it the group, before it reaches this one.
         await anyio.lowlevel.checkpoint_if_cancelled()
-        return result, frozen
+        return result if job.known is None else result.moved(job.plan.layout.frozen_chunks), frozen
+
+    async def _renew_frozen(self, job: SaveJob, part: Part, known: FrozenFile) -> FrozenFile:
+        """Clone or copy the frozen file, whose leaves were not captured.
+
+        If the step of ``known`` is deleted meanwhile, a newer one has the same bytes. If none has them, the next save
+        captures the leaves.
+        """
+        writer, shared, layout = self.runner.writer(job), job.shared, job.plan.layout
+        while True:
+            may_clone = shared is not None and shared.sharers is known.sharers
+            try:
+                return await write_trusted(part, layout, job.files_at, job.final, known, writer, may_clone=may_clone)
+            except ReadError:
+                newest = self.unchanged.newest
+                if newest is None or newest is known or not newest.result.holds_as(known.result):
+                    self.unchanged.forget()
+                    raise
+                known = newest
+            except Exception:
+                self.unchanged.forget()
+                raise
 
     async def _record_snapshot(self, rescue: Rescue, job: SaveJob, metadata: MetadataFile, step: int) -> None:
         call, part = job.call, job.parts[0]
@@ -299,7 +324,7 @@ class SavePipeline:
         """Tell the other ranks of a failure, then delete the files of the save. Returns the first error."""
         if job.round.is_leader and isinstance(cause, WriteError | ReadError) and cause.errno in _GONE:
             cause = await self._lost_claim(cause)
-        await explain_failure(cause, self.ctx, job.image_bytes, job.target)
+        await explain_failure(cause, self.ctx, _needed_bytes(job, cause), job.target)
         end = await job.round.end(cause, stage=stage, limit_secs=_tell_secs(job.deadline))
         await settle_failure(
             self.runner.trash,
@@ -321,6 +346,15 @@ class SavePipeline:
             error.__cause__ = cause
             return error
         return cause
+
+
+def _needed_bytes(job: SaveJob, cause: BaseException) -> int:
+    """Return the bytes that the data files of a failed save take. A clone takes none."""
+    frozen_bytes = job.plan.layout.main_start
+    main_bytes = job.image_bytes - (frozen_bytes if job.known is None else 0)
+    failed_name = os.path.basename(str(getattr(cause, "filename", "")))
+    is_cloned = job.shared is not None and all(part.frozen_name != failed_name for part in job.parts)
+    return main_bytes + (0 if is_cloned else frozen_bytes)
 
 
 def _tell_secs(deadline: Deadline) -> float:

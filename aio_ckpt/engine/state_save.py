@@ -19,6 +19,7 @@ from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.call_lock import LockedCalls
 from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.image_leases import ImageLeases
 from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer, sent_target
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
 from aio_ckpt.engine.known_steps import EarlierSteps
@@ -49,6 +50,7 @@ class StateSaves(LockedCalls):
     ctx: EngineContext
     portal: Portal
     session: CaptureSession
+    leases: ImageLeases
     root_session: RootSession
     queue: JobQueue
     pipeline: SavePipeline
@@ -159,7 +161,8 @@ class StateSaves(LockedCalls):
             content = ContentSums(content.objects)
         objects = _own_objects(encoded, [name for name, _ in planned.objects], planned.plan.object_names)
         slot_timeout_secs = self.pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes)
-        image = self.session.lease(planned, objects, target, slot_timeout_secs=slot_timeout_secs, deadline=deadline)
+        leased = self.leases.lease(planned, objects, target, slot_timeout_secs=slot_timeout_secs, deadline=deadline)
+        image, layout = leased.image, leased.planned.plan.layout
         try:
             self.session.log_waves(image, target)
             ctx, plan = self.ctx, planned.plan
@@ -184,20 +187,22 @@ class StateSaves(LockedCalls):
                     fingerprint_hit=planned.fingerprint_hit,
                     objects=objects,
                     content=content,
+                    versions=leased.versions,
+                    known=leased.known,
                 )
             )
             part = Part(
                 name=data_file_name(job.save_id, ctx.rank),
                 frozen_name=data_file_name(job.save_id, ctx.rank, is_frozen=True),
-                layout=plan.layout,
+                layout=layout,
                 tail=objects.region,
-                renders_constants=not image.has_constants or plan.copies.gathers,
+                renders_constants=not image.has_constants or leased.planned.plan.copies.gathers,
                 image=image,
                 chunks=CapturedChunks(len(image.chunks), job.stall),
             )
             # Before the start: an error after it would be raised while the save goes on.
-            self.session.map_next(plan, objects)
-            queue.start(job, self.pipeline, [(planned, part)])
+            self.session.map_next(leased.planned.plan, objects, leased.tail_bytes)
+            queue.start(job, self.pipeline, [(leased.planned, part)])
         except Exception:
             image.lease.close()  # again: without memory, start() may have failed to close it
             raise

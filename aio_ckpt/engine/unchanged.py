@@ -5,36 +5,63 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aio_ckpt.plan.frozen import FrozenLeaves
+from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.local_plan import Plan
+from aio_ckpt.plan.trusted import Versions
 from aio_ckpt.write.frozen import FrozenFile
 from aio_ckpt.write.result import WriteResult
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Newest:
+    """Frozen file of the newest committed save."""
+
+    file: FrozenFile
+    layout: ImageLayout
+    versions: Versions | None
+    """Versions of the frozen leaves when they were captured; None if nobody asked for them."""
+
+
 @dataclass(slots=True, kw_only=True)
 class UnchangedLeaves:
-    """What the newest committed save of one engine tells the next ones. It is used on the loop."""
+    """What the newest committed save of one engine tells the next ones. The loop uses it, except where it says so."""
 
     leaves: FrozenLeaves | None
     """Frozen leaves; None if each save writes all."""
     relink_limit: int
     """Most checkpoints that share the bytes of a frozen file."""
-    _file: FrozenFile | None = None
+    _newest: _Newest | None = None
 
     def take(self) -> FrozenFile | None:
         """Return the frozen file that a save may clone, and count it as a sharer; None if it has to write its own.
 
         Saves in flight take the same file. One that writes its own after all still counts.
         """
-        file = self._file
+        file = self.newest
         if file is None or file.sharers.count >= self.relink_limit:
             return None
         file.sharers.count += 1
         return file
 
-    def committed(self, plan: Plan, main: WriteResult, frozen: FrozenFile | None) -> None:
+    @property
+    def newest(self) -> FrozenFile | None:
+        """The frozen file of the newest committed save; None if that has none."""
+        return None if self._newest is None else self._newest.file
+
+    def holding(self, layout: ImageLayout, versions: Versions) -> FrozenFile | None:
+        """Return the newest frozen file if it holds the leaves of ``layout`` with these ``versions``. On any thread."""
+        newest = self._newest
+        is_same = newest is not None and newest.layout is layout and newest.versions == versions
+        return newest.file if newest is not None and is_same else None
+
+    def forget(self) -> None:
+        """Let the next save capture and write its frozen file."""
+        self._newest = None
+
+    def committed(self, plan: Plan, main: WriteResult, frozen: FrozenFile | None, versions: Versions | None) -> None:
         """Learn from the files of a committed save."""
         if self.leaves is None:
             return
-        self._file = frozen
+        self._newest = None if frozen is None else _Newest(file=frozen, layout=plan.layout, versions=versions)
         sums = main.sums if frozen is None else frozen.result.sums + main.sums
         self.leaves.learn(plan.layout, sums, plan.frozen)

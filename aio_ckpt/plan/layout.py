@@ -169,6 +169,11 @@ class Placement:
     """Envelope, rendered for ``spec``."""
 
 
+def placement(item: TensorItem) -> Placement:
+    """Return the placement of an item, to lay it out anew."""
+    return Placement(item.leaf, item.fqns, item.offsets, item.spec, item.envelope)
+
+
 def chunk_bytes_for(raw_bytes: int) -> int:
     """Return the chunk size for an image of ``raw_bytes``: a multiple of 1 MiB."""
     wanted = max(min(raw_bytes // _FEW_CHUNKS, _CHUNK_BYTES_FEW), raw_bytes // _MANY_CHUNKS, _CHUNK_BYTES_MIN)

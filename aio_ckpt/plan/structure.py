@@ -236,6 +236,18 @@ def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)))
 
 
+def has_stored_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of ``tensor`` holds its bytes exactly as a data file stores them."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return not is_lazy and tensor_zip.is_dense(tuple(tensor.shape), tensor.stride())
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor that :func:`has_stored_bytes`, in the order of its memory."""
+    flat = torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)
+
+
 def check_whole(flat: FlatState, structure: Structure) -> None:
     """Check, for an engine of one rank, that each shard is its whole tensor: other parts would be missing silently.
 

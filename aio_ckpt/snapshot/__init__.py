@@ -3,7 +3,8 @@
 In: a ``PlannedSave`` and a lease. Out: an ``Image``. Its chunks are captured when their events are reached; from then
 on, the caller may change its tensors. ``capture`` decides the order of the copies: those of unguarded tensors come
 first. ``device_copy`` decides which tensors are copied on their device, from which size and in how much memory;
-``optimizer_guard``: what an optimizer waits for. Imports everything up to ``plan``; never storage.
+``optimizer_guard``: what an optimizer waits for.
+``sample`` compares frozen leaves that are not captured. Imports everything up to ``plan``; never storage.
 """
 
 from aio_ckpt.snapshot.capture import Capture

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from aio_ckpt.errors import SourceChangedError, StallError
-from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import Copies, CopyEvent, pack_part
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import copy_all, first_unreadable
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable, GatherRun
 from aio_ckpt.plan.layout import Chunk, Piece
 from aio_ckpt.plan.local_plan import ImagePlan, PlannedImage
-from aio_ckpt.plan.structure import addresses
+from aio_ckpt.plan.structure import addresses, flat_bytes, has_stored_bytes
 from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.gather import GatherBuffers, LeafGroups
 from aio_ckpt.snapshot.image import Image
@@ -261,7 +260,7 @@ class Capture:
             tensor = self._planned.tensors[leaf].detach()
             start = piece.image_start + shift
             target = self._image.lease.arena.tensor[start : start + piece.nbytes]
-            if tensor.device.type == "cpu" and not _has_stored_bytes(tensor):
+            if tensor.device.type == "cpu" and not has_stored_bytes(tensor):
                 # The tensor is copied piece by piece, because a contiguous copy of it would exceed the budget.
                 pack_part(target.view(tensor.dtype), tensor, piece.raw_start // tensor.itemsize)
                 continue
@@ -278,16 +277,8 @@ class Capture:
 
     def _flat_bytes(self, leaf: int, tensor: torch.Tensor, copies: Copies) -> torch.Tensor:
         if leaf not in self._flat:
-            plain = tensor if _has_stored_bytes(tensor) else copies.contiguous(tensor)
-            flat = torch.as_strided(plain, (plain.numel(),), (1,), plain.storage_offset())
-            self._flat[leaf] = flat.view(torch.uint8)
+            self._flat[leaf] = flat_bytes(tensor if has_stored_bytes(tensor) else copies.contiguous(tensor))
         return self._flat[leaf]
-
-
-def _has_stored_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of ``tensor`` holds its bytes exactly as a data file stores them."""
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    return not is_lazy and is_dense(tuple(tensor.shape), tensor.stride())
 
 
 def capture(

@@ -36,6 +36,8 @@ class Image:
     """Number of chunks that the arena holds at once."""
     written: tuple[Future[None], ...]
     """For each chunk whose slot is used again, a future that is resolved when the slot is free."""
+    base: int = 0
+    """Offset of the first slot in the arena."""
     has_constants: bool = False
     """Whether the arena already holds the constant bytes of the layout, from an earlier save of the same layout."""
 
@@ -53,6 +55,19 @@ class Image:
         """Return these chunks alone, which are those of one data file."""
         return replace(self, chunks=self.chunks[chunks])
 
+    def behind(self, chunks: tuple[Chunk, ...], chunk_bytes: int) -> Image:
+        """Return an image of other ``chunks`` in the bytes of the arena behind this one, in waves if these are few."""
+        base = self.chunks[-1].stop
+        slots = min((self.lease.arena.capacity - base) // chunk_bytes, len(chunks))
+        return Image(
+            lease=self.lease,
+            chunks=chunks,
+            chunk_bytes=chunk_bytes,
+            slots=slots,
+            written=tuple(Future() for _ in chunks[slots:]),
+            base=base,
+        )
+
     def fail_slots(self, cause: BaseException) -> None:
         """Fail all slots that are not free: a capture that waits for one raises ``cause``."""
         for slot in self.written:
@@ -61,7 +76,7 @@ class Image:
 
     def slot_offset(self, chunk: Chunk) -> int:
         """Return the offset of the chunk in the arena. A whole image lies there as it is."""
-        return chunk.start if self.is_whole else (chunk.index % self.slots) * self.chunk_bytes
+        return self.base + (chunk.start if self.is_whole else (chunk.index % self.slots) * self.chunk_bytes)
 
     def view(self, chunk: Chunk) -> memoryview:
         """Return the bytes of the chunk in the arena."""
@@ -74,12 +89,17 @@ def ring_slots(image_bytes: int, chunk_bytes: int, budget_bytes: int) -> int | N
     return None if image_bytes <= budget_bytes else max(budget_bytes // chunk_bytes, 1)
 
 
-def arena_spec(plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int) -> ArenaSpec:
-    """Return the requirements on the arena of a save of ``plan`` with ``objects_bytes`` of objects."""
+def arena_spec(
+    plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int, tail_bytes: int = 0
+) -> ArenaSpec:
+    """Return the requirements on the arena of a save of ``plan`` with ``objects_bytes`` of objects.
+
+    ``tail_bytes``: bytes behind the image.
+    """
     image_bytes = image_bytes_of(plan, objects_bytes)
     slots = ring_slots(image_bytes, plan.layout.chunk_bytes, budget_bytes)
     nbytes = image_bytes if slots is None else min(image_bytes, slots * plan.layout.chunk_bytes)
-    return ArenaSpec(nbytes=nbytes, kind=kind, source=plan.source)
+    return ArenaSpec(nbytes=nbytes + tail_bytes, kind=kind, source=plan.source)
 
 
 def image_bytes_of(plan: ImagePlan, objects_bytes: int) -> int:
@@ -97,11 +117,12 @@ def lease_image(
     *,
     timeout_secs: float,
     limit_secs: float,
+    tail_bytes: int = 0,
     step: int | None = None,
 ) -> Image:
     """Lease an arena for the image of one save. Block while earlier saves hold the budget; log lines name ``step``.
 
-    ``staging`` chooses the kind of the arena.
+    ``staging`` chooses the kind of the arena, which has ``tail_bytes`` more behind the image.
 
     Raises:
         BudgetExceededError: the image exceeds the budget, or the system lacks the memory.
@@ -110,7 +131,7 @@ def lease_image(
     plan, layout, budget_bytes = planned.plan, planned.plan.layout, lifetime.budget_bytes
 
     def acquire(kind: ArenaKind) -> Lease:
-        spec = arena_spec(plan, objects_bytes, kind, budget_bytes=budget_bytes)
+        spec = arena_spec(plan, objects_bytes, kind, budget_bytes=budget_bytes, tail_bytes=tail_bytes)
         return lifetime.acquire(spec, timeout_secs=timeout_secs, limit_secs=limit_secs, step=step)
 
     chunks = file_chunks(layout, image_bytes_of(plan, objects_bytes))

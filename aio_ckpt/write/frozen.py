@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 
-from aio_ckpt.plan.layout import Chunk
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.plan.layout import Chunk, ImageLayout
 from aio_ckpt.runtime.portal import run_blocking, watch_submissions
 from aio_ckpt.storage.clone import Stamp
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.writer import BlockSums, ChunkPreparer, FileWriter
@@ -87,15 +90,78 @@ async def write_frozen(
         result = preparer.result(image, known.result.mode, frozenset(chunk.index for chunk in image.chunks))
         if result.holds_as(known.result):
             writer.on_activity("cloning its frozen file")
-            stamp = await writer.storage.clone(known.path, path, known.stamp)
-            if stamp is not None:
+            cloned = await _clone(known, path, place, writer.storage)
+            if cloned is not None:
                 writer.on_written(image.nbytes)
-                return FrozenFile(
-                    path=place / path.name, result=result, stamp=stamp, is_clone=True, sharers=known.sharers
-                )
+                return cloned
     mode, written = await writer.write_chunks(
         image, is_prepared if is_compared else prepare, path, issued=part.chunks.wait_issued
     )
+    return await _written(path, place, preparer.result(image, mode, written), writer.storage)
+
+
+async def write_trusted(
+    part: Part,
+    layout: ImageLayout,
+    directory: Path,
+    place: Path,
+    known: FrozenFile,
+    writer: FileWriter,
+    *,
+    may_clone: bool,
+) -> FrozenFile:
+    """Make a frozen file in ``directory`` that holds the bytes of ``known``, which were not captured.
+
+    It is a clone, or a copy, of which each byte is verified.
+
+    Args:
+        part: part of the main data file. There is room for a chunk behind its image.
+        layout: layout of both files.
+        directory, place, writer: see :func:`write_frozen`.
+        known: frozen file of a committed checkpoint.
+        may_clone: whether one checkpoint more may share its bytes.
+
+    Raises:
+        ReadError: ``known`` cannot be read.
+        CorruptCheckpointError: its bytes are not those that were written.
+    """
+    path, storage = directory / part.frozen_name, writer.storage
+    if may_clone:
+        writer.on_activity("cloning its frozen file")
+        cloned = await _clone(known, path, place, storage)
+        if cloned is not None:
+            return cloned
+    image = part.image.behind(layout.chunks[: layout.frozen_chunks], layout.chunk_bytes)
+    preparer = ChunkPreparer(layout, b"", renders_constants=False, is_frozen=True)
+    source = await storage.open_data_file(known.path)
+
+    async def read(chunk: Chunk) -> None:
+        if chunk.index >= image.slots:
+            await asyncio.wrap_future(image.written[chunk.index - image.slots])
+        await source.read_into(chunk.start, image.view(chunk))
+        await run_blocking(writer.executor, preparer.prepare, chunk, image.view(chunk))
+
+    try:
+        mode, written = await writer.write_chunks(image, read, path)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await source.close()
     result = preparer.result(image, mode, written)
-    stamp = await writer.storage.stamp(path)
+    if not result.holds_as(known.result):
+        raise CorruptCheckpointError(
+            f"{known.path}: its bytes are not those that were written, and the tensors that it holds were not captured "
+            "(frozen='trusted'); the next save captures and writes them"
+        )
+    return await _written(path, place, result, storage)
+
+
+async def _clone(known: FrozenFile, path: Path, place: Path, storage: Storage) -> FrozenFile | None:
+    stamp = await storage.clone(known.path, path, known.stamp)
+    if stamp is None:
+        return None
+    return FrozenFile(path=place / path.name, result=known.result, stamp=stamp, is_clone=True, sharers=known.sharers)
+
+
+async def _written(path: Path, place: Path, result: WriteResult, storage: Storage) -> FrozenFile:
+    stamp = await storage.stamp(path)
     return FrozenFile(path=place / path.name, result=result, stamp=stamp, is_clone=False, sharers=Sharers())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.reports import WriteMode
@@ -26,6 +26,10 @@ class WriteResult:
     """Indices in the image of the chunks that were written."""
     items_patched: int
     """Number of items whose trailer holds their CRC32."""
+
+    def moved(self, chunks: int) -> WriteResult:
+        """Return the result for an image that holds ``chunks`` more before this file."""
+        return replace(self, chunks_written=frozenset(index + chunks for index in self.chunks_written))
 
     def holds_as(self, other: WriteResult) -> bool:
         """Return whether both files hold the same bytes, by their lengths and sums."""

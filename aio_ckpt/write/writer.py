@@ -227,7 +227,7 @@ class FileWriter:
         prepare: Callable[[Chunk], Awaitable[None]],
         path: Path,
         *,
-        issued: Callable[[], Awaitable[None]],
+        issued: Callable[[], Awaitable[None]] = _no_wait,
     ) -> tuple[WriteMode, frozenset[int]]:
         """Write each chunk of ``image`` to a new file, durably, once ``prepare(chunk)`` returns and it is admitted.
 

@@ -48,7 +48,7 @@ def test_a_lora_run_writes_what_changes_and_the_bench_says_how_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = run_bench(frozen.main, tmp_path, monkeypatch, "--mb", "24", "--rounds", "1", "--device", "cpu")
-    assert [len(rows) for rows in found["shapes"].values()] == [5, 2]
+    assert [len(rows) for rows in found["shapes"].values()] == [6, 2]
     assert [goal["text"].partition(":")[0] for goal in found["goals"]] == [
-        "bytes written / bytes changed", "durable", "save()", "all changes"
+        "bytes written / bytes changed", "durable", "durable", "save()", "save()", "all changes"
     ]  # fmt: skip

@@ -23,6 +23,7 @@ from aio_ckpt import PerRank, SyncCheckpointEngine
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden" / "v1" / f"step_{STEP:09d}"
+WITH_FROZEN = TESTS / "golden" / "v2" / GOLDEN.name
 
 
 def rebuilt(place: Any, values: dict[str, StoredTensor | bytes]) -> Any:
@@ -56,8 +57,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def test_a_reader_from_the_page_reads_the_golden_checkpoint_bit_for_bit() -> None:
-    values, (state,) = read_checkpoint(GOLDEN)
+@pytest.mark.parametrize("golden", [GOLDEN, WITH_FROZEN], ids=["1.0", "2.0"])
+def test_a_reader_from_the_page_reads_the_golden_checkpoint_bit_for_bit(golden: Path) -> None:
+    values, (state,) = read_checkpoint(golden)
     assert plain(rebuilt(state, values)) == plain(golden_state())
     assert list(state) == list(golden_state())
 

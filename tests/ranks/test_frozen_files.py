@@ -11,6 +11,7 @@ from rank_states import assert_same, spread, whole, zeroed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
 
 SECS = 60.0
@@ -64,6 +65,29 @@ def test_after_ranks_of_another_number_go_on_the_steps_of_both_are_whole(
     for step in (5, 10):
         two.run(loaded, root, step)
     assert run(["verify", str(root)]) == 0
+
+
+def trusted(rank: int, count: int, root: Path) -> list[bool]:
+    """A base that no save reads again after the fourth one, until the part of rank 1 changes in save 7."""
+    config = EngineConfig(stall_timeout_secs=SECS, frozen="trusted", relink_limit=3)
+    found, base = [], state(count, 0)
+    with SyncCheckpointEngine(root, config) as engine:
+        for step in range(1, 11):
+            given = {**base, "trained": state(count, step)["trained"], "step": step}
+            if step == 7 and rank == 1:
+                given["parts"].to_local()[0, 0] = step
+            found.append(engine.save(given, step=step).result(SECS).cloned_bytes > 0)
+            template = zeroed(given)
+            engine.load(template)
+            assert_same(template, given)
+    return found
+
+
+def test_each_rank_trusts_its_own_frozen_tensors(two: Ranks, tmp_path: Path):
+    first, second = two.run(trusted, tmp_path / "root")
+    assert first == [False] * 4 + [True, True, False, True, True, False]
+    assert second == [False] * 4 + [True, True, False, False, True, True]
+    assert run(["verify", str(tmp_path / "root")]) == 0
 
 
 def one_changes(rank: int, count: int, root: Path) -> list[tuple[bool, bool]]:

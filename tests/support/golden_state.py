@@ -1,8 +1,9 @@
-"""The state that the golden checkpoint holds, and how it is written: ``python tests/support/golden_state.py ROOT``.
+"""The state that the golden checkpoints hold, and how they are written: ``python tests/support/golden_state.py ROOT``.
 
-``tests/golden/v1/`` keeps a checkpoint of format 1.0. Before the first release it is written anew when the format
-changes; after it, a changed format gets a directory of its own and this one stays for ever. The root has a neutral name
-(it stands in ``.metadata``), and only the directory of the step is kept.
+``tests/golden/v1/`` keeps a checkpoint of format 1.0, ``v2/`` one of 2.0, with a frozen file (``ROOT frozen``).
+Before the first release they are written anew when the format changes; after it, a changed format gets a directory of
+its own and these stay for ever. The root has a neutral name (it stands in ``.metadata``), and only the directory of the
+step is kept.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from aio_ckpt import PerRank, SyncCheckpointEngine
+from aio_ckpt.plan import frozen, layout
 
 STEP = 7
 
@@ -41,6 +43,18 @@ def golden_state() -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    with SyncCheckpointEngine(sys.argv[1]) as engine:
+def write(root: str, *, has_frozen: bool) -> None:
+    """Write the state into ``root``: for a frozen file after steps in which only the optimizer changes."""
+    with SyncCheckpointEngine(root) as engine:
+        for step in range(1, STEP) if has_frozen else ():
+            state = golden_state()
+            state["optimizer"]["state"][0]["step"] -= step
+            state["optimizer"]["state"][0]["exp_avg"] *= 1 / step
+            engine.save(state, step).result()
         engine.save(golden_state(), STEP, metrics={"loss": 0.25, "odd": float("nan")}).result()
+
+
+if __name__ == "__main__":
+    # A frozen file of a few bytes is read like any other. The engine makes none.
+    frozen.LEAST_FROZEN_BYTES = layout.LEAST_FROZEN_BYTES = 1
+    write(sys.argv[1], has_frozen=sys.argv[2:] == ["frozen"])

@@ -8,6 +8,7 @@ from aio_ckpt.commit.in_place import PENDING
 from aio_ckpt.format.checkpoint_files import save_of_file
 
 DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST = "__*_0_0.distcp", "aio_ckpt.*.0.bin", "aio_ckpt.*.json"
+FROZEN_FILE = "__*_0_1.distcp"
 """Patterns of the names of the files of rank 0, and of the root manifest."""
 
 

@@ -128,6 +128,18 @@ def test_neg_view_negates_without_a_copy() -> None:
     assert negated.tolist() == [-1, -1]
 
 
+def test_references_to_storages_are_equal_if_the_storage_is_the_same_one() -> None:
+    memory = bytearray(8)
+    first, second = (torch.frombuffer(memory, dtype=torch.uint8) for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()
+    assert _torch.storage_reference(first) == _torch.storage_reference(first.view(2, 4).detach())
+    assert _torch.storage_reference(first) != _torch.storage_reference(second)
+    reference = _torch.storage_reference(first)
+    assert not reference.expired()
+    del first
+    assert reference.expired()
+
+
 class Greedy(torch.Tensor):
     """Makes every tensor one of its own."""
 

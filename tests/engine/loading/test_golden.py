@@ -19,7 +19,15 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_maker import reseal
 from gated_storage import TIMEOUT
 from golden_state import STEP, golden_state
-from saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST, rank_manifest, root_manifest, without_save_id
+from saved_files import (
+    DATA_FILE,
+    FROZEN_FILE,
+    RANK_MANIFEST,
+    ROOT_MANIFEST,
+    rank_manifest,
+    root_manifest,
+    without_save_id,
+)
 from tensor_bits import assert_is_sound_zip, assert_same_tensor, cut_items
 
 from aio_ckpt import CheckpointEngine, PerRank, SyncCheckpointEngine
@@ -96,15 +104,16 @@ def blank(value: Any) -> Any:
 
 
 def test_there_is_a_golden_checkpoint_of_every_format_version() -> None:
-    assert VERSIONS == ["v1"], "1.0"
-    assert (FORMAT_MAJOR, FORMAT_MINOR) == (1, 0)
+    assert VERSIONS == ["v1", "v2"]
+    assert ((FORMAT_MAJOR, FORMAT_MINOR), FROZEN_FORMAT) == ((1, 0), (2, 0))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_git_keeps_every_file_of_a_golden_checkpoint(version: str) -> None:
     files = [path for path in (GOLDEN / version).rglob("*") if path.is_file()]
     names = {path.name for path in files}
-    assert {without_save_id(name) for name in names} == {".metadata", DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST}
+    wanted = {".metadata", DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST} | ({FROZEN_FILE} if version == "v2" else set())
+    assert {without_save_id(name) for name in names} == wanted
     assert sum(path.stat().st_size for path in files) < 32 << 10
     if not (GOLDEN.parents[1] / ".git").exists() or shutil.which("git") is None:
         pytest.skip("this is no git checkout: nothing to ask about ignored files")
@@ -205,7 +214,8 @@ def change_rank(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> N
 
 def test_an_unknown_minor_version_is_read_and_what_it_added_is_ignored(checkpoint: Path, root: Path) -> None:
     def newer(fields: dict[str, Any]) -> None:
-        fields["format"] = [FORMAT_MAJOR, FORMAT_MINOR + 7]
+        major, minor = fields["format"]
+        fields["format"] = [major, minor + 7]
         fields["added later"] = {"anything": [1, 2]}
 
     def newer_rank(fields: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +22,11 @@ import aio_ckpt
 from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine
 from aio_ckpt.checkpoint import verify
 from aio_ckpt.cli.commands import run
+from aio_ckpt.config import FrozenPolicy
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, SaveCancelledError, WriteError
 from aio_ckpt.format.names import ENGINE_DIRS
 from aio_ckpt.storage import clone
+from aio_ckpt.storage import data_file as data_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load of one process
 MIB = 1 << 20
@@ -326,6 +329,32 @@ def test_if_the_frozen_file_cannot_be_written_nothing_is_committed(tmp_path: Pat
             engine.save({"weight": weight}, step=1).result(TIMEOUT)
         assert engine.steps().result() == []
         assert engine.save({"weight": weight}, step=1).result(TIMEOUT).step == 1
+
+
+@pytest.mark.parametrize("policy", ["compared", "trusted"])
+@pytest.mark.parametrize("full", ["main", "frozen"])
+def test_a_full_disk_is_told_with_what_a_clone_does_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: FrozenPolicy, full: str
+) -> None:
+    if full == "frozen":
+        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError(1, "no links")))
+    reserve, end = data_files._reserve, {"main": "_0_0.distcp", "frozen": "_0_1.distcp"}[full]
+
+    def reserve_unless_full(descriptor: int, nbytes: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(end):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, nbytes)
+
+    weight = torch.nn.Parameter(torch.zeros(MIB), requires_grad=False)
+    with SyncCheckpointEngine(tmp_path / "root", EngineConfig(frozen=policy)) as engine:
+        engine.save({"weight": weight}, step=1).result()
+        monkeypatch.setattr(data_files, "_reserve", reserve_unless_full)
+        with pytest.raises(WriteError, match="No space left") as caught:
+            engine.save({"weight": weight}, step=2).result()
+    needed = re.search(r"needs ([\d.]+ [kM]B)", str(caught.value))
+    assert needed is not None
+    assert (needed[1] == "4.1 kB") is (full == "main"), needed[1]
+    assert needed[1].startswith("4.2") is (full == "frozen")
 
 
 @pytest.mark.parametrize("number", [4, 5], ids=["written", "cloned"])

@@ -1,0 +1,114 @@
+"""Capture of one save: all of its leaves, or, with ``frozen="trusted"``, those that are not known to be unchanged."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from aio_ckpt.engine.capture_session import CaptureSession
+from aio_ckpt.engine.unchanged import UnchangedLeaves
+from aio_ckpt.leaves.objects import ObjectBytes
+from aio_ckpt.plan.local_plan import Plan, PlannedImage, PlannedSave
+from aio_ckpt.plan.trusted import TrustedPlan, Versions, versions_of
+from aio_ckpt.reports import Target, title
+from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.log_records import log_step
+from aio_ckpt.snapshot.image import Image, image_bytes_of
+from aio_ckpt.snapshot.sample import SAMPLE_BYTES, differing_item
+from aio_ckpt.write.frozen import FrozenFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased:
+    """What a save captures, and the memory for it."""
+
+    planned: PlannedImage
+    """Leaves to capture: all of the rank's share, or those of the main data file alone."""
+    image: Image
+    tail_bytes: int = 0
+    """Bytes of the arena behind the image."""
+    versions: Versions | None = None
+    """Versions of the frozen leaves; None if they are not trusted."""
+    known: FrozenFile | None = None
+    """Committed file that holds the frozen leaves, which are not captured; None if all are captured."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ImageLeases:
+    """Memory for the saves of one engine. Its caller holds the engine's lock."""
+
+    session: CaptureSession
+    unchanged: UnchangedLeaves
+    rank: int
+    is_trusting: bool
+    """Whether ``frozen="trusted"``."""
+    _plan: TrustedPlan | None = None
+
+    def lease(
+        self,
+        planned: PlannedSave,
+        objects: ObjectBytes,
+        target: Target,
+        *,
+        slot_timeout_secs: float,
+        deadline: Deadline,
+    ) -> Leased:
+        """Lease the memory for what a save has to capture; see :meth:`CaptureSession.lease`."""
+
+        def lease(captured: PlannedImage, tail_bytes: int) -> Image:
+            return self.session.lease(
+                captured,
+                objects,
+                target,
+                slot_timeout_secs=slot_timeout_secs,
+                deadline=deadline,
+                tail_bytes=tail_bytes,
+            )
+
+        plan, versions = planned.plan, None
+        if self.is_trusting and plan.layout.frozen_items:
+            trusted = self._trusted(plan)
+            versions = versions_of([planned.tensors[leaf] for leaf in trusted.leaves])
+            known = None if versions is None else self.unchanged.holding(plan.layout, versions)
+            needed = image_bytes_of(trusted.main, len(objects.region)) + SAMPLE_BYTES
+            if known is not None and needed <= self.session.lifetime.budget_bytes:
+                main = PlannedImage(plan=trusted.main, tensors=planned.tensors, objects=planned.objects)
+                image = lease(main, SAMPLE_BYTES)
+                try:
+                    if self._is_unchanged(planned, known, image, target):
+                        return Leased(
+                            planned=main, image=image, tail_bytes=SAMPLE_BYTES, versions=versions, known=known
+                        )
+                except BaseException:
+                    image.lease.close()
+                    raise
+                image.lease.close()
+        return Leased(planned=planned, image=lease(planned, 0), versions=versions)
+
+    def _trusted(self, plan: Plan) -> TrustedPlan:
+        """Return what is captured of ``plan``. That of the newest save is kept."""
+        known = self._plan
+        if known is None or known.layout is not plan.layout:
+            known = self._plan = TrustedPlan.of(plan)
+        elif known.main.fingerprint is not plan.fingerprint:
+            known = self._plan = known.at(plan.fingerprint)
+        return known
+
+    def _is_unchanged(self, planned: PlannedSave, known: FrozenFile, image: Image, target: Target) -> bool:
+        """Compare a sample of the frozen leaves. Log an ERROR if one has changed, although its version has not."""
+        layout, sums = planned.plan.layout, known.result.sums
+        streams = self.session.copy_engines.streams
+        item = differing_item(layout.items[: layout.frozen_items], planned.tensors, sums, image, streams)
+        if item is not None:
+            log_step(
+                logging.ERROR,
+                target if isinstance(target, int) else None,
+                self.rank,
+                "%s: %r was changed by something that torch does not count in its _version, so that frozen='trusted' "
+                "did not see it: this save writes it, but earlier ones, up to %s, may hold older values of it. "
+                "Set frozen='compared'",
+                title(target),
+                item.fqns[0],
+                known.path.parent.name,
+            )
+        return item is None

@@ -1,0 +1,330 @@
+"""``frozen="trusted"``: frozen leaves whose storage and version are those of the last save are not captured again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gated_storage import TIMEOUT, gated_engine
+
+import aio_ckpt
+from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine
+from aio_ckpt.cli.commands import run
+from aio_ckpt.engine import image_leases
+from aio_ckpt.errors import ConfigError, CorruptCheckpointError, ReadError
+from aio_ckpt.snapshot import sample
+from aio_ckpt.storage import clone
+
+MIB = 1 << 20
+NEVER_CLONED = 1000
+
+
+class Lora(torch.nn.Module):
+    """A frozen base of 5 MiB in two tensors, and an adapter."""
+
+    def __init__(self, numel: int = MIB) -> None:
+        super().__init__()
+        self.halves = torch.arange(float(numel)).repeat(2)
+        self.halves[-1] = 3.0
+        self.base = torch.nn.Parameter(self.halves[:numel], requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.ones(MIB // 4), requires_grad=False)
+        self.adapter = torch.nn.Parameter(torch.zeros(100))
+
+
+@pytest.fixture(autouse=True)
+def hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that has no reflinks: steps share inodes, by which these tests tell them apart."""
+    monkeypatch.setattr(clone, "_reflink", lambda *_: False)
+
+
+@pytest.fixture
+def model() -> Lora:
+    return Lora()
+
+
+@pytest.fixture
+def engine(root: Path) -> Iterator[SyncCheckpointEngine]:
+    with SyncCheckpointEngine(root, EngineConfig(frozen="trusted", relink_limit=4)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample looks at the first block of the frozen file alone."""
+    monkeypatch.setattr(sample.random.SystemRandom, "sample", lambda self, population, count: [0])
+
+
+def step(root: Path, number: int) -> Path:
+    return root / f"step_{number:09d}"
+
+
+def frozen_file(checkpoint: Path) -> Path:
+    (path,) = checkpoint.glob("__*_0_1.distcp")
+    return path
+
+
+def inode(root: Path, number: int) -> int:
+    return frozen_file(step(root, number)).stat().st_ino
+
+
+def save(engine: SyncCheckpointEngine, model: Lora, *numbers: int) -> list[SaveReport]:
+    """Save these steps, in each of which the adapter holds its number."""
+    reports = []
+    for number in numbers:
+        with torch.no_grad():
+            model.adapter.fill_(number)
+        reports.append(engine.save({"model": model}, step=number).result())
+    return reports
+
+
+def assert_holds(root: Path, number: int, model: Lora) -> None:
+    found = aio_ckpt.read(step(root, number))["model"]
+    for name in ("base", "scale"):
+        assert torch.equal(found[name], model.get_parameter(name)), name
+    assert torch.equal(found["adapter"], torch.full((100,), float(number)))
+    assert run(["verify", str(step(root, number))]) == 0
+
+
+def poke(tensor: torch.Tensor, index: int, value: float) -> None:
+    """Change an element behind the back of ``_version``, as a kernel of the user's own does."""
+    version = tensor._version
+    tensor.detach().numpy()[index] = value
+    assert tensor._version == version
+
+
+# -- what is not captured ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_block")
+def test_what_is_trusted_is_not_read(engine: SyncCheckpointEngine, model: Lora, root: Path) -> None:
+    save(engine, model, 1)
+    poke(model.base, -1, 7.0)
+    (report,) = save(engine, model, 2)
+    assert report.cloned_bytes > 5 * MIB
+    assert inode(root, 2) == inode(root, 1)
+    assert aio_ckpt.read(step(root, 2))["model"]["base"][-1] == MIB - 1  # what the docs say that it trusts
+
+
+def test_only_the_others_are_staged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is staged is the main file, and room for the sample."""
+    asked: list[int] = []
+    lease = image_leases.CaptureSession.lease
+
+    def noted(self: Any, planned: Any, *given: Any, **named: Any) -> Any:
+        image = lease(self, planned, *given, **named)
+        asked.append(image.nbytes)
+        return image
+
+    monkeypatch.setattr(image_leases.CaptureSession, "lease", noted)
+    model = Lora()
+    with SyncCheckpointEngine(root, EngineConfig(frozen="trusted")) as engine:
+        save(engine, model, 1, 2, 3)
+    assert asked[0] > 5 * MIB
+    assert max(asked[1:]) < 20_000
+
+
+def test_each_step_is_whole(engine: SyncCheckpointEngine, model: Lora, root: Path) -> None:
+    reports = save(engine, model, *range(1, 8))
+    assert [report.plan_hit for report in reports] == [False] + [True] * 6
+    whole = {sum(file.stat().st_size for file in step(root, n).glob("*.distcp")) for n in range(1, 8)}
+    assert whole == {report.image_bytes for report in reports}
+    for number in range(1, 8):
+        assert_holds(root, number, model)
+
+
+def test_every_nth_step_has_a_verified_copy_of_its_own(engine: SyncCheckpointEngine, model: Lora, root: Path) -> None:
+    reports = save(engine, model, *range(1, 10))
+    inodes = [inode(root, number) for number in range(1, 10)]
+    assert [len({*inodes[at : at + 4]}) for at in (0, 4)] == [1, 1]
+    assert len({*inodes}) == 3
+    assert [report.cloned_bytes > 0 for report in reports] == [False, True, True, True, False, True, True, True, False]
+    assert_holds(root, 5, model)
+    assert_holds(root, 9, model)
+
+
+def test_where_nothing_can_be_cloned_the_file_is_copied_and_verified(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is larger than the room behind the image, and copied in waves."""
+    monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError(1, "no links")))
+    monkeypatch.setattr(image_leases, "SAMPLE_BYTES", 4 * MIB)
+    monkeypatch.setattr(sample, "_BLOCKS", 4)
+    model = Lora(5 * MIB)
+    with SyncCheckpointEngine(root, EngineConfig(frozen="trusted")) as engine:
+        reports = save(engine, model, 1, 2, 3)
+    assert [report.cloned_bytes for report in reports] == [0, 0, 0]
+    for number in (1, 2, 3):
+        assert_holds(root, number, model)
+    assert len({inode(root, number) for number in (1, 2, 3)}) == 3
+
+
+# -- what is captured all the same ---------------------------------------------------------------------
+
+CHANGED = torch.arange(float(MIB))
+CHANGED[-1] = 3.0
+
+CHANGES: dict[str, Callable[[Lora], object]] = {
+    "in place": lambda model: model.base.detach()[-1].fill_(3.0),
+    "by load_state_dict": lambda model: model.load_state_dict({**model.state_dict(), "base": CHANGED}),
+    "other memory": lambda model: setattr(model.base, "data", CHANGED.clone()),
+    "other tensor": lambda model: setattr(model, "base", torch.nn.Parameter(CHANGED.clone(), requires_grad=False)),
+    "other part of one memory": lambda model: setattr(model.base, "data", model.halves[MIB:]),
+}
+"""Changes of the last element of the base, which the sample does not look at."""
+
+
+@pytest.mark.usefixtures("one_block")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_torch_counts_is_written(
+    engine: SyncCheckpointEngine, model: Lora, root: Path, change: str
+) -> None:
+    save(engine, model, 1, 2)
+    CHANGES[change](model)
+    save(engine, model, 3, 4, 5)
+    for number in (3, 4, 5):
+        assert_holds(root, number, model)
+    assert inode(root, 3) != inode(root, 2)
+
+
+@pytest.mark.usefixtures("one_block")
+def test_a_new_tensor_at_an_old_address_is_not_trusted(engine: SyncCheckpointEngine, root: Path) -> None:
+    """It has the address, the length and the version of the old one, as where memory was freed and allocated again."""
+    memory, seen = bytearray(4 * MIB), []
+    for number in (1, 2):
+        frozen = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.float32), requires_grad=False)
+        frozen.detach().numpy()[-1] = number
+        seen.append((frozen.data_ptr(), frozen._version))
+        engine.save({"frozen": frozen}, step=number).result()
+        assert aio_ckpt.read(step(root, number))["frozen"][-1] == number
+    assert seen[0] == seen[1]
+
+
+def test_the_same_memory_in_another_shape_is_written(engine: SyncCheckpointEngine, root: Path) -> None:
+    flat = torch.nn.Parameter(torch.arange(float(MIB)), requires_grad=False)
+    for number in (1, 2):
+        engine.save({"frozen": flat}, step=number).result()
+    square = torch.nn.Parameter(flat.detach().view(1024, 1024), requires_grad=False)
+    engine.save({"frozen": square}, step=3).result()
+    assert run(["verify", str(step(root, 3))]) == 0
+    assert torch.equal(aio_ckpt.read(step(root, 3))["frozen"], square)
+
+
+@pytest.mark.usefixtures("one_block")
+def test_a_tied_tensor_with_a_version_of_its_own_is_looked_at_too(
+    engine: SyncCheckpointEngine, model: Lora, root: Path
+) -> None:
+    alias = model.base.data
+    for number in (1, 2):
+        engine.save({"model": model, "alias": alias}, step=number).result()
+    version = model.base._version
+    alias[-1].add_(1)
+    assert model.base._version == version
+    engine.save({"model": model, "alias": alias}, step=3).result()
+    assert torch.equal(aio_ckpt.read(step(root, 3))["alias"], alias)
+
+
+@pytest.mark.usefixtures("one_block")
+@pytest.mark.parametrize("kind", ["inference", "strided"])
+def test_a_tensor_without_a_version_or_of_another_form_is_compared(
+    engine: SyncCheckpointEngine, root: Path, kind: str
+) -> None:
+    with torch.inference_mode(kind == "inference"):
+        tensor = torch.zeros(MIB) if kind == "inference" else torch.zeros(2 * MIB)[::2]
+        frozen = torch.nn.Parameter(tensor, requires_grad=False)
+    for number in (1, 2):
+        engine.save({"frozen": frozen, "step": number}, step=number).result()
+    tensor.detach().numpy()[-1] = 1.0
+    engine.save({"frozen": frozen, "step": 3}, step=3).result()
+    assert torch.equal(aio_ckpt.read(step(root, 3))["frozen"], tensor)
+
+
+@pytest.mark.usefixtures("one_block")
+def test_a_state_that_the_budget_does_not_hold_beside_the_sample_is_compared(root: Path, model: Lora) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(frozen="trusted", budget_bytes=32 * MIB)) as engine:
+        save(engine, model, 1)
+        poke(model.base, -1, 7.0)
+        save(engine, model, 2)
+    assert_holds(root, 2, model)
+
+
+@pytest.mark.usefixtures("one_block")
+def test_the_first_save_of_an_engine_trusts_nothing(root: Path, model: Lora) -> None:
+    for number in (1, 2):
+        poke(model.base, -1, float(number))
+        with SyncCheckpointEngine(root, EngineConfig(frozen="trusted")) as engine:
+            save(engine, model, number)
+        assert_holds(root, number, model)
+
+
+# -- what breaks the trust -----------------------------------------------------------------------------
+
+
+def test_a_block_of_the_sample_that_changed_is_an_error_and_the_tensor_is_written(
+    engine: SyncCheckpointEngine, model: Lora, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(engine, model, 1, 2)
+    poke(model.base, -1, 7.0)
+    with caplog.at_level(logging.ERROR, "aio_ckpt"):
+        save(engine, model, 3, 4)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text == (
+        "step 3: 'model.base' was changed by something that torch does not count in its _version, so that "
+        "frozen='trusted' did not see it: this save writes it, but earlier ones, up to step_000000002, may hold older "
+        "values of it. Set frozen='compared'"
+    )
+    for number in (3, 4):
+        assert_holds(root, number, model)
+
+
+@pytest.mark.parametrize("harm", ["edited", "deleted"])
+def test_a_file_that_was_edited_or_deleted_fails_one_save_and_the_next_one_writes_it(
+    engine: SyncCheckpointEngine, model: Lora, root: Path, harm: str
+) -> None:
+    save(engine, model, 1)
+    file = frozen_file(step(root, 1))
+    if harm == "edited":
+        os.truncate(file, file.stat().st_size - 4096)
+        os.truncate(file, file.stat().st_size + 4096)
+        with file.open("r+b") as opened:
+            opened.seek(4 * MIB)
+            opened.write(b"edited")
+    else:
+        file.unlink()
+    with torch.no_grad():
+        model.adapter.fill_(2)
+    error = CorruptCheckpointError if harm == "edited" else ReadError
+    with pytest.raises(error, match=file.name):
+        engine.save({"model": model}, step=2).result()
+    assert not step(root, 2).exists()
+    save(engine, model, 3)
+    assert_holds(root, 3, model)
+
+
+def test_a_save_whose_step_is_deleted_meanwhile_clones_the_newer_one(root: Path, model: Lora) -> None:
+    with gated_engine(root, frozen="trusted", max_in_flight=2, keep_last=1) as (engine, storage):
+        engine.save({"model": model}, step=1).result(TIMEOUT)
+        writing = storage.hold("write", "*.distcp")
+        second = engine.save({"model": model}, step=2)
+        writing.wait_reached()
+        cloning = storage.hold("clone")
+        third = engine.save({"model": model}, step=3)
+        cloning.wait_reached()
+        writing.open()
+        second.result(TIMEOUT)
+        storage.wait_for("remove_tree", "*step_000000001*")
+        cloning.open()
+        report = third.result(TIMEOUT)
+    assert report.cloned_bytes > 5 * MIB
+    assert inode(root, 3)
+    found = aio_ckpt.read(step(root, 3))["model"]
+    assert torch.equal(found["base"], model.base)
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="frozen='always': allowed are 'compared', 'trusted'"):
+        EngineConfig(frozen="always")  # type: ignore[arg-type]
