@@ -47,6 +47,7 @@ NOT_RUN = {
     "pip install": "changes the environment; .ci/run runs the README's test command",
     ".ci/run": "is what runs this test",
     "python -m pytest -q -m": "is a run of the tests",
+    "python -m build": "writes dist/; tests/test_distribution.py runs it",
     "from megatron.": "needs Megatron; tests/integrations/test_megatron.py",
     "integrations.megatron import": "needs Megatron; tests/integrations/test_megatron.py",
     "nvidia_resiliency_ext": "needs NVRx; tests/integrations/test_nvrx.py runs it",

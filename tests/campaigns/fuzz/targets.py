@@ -33,7 +33,7 @@ from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.dcp_paths import dcp_paths, unflatten_dcp
 from aio_ckpt.state.names import skeleton_names
 from aio_ckpt.state.skeleton import decode_skeleton
-from tests.support.saved_files import data_file
+from tests.support.tensor_bits import cut_items
 
 __all__ = ["TARGETS", "Target", "feed"]
 
@@ -134,8 +134,8 @@ def _items(folder: Path) -> list[bytes]:
     found = []
     for step in sorted(folder.glob("*/*/aio_ckpt.*.0.bin")):
         manifest = decode_rank(step.read_bytes(), name="m")
-        data = data_file(step.parent).read_bytes()
-        found += [data[entry.item_offset : entry.item_offset + entry.item_bytes] for entry in manifest.tensors]
+        items = cut_items(step.parent)
+        found += [items[entry.fqns[0]] for entry in manifest.tensors]
     made = io.BytesIO()
     torch.save(torch.arange(6).reshape(2, 3).t(), made)
     return [*found, made.getvalue()]

@@ -218,7 +218,7 @@ SETTINGS: dict[str, Collection[str]] = {
     **{name: {"None", *COUNT} for name in ("keep_last", "keep_every")},
     "budget_bytes": {"None", *COUNT} - {"1"},
     **dict.fromkeys(
-        ("staging", "direct_io", "when_busy", "verify", "on_failure", "differing_replicas", "step_dir"), NONE
+        ("staging", "direct_io", "when_busy", "verify", "on_failure", "differing_replicas", "step_dir", "frozen"), NONE
     ),
     "gather_bytes": {"0", *COUNT},
     "device_copy_bytes": {"0", *COUNT},

@@ -31,9 +31,9 @@ def test_a_save_that_misses_its_deadline_says_where_leaves_nothing_and_the_next_
     with gated_engine(root) as (engine, storage):
         engine.save(weights(1)).result(TIMEOUT)
         gate = storage.hold(*STAGES[activity])
-        ticket = engine.save(weights(2), deadline_secs=0.2)
+        ticket = engine.save(weights(2), deadline_secs=0.5)  # time enough to come to the gate
         with pytest.raises(
-            StallError, match=rf"step 2 did not end within deadline_secs=0.2: it was {activity}"
+            StallError, match=rf"step 2 did not end within deadline_secs=0.5: it was {activity}"
         ) as caught:
             ticket.result(TIMEOUT)
         assert isinstance(caught.value, TimeoutError)
