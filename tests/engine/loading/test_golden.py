@@ -30,8 +30,9 @@ from saved_files import (
 )
 from tensor_bits import assert_is_sound_zip, assert_same_tensor, cut_items
 
-from aio_ckpt import CheckpointEngine, PerRank, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.checkpoint.verify import verify_checkpoint
+from aio_ckpt.cli.commands import run
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.root_manifest import FORMAT_MAJOR, FORMAT_MINOR, FROZEN_FORMAT, add_checksum
 from aio_ckpt.format.tensor_table import StoredColumns
@@ -250,6 +251,24 @@ def test_an_unknown_major_version_is_refused_by_name(
             engine.read(step)
     assert not caught.value.target_modified
     assert_same(target, blank(golden_state()))
+
+
+def test_a_step_of_an_unknown_major_version_is_listed_kept_and_deleted_like_any_other(
+    checkpoint: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is what docs/versions.md says to those who go back to an older release."""
+    change_root(checkpoint, lambda fields: fields.update(format=[FROZEN_FORMAT[0] + 1, 0]))
+    assert run(["ls", str(root)]) == 0
+    assert checkpoint.name in capsys.readouterr().out
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=2)) as engine:
+        assert engine.steps() == [STEP]
+        for step in (STEP + 1, STEP + 2):
+            engine.save({"x": torch.ones(1)}, step=step).result()
+        assert engine.load({"x": torch.zeros(1)}).step == STEP + 2
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.steps() == [STEP + 1, STEP + 2]
+        engine.rollback(STEP + 1)
+    assert not checkpoint.exists()
 
 
 def test_a_checkpoint_without_metadata_is_damaged(checkpoint: Path, root: Path) -> None:
