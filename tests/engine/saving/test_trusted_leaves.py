@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from gated_storage import TIMEOUT, gated_engine
 
 import aio_ckpt
+import aio_ckpt.dcp
 from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
 from aio_ckpt.engine import image_leases
@@ -189,6 +191,30 @@ def test_a_change_that_torch_counts_is_written(
     for number in (3, 4, 5):
         assert_holds(root, number, model)
     assert inode(root, 3) != inode(root, 2)
+
+
+LOADERS: dict[str, Callable[[dict[str, Any], Path], object]] = {
+    "engine": lambda state, path: aio_ckpt.load(path, state),
+    "stock": lambda state, path: dcp.load(state, checkpoint_id=path, no_dist=True),
+    "our reader under stock": lambda state, path: dcp.load(
+        state, storage_reader=aio_ckpt.dcp.Reader(path), no_dist=True
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.usefixtures("one_block")
+@pytest.mark.parametrize("loader", LOADERS)
+def test_what_a_load_fills_is_written(
+    engine: SyncCheckpointEngine, model: Lora, root: Path, tmp_path: Path, loader: str
+) -> None:
+    with SyncCheckpointEngine(tmp_path / "other") as other:
+        path = other.save({"base": CHANGED, "scale": model.scale, "adapter": model.adapter}).result().path
+    save(engine, model, 1, 2)
+    LOADERS[loader](model.state_dict(), path)
+    assert torch.equal(model.base, CHANGED)
+    save(engine, model, 3)
+    assert_holds(root, 3, model)
 
 
 @pytest.mark.usefixtures("one_block")
