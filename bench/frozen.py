@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def _tensor(nbytes: int, device: str) -> torch.Tensor:
-    return torch.randn(nbytes // 4, device=device)
+    return torch.nn.Parameter(torch.randn(nbytes // 4, device=device), requires_grad=False)
 
 
 def _rows(contenders: Sequence[_Saver], rounds: int, nbytes: int) -> list[Row]:

@@ -43,7 +43,8 @@ class CaptureSession:
             segments=segments,
         )
         # A snapshot that can be rescued is one file.
-        self.frozen = FrozenLeaves() if config.relink_limit > 1 and config.shm_path is None else None
+        has_frozen_files = config.relink_limit > 1 and config.shm_path is None
+        self.frozen = FrozenLeaves(is_trusting=config.frozen == "trusted") if has_frozen_files else None
         """Leaves that get a file of their own; None if there is no such file."""
         self.cache = PlanCache(
             world_size=ctx.world_size,

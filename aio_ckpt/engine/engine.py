@@ -216,9 +216,7 @@ class BaseEngine:
             ctx=ctx,
             portal=portal,
             session=session,
-            leases=ImageLeases(
-                session=session, unchanged=unchanged, rank=ctx.rank, is_trusting=ctx.config.frozen == "trusted"
-            ),
+            leases=ImageLeases(ctx=ctx, portal=portal, session=session, unchanged=unchanged),
             root_session=self._root_session,
             queue=queue,
             pipeline=pipeline,

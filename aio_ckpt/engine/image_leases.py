@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 
 from aio_ckpt.engine.capture_session import CaptureSession
+from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.unchanged import UnchangedLeaves
+from aio_ckpt.errors import ReadError, StallError
 from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.plan.local_plan import Plan, PlannedImage, PlannedSave
-from aio_ckpt.plan.trusted import TrustedPlan, Versions, versions_of
+from aio_ckpt.plan.local_plan import Plan, PlannedImage, PlannedSave, parameters_of
+from aio_ckpt.plan.trusted import TrustedPlan, Versions
 from aio_ckpt.reports import Target, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.log_records import log_step
+from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import Image, image_bytes_of
 from aio_ckpt.snapshot.sample import SAMPLE_BYTES, differing_item
+from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.write.frozen import FrozenFile
+
+_STAMP_SECS = 2.0
+"""Time in which the storage must tell whether the known file is there. Else the save captures all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +45,15 @@ class Leased:
 class ImageLeases:
     """Memory for the saves of one engine. Its caller holds the engine's lock."""
 
+    ctx: EngineContext
+    portal: Portal
     session: CaptureSession
     unchanged: UnchangedLeaves
-    rank: int
-    is_trusting: bool
-    """Whether ``frozen="trusted"``."""
     _plan: TrustedPlan | None = None
 
     def lease(
         self,
+        flat: FlatState,
         planned: PlannedSave,
         objects: ObjectBytes,
         target: Target,
@@ -66,10 +74,11 @@ class ImageLeases:
             )
 
         plan, versions = planned.plan, None
-        if self.is_trusting and plan.layout.frozen_items:
+        if self.ctx.config.frozen == "trusted" and plan.layout.frozen_items:
             trusted = self._trusted(plan)
-            versions = versions_of([planned.tensors[leaf] for leaf in trusted.leaves])
-            known = None if versions is None else self.unchanged.holding(plan.layout, versions)
+            tensors = [planned.tensors[leaf] for leaf in trusted.leaves]
+            versions = Versions.of(tensors, parameters_of(flat))
+            known = None if versions is None else self._known(plan, versions)
             needed = image_bytes_of(trusted.main, len(objects.region)) + SAMPLE_BYTES
             if known is not None and needed <= self.session.lifetime.budget_bytes:
                 main = PlannedImage(plan=trusted.main, tensors=planned.tensors, objects=planned.objects)
@@ -94,6 +103,18 @@ class ImageLeases:
             known = self._plan = known.at(plan.fingerprint)
         return known
 
+    def _known(self, plan: Plan, versions: Versions) -> FrozenFile | None:
+        """Return the committed file that holds the frozen leaves, if nobody has deleted or changed it since."""
+        known = self.unchanged.holding(plan.layout, versions)
+        if known is None:
+            return None
+        read_stamp = functools.partial(self.ctx.storage.stamp, known.path)
+        try:
+            stamp = self.portal.call(read_stamp, timeout=_STAMP_SECS, what="save()")
+        except (StallError, ReadError):
+            return None
+        return known if stamp == known.stamp else None
+
     def _is_unchanged(self, planned: PlannedSave, known: FrozenFile, image: Image, target: Target) -> bool:
         """Compare a sample of the frozen leaves. Log an ERROR if one has changed, although its version has not."""
         layout, sums = planned.plan.layout, known.result.sums
@@ -103,7 +124,7 @@ class ImageLeases:
             log_step(
                 logging.ERROR,
                 target if isinstance(target, int) else None,
-                self.rank,
+                self.ctx.rank,
                 "%s: %r was changed by something that torch does not count in its _version, so that frozen='trusted' "
                 "did not see it: this save writes it, but earlier ones, up to %s, may hold older values of it. "
                 "Set frozen='compared'",

@@ -43,7 +43,7 @@ from aio_ckpt.reports import SaveReport
 from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import run_blocking
-from aio_ckpt.write.frozen import FrozenFile, write_frozen, write_trusted
+from aio_ckpt.write.frozen import NOT_CAPTURED, FrozenFile, write_frozen, write_trusted
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.result import WriteResult, check_complete
 
@@ -199,10 +199,11 @@ class SavePipeline:
             may_clone = shared is not None and shared.sharers is known.sharers
             try:
                 return await write_trusted(part, layout, job.files_at, job.final, known, writer, may_clone=may_clone)
-            except ReadError:
+            except ReadError as error:
                 newest = self.unchanged.newest
                 if newest is None or newest is known or not newest.result.holds_as(known.result):
                     self.unchanged.forget()
+                    error.strerror = f"{error.strerror}, and {NOT_CAPTURED}"
                     raise
                 known = newest
             except Exception:

@@ -160,8 +160,8 @@ class StateSaves(LockedCalls):
             planned = self._assign(planned, content, target, number, round_, deadline)
             content = ContentSums(content.objects)
         objects = _own_objects(encoded, [name for name, _ in planned.objects], planned.plan.object_names)
-        slot_timeout_secs = self.pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes)
-        leased = self.leases.lease(planned, objects, target, slot_timeout_secs=slot_timeout_secs, deadline=deadline)
+        timeout_secs = self.pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes)
+        leased = self.leases.lease(flat, planned, objects, target, slot_timeout_secs=timeout_secs, deadline=deadline)
         image, layout = leased.image, leased.planned.plan.layout
         try:
             self.session.log_waves(image, target)

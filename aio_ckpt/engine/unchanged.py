@@ -14,7 +14,7 @@ from aio_ckpt.write.result import WriteResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Newest:
-    """Frozen file of the newest committed save."""
+    """Frozen file that was committed last."""
 
     file: FrozenFile
     layout: ImageLayout
@@ -45,14 +45,16 @@ class UnchangedLeaves:
 
     @property
     def newest(self) -> FrozenFile | None:
-        """The frozen file of the newest committed save; None if that has none."""
+        """The frozen file that was committed last; None if there is none."""
         return None if self._newest is None else self._newest.file
 
     def holding(self, layout: ImageLayout, versions: Versions) -> FrozenFile | None:
         """Return the newest frozen file if it holds the leaves of ``layout`` with these ``versions``. On any thread."""
         newest = self._newest
-        is_same = newest is not None and newest.layout is layout and newest.versions == versions
-        return newest.file if newest is not None and is_same else None
+        if newest is None or newest.versions is None:
+            return None
+        is_held = newest.versions.are(versions) and newest.layout.has_frozen_file_of(layout)
+        return newest.file if is_held else None
 
     def forget(self) -> None:
         """Let the next save capture and write its frozen file."""
@@ -62,6 +64,7 @@ class UnchangedLeaves:
         """Learn from the files of a committed save."""
         if self.leaves is None:
             return
-        self._newest = None if frozen is None else _Newest(file=frozen, layout=plan.layout, versions=versions)
+        if frozen is not None:  # else a save of another state, as of the adapters alone, came between
+            self._newest = _Newest(file=frozen, layout=plan.layout, versions=versions)
         sums = main.sums if frozen is None else frozen.result.sums + main.sums
         self.leaves.learn(plan.layout, sums, plan.frozen)

@@ -1,7 +1,8 @@
 """Frozen leaves: tensors of a state that stay equal from save to save, which get a data file of their own.
 
 A parameter without ``requires_grad`` counts from the first save on, and any other tensor once two saves in a row have
-found the sums of the save before. A frozen tensor that changes never counts again.
+found the sums of the save before. A frozen tensor that changes never counts again. Where frozen tensors are trusted,
+only the parameters count, if there are any: an optimizer leaves them alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ plan and a new frozen file."""
 class FrozenLeaves:
     """Names of the frozen tensors of one engine, learned from the sums of its saves."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_trusting: bool = False) -> None:
+        """``is_trusting``: whether frozen tensors need not be captured."""
+        self._is_trusting = is_trusting
+        self._may_find = True
         self._found: frozenset[str] = frozenset()
         self._changing: set[str] = set()
         self._has_news = False
@@ -45,17 +49,19 @@ class FrozenLeaves:
 
         These are the leaves that were found, and those that are one of ``parameters`` which needs no gradient.
         """
-        without_grad = {_address(parameter) for parameter in parameters if not parameter.requires_grad} - {0}
+        without_grad = {address_of(parameter) for parameter in parameters if not parameter.requires_grad} - {0}
         given = {name for name, address in zip(names, addresses, strict=True) if address in without_grad}
+        given -= self._changing
         self._has_news = False
-        return (self._found.intersection(names) | given) - self._changing
+        self._may_find = not (self._is_trusting and given)
+        return frozenset(given) if not self._may_find else (self._found.intersection(names) | given) - self._changing
 
     def renew(self, frozen: frozenset[str]) -> frozenset[str] | None:
         """Return the frozen leaves of a plan that took ``frozen`` as such; None if it is as it should be."""
         if not self._has_news:
             return None
         self._has_news = False
-        renewed = (frozen | self._found) - self._changing
+        renewed = (frozen | self._found if self._may_find else frozen) - self._changing
         return None if renewed == frozen else renewed
 
     def learn(self, layout: ImageLayout, sums: bytes, frozen: frozenset[str]) -> None:
@@ -80,7 +86,8 @@ class FrozenLeaves:
         self._changing |= names
         self._found -= names
         self._has_news |= bool(names)
-        self._find(layout, frozen)
+        if self._may_find:
+            self._find(layout, frozen)
 
     def _find(self, layout: ImageLayout, frozen: frozenset[str]) -> None:
         others = np.flatnonzero(self._equal[layout.frozen_items :] >= _EQUAL_SAVES) + layout.frozen_items
@@ -95,5 +102,6 @@ class FrozenLeaves:
             self._has_news = True
 
 
-def _address(parameter: torch.Tensor) -> int:
+def address_of(parameter: torch.Tensor) -> int:
+    """Return the address of the values of a parameter that this rank holds."""
     return (local_memory(parameter) if isinstance(parameter, DTensor) else parameter).data_ptr()

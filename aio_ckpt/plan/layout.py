@@ -143,6 +143,14 @@ class ImageLayout:
         """Number of chunks of the frozen file."""
         return -(-self.main_start // self.chunk_bytes)
 
+    def has_frozen_file_of(self, other: ImageLayout) -> bool:
+        """Return whether the frozen files of both layouts are laid out alike."""
+        count = self.frozen_items
+        return self is other or (
+            (count, self.chunk_bytes) == (other.frozen_items, other.chunk_bytes)
+            and self.items[:count] == other.items[:count]
+        )
+
     def chunk_at(self, image_offset: int) -> int:
         """Return the index of the chunk that holds the byte at ``image_offset``."""
         number = self.file_offset(image_offset) // self.chunk_bytes

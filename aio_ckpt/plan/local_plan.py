@@ -267,9 +267,7 @@ def make_plan(
     ]
     chosen = frozenset[str]()
     if frozen is not None:
-        given = [value for value in flat.values if isinstance(value, torch.nn.Parameter)]
-        of_modules = chain.from_iterable(module.parameters() for module in flat.modules)
-        chosen = frozen.choose(tensor_names, fingerprint, [*given, *of_modules])
+        chosen = frozen.choose(tensor_names, fingerprint, parameters_of(flat))
     image = plan_image(
         structure, placements, fingerprint, gather_bytes=gather_bytes, budget_bytes=budget_bytes, frozen=chosen
     )
@@ -280,6 +278,12 @@ def make_plan(
     if world_size > 1:
         return replace(plan, local=local, held=tuple(item.leaf for item in items))
     return replace(plan, metadata=render_global([Stored.whole(local, plan.layout, len(object_names))]))
+
+
+def parameters_of(flat: FlatState) -> list[torch.nn.Parameter]:
+    """Return the parameters of a state: those given as such, and those of its modules."""
+    given = [value for value in flat.values if isinstance(value, torch.nn.Parameter)]
+    return [*given, *chain.from_iterable(module.parameters() for module in flat.modules)]
 
 
 def tied_names(names: Sequence[str], aliases: Sequence[int]) -> dict[int, list[str]]:

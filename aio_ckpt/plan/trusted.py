@@ -3,30 +3,59 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeAlias
+from typing import Self
 
 import torch
 
 from aio_ckpt._torch import StorageWeakRef, storage_reference
+from aio_ckpt.plan.frozen import address_of
 from aio_ckpt.plan.layout import ImageLayout, lay_out, placement
 from aio_ckpt.plan.local_plan import ImagePlan, Plan, plan_layout
 from aio_ckpt.plan.structure import has_stored_bytes
 
-Versions: TypeAlias = tuple[tuple[StorageWeakRef, int, int], ...]
-"""Storage, address and ``_version`` of each tensor. A weak reference keeps the number of a freed storage from being
-used again."""
 
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What torch tells of tensors, from which follows that they have not changed since."""
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> Versions | None:
-    """Return the versions of ``tensors``; None if one has none (an inference tensor), or is stored in another form."""
-    if not all(map(has_stored_bytes, tensors)):
-        return None
-    try:
-        return tuple((storage_reference(tensor), tensor.data_ptr(), tensor._version) for tensor in tensors)
-    except RuntimeError:
-        return None
+    tensors: tuple[tuple[StorageWeakRef, int, int], ...]
+    """Storage, address and ``_version`` of each. The reference keeps a freed storage from being taken for a new one."""
+    parameters: tuple[tuple[weakref.ref[torch.Tensor], int], ...]
+    """The parameters at these addresses, and their ``_version``. Another parameter in one memory counts by itself."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], parameters: Iterable[torch.Tensor]) -> Self | None:
+        """Return the versions of ``tensors``, each of which is the memory of some of ``parameters``.
+
+        None if there are none, or torch does not tell all changes: of a tensor that is no parameter or in inference
+        mode, and of a parameter with ``requires_grad``, as fused optimizers do not count what they write.
+        """
+        if not all(map(has_stored_bytes, tensors)):
+            return None
+        addresses = {tensor.data_ptr() for tensor in tensors}
+        owners = [(address_of(parameter), parameter) for parameter in parameters]
+        found = [(address, parameter) for address, parameter in owners if address in addresses]
+        if {address for address, _ in found} != addresses or any(parameter.requires_grad for _, parameter in found):
+            return None
+        try:
+            return cls(
+                tuple((storage_reference(tensor), tensor.data_ptr(), tensor._version) for tensor in tensors),
+                tuple((weakref.ref(parameter), parameter._version) for _, parameter in found),
+            )
+        except RuntimeError:
+            return None
+
+    def are(self, other: Versions) -> bool:
+        """Return whether both are versions of the same tensors and parameters, and equal."""
+        pairs = zip(self.parameters, other.parameters, strict=False)
+        return (
+            self.tensors == other.tensors
+            and len(self.parameters) == len(other.parameters)
+            and all(mine() is theirs() is not None and version == known for (mine, version), (theirs, known) in pairs)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,9 @@ from aio_ckpt.write.part import Part
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.writer import BlockSums, ChunkPreparer, FileWriter
 
+NOT_CAPTURED = "the tensors that it holds were not captured (frozen='trusted'): saves from now on write them"
+"""Text of the error of a save whose trusted file is lost."""
+
 
 @dataclass(slots=True)
 class Sharers:
@@ -149,8 +152,8 @@ async def write_trusted(
     result = preparer.result(image, mode, written)
     if not result.holds_as(known.result):
         raise CorruptCheckpointError(
-            f"{known.path}: its bytes are not those that were written, and the tensors that it holds were not captured "
-            "(frozen='trusted'); the next save captures and writes them"
+            f"{known.path}: its bytes are not those that were written, and {NOT_CAPTURED}; look at older steps, which "
+            "share the file, by `aio-ckpt verify ROOT`"
         )
     return await _written(path, place, result, storage)
 

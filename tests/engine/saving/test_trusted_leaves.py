@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from gated_storage import TIMEOUT, gated_engine
+from builders import flip
+from gated_storage import TIMEOUT, Gate, gated_engine
 
 import aio_ckpt
 import aio_ckpt.dcp
@@ -218,6 +221,96 @@ def test_what_a_load_fills_is_written(
 
 
 @pytest.mark.usefixtures("one_block")
+def test_a_layer_that_is_unfrozen_is_written_whatever_its_optimizer_counts(
+    engine: SyncCheckpointEngine, model: Lora, root: Path
+) -> None:
+    """Fused optimizers do not raise ``_version``."""
+    save(engine, model, 1, 2)
+    model.base.requires_grad_(True)
+    optimizer = torch.optim.AdamW([model.base], lr=1.0, weight_decay=0.0, fused=True)
+    version = model.base._version
+    for number in (3, 4, 5):
+        model.base.grad = torch.zeros_like(model.base)
+        model.base.grad[-1] = 1.0
+        before = model.base[-1].item()
+        optimizer.step()
+        assert model.base[-1].item() != before
+        save(engine, model, number)
+        assert_holds(root, number, model)
+    assert model.base._version == version
+
+
+@pytest.mark.usefixtures("one_block")
+def test_tensors_that_are_no_parameters_are_compared(engine: SyncCheckpointEngine, model: Lora, root: Path) -> None:
+    """Those of a ``state_dict()`` tell neither whether they need a gradient nor what changes them."""
+    for number in range(1, 8):
+        if number == 6:
+            poke(model.base, -1, 3.0)
+        report = engine.save({**model.state_dict(), "step": number}, step=number).result()
+        assert (report.cloned_bytes > 0) is (number == 5), number
+        assert torch.equal(aio_ckpt.read(step(root, number))["base"], model.base), number
+
+
+@pytest.mark.usefixtures("one_block")
+def test_another_parameter_with_the_memory_and_the_version_of_the_old_one_is_not_trusted(
+    engine: SyncCheckpointEngine, model: Lora, root: Path
+) -> None:
+    with torch.no_grad():
+        model.base[0] = 0.0
+    save(engine, model, 1, 2)
+    version = model.base._version
+    model.base = torch.nn.Parameter(model.base.data, requires_grad=False)
+    while model.base._version < version:
+        model.base[-1] = 3.0
+    assert model.base._version == version
+    save(engine, model, 3)
+    assert_holds(root, 3, model)
+
+
+def test_what_changes_beside_a_frozen_module_or_comes_between_two_saves_costs_no_trust(
+    engine: SyncCheckpointEngine, model: Lora, root: Path, tmp_path: Path
+) -> None:
+    """A tensor that stays equal without being a parameter, a log that grows, and adapters that are saved alone."""
+    found = []
+    for number in range(1, 8):
+        with one_lease() as leased:
+            state = {"model": model, "table": torch.ones(MIB), "log": [{"loss": torch.ones(1)}] * number}
+            engine.save(state, step=number).result()
+        found.append(leased[0].known is not None)
+        engine.save({"adapter": model.adapter}, path=tmp_path / "adapter", overwrite=True).result()
+    assert found == [False, True, True, True, True, True, True]
+    found_step = aio_ckpt.read(step(root, 7))
+    assert torch.equal(found_step["model"]["base"], model.base)
+    assert run(["verify", str(root)]) == 0
+
+
+def test_a_tensor_that_stays_equal_beside_a_frozen_module_costs_no_trust(
+    engine: SyncCheckpointEngine, model: Lora
+) -> None:
+    found = []
+    for number in range(1, 9):
+        with one_lease() as leased:
+            engine.save({"model": model, "table": torch.ones(MIB)}, step=number).result()
+        found.append(leased[0].known is not None)
+    assert found == [False] + [True] * 7
+
+
+@contextlib.contextmanager
+def one_lease() -> Iterator[list[image_leases.Leased]]:
+    """What the saves of the block lease."""
+    leased: list[image_leases.Leased] = []
+    lease = image_leases.ImageLeases.lease
+
+    def noted(self: Any, *given: Any, **named: Any) -> image_leases.Leased:
+        leased.append(lease(self, *given, **named))
+        return leased[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_leases.ImageLeases, "lease", noted)
+        yield leased
+
+
+@pytest.mark.usefixtures("one_block")
 def test_a_new_tensor_at_an_old_address_is_not_trusted(engine: SyncCheckpointEngine, root: Path) -> None:
     """It has the address, the length and the version of the old one, as where memory was freed and allocated again."""
     memory, seen = bytearray(4 * MIB), []
@@ -230,14 +323,11 @@ def test_a_new_tensor_at_an_old_address_is_not_trusted(engine: SyncCheckpointEng
     assert seen[0] == seen[1]
 
 
-def test_the_same_memory_in_another_shape_is_written(engine: SyncCheckpointEngine, root: Path) -> None:
-    flat = torch.nn.Parameter(torch.arange(float(MIB)), requires_grad=False)
-    for number in (1, 2):
-        engine.save({"frozen": flat}, step=number).result()
-    square = torch.nn.Parameter(flat.detach().view(1024, 1024), requires_grad=False)
-    engine.save({"frozen": square}, step=3).result()
-    assert run(["verify", str(step(root, 3))]) == 0
-    assert torch.equal(aio_ckpt.read(step(root, 3))["frozen"], square)
+def test_the_same_memory_in_another_shape_is_written(engine: SyncCheckpointEngine, model: Lora, root: Path) -> None:
+    save(engine, model, 1, 2)
+    model.base.data = model.base.data.view(1024, 1024)
+    save(engine, model, 3)
+    assert_holds(root, 3, model)
 
 
 @pytest.mark.usefixtures("one_block")
@@ -307,28 +397,85 @@ def test_a_block_of_the_sample_that_changed_is_an_error_and_the_tensor_is_writte
         assert_holds(root, number, model)
 
 
-@pytest.mark.parametrize("harm", ["edited", "deleted"])
-def test_a_file_that_was_edited_or_deleted_fails_one_save_and_the_next_one_writes_it(
+def edit(root: Path, engine: SyncCheckpointEngine) -> None:
+    with frozen_file(step(root, 3)).open("r+b") as file:
+        file.write(b"edited")
+
+
+HARMS: dict[str, Callable[[Path, SyncCheckpointEngine], object]] = {
+    "edited": edit,
+    "deleted by somebody": lambda root, engine: shutil.rmtree(step(root, 3)),
+    "deleted": lambda root, engine: engine.delete(3, allow_newest=True),
+    "rolled back": lambda root, engine: engine.rollback(2),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_if_the_file_of_the_last_step_is_gone_or_edited_the_next_save_captures_all(
     engine: SyncCheckpointEngine, model: Lora, root: Path, harm: str
 ) -> None:
-    save(engine, model, 1)
-    file = frozen_file(step(root, 1))
-    if harm == "edited":
-        os.truncate(file, file.stat().st_size - 4096)
-        os.truncate(file, file.stat().st_size + 4096)
-        with file.open("r+b") as opened:
-            opened.seek(4 * MIB)
-            opened.write(b"edited")
-    else:
-        file.unlink()
-    with torch.no_grad():
-        model.adapter.fill_(2)
-    error = CorruptCheckpointError if harm == "edited" else ReadError
-    with pytest.raises(error, match=file.name):
-        engine.save({"model": model}, step=2).result()
-    assert not step(root, 2).exists()
-    save(engine, model, 3)
-    assert_holds(root, 3, model)
+    save(engine, model, 1, 2, 3)
+    HARMS[harm](root, engine)
+    reports = save(engine, model, 4, 5)
+    assert [report.cloned_bytes > 0 for report in reports] == [False, True]
+    for number in (4, 5):
+        assert_holds(root, number, model)
+
+
+def test_a_file_that_was_damaged_fails_one_save_and_the_next_one_writes_it(
+    engine: SyncCheckpointEngine, model: Lora, root: Path
+) -> None:
+    """As on a bad sector, of which no mark of the file tells. The copy of each fourth step finds it."""
+    save(engine, model, 1, 2, 3, 4)
+    file = frozen_file(step(root, 4))
+    found = file.stat()
+    flip(file, 4 * MIB)
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with pytest.raises(CorruptCheckpointError) as caught:
+        engine.save({"model": model}, step=5).result()
+    assert str(caught.value).startswith(
+        f"{file}: its bytes are not those that were written, and the tensors that it holds were not captured "
+        "(frozen='trusted'): saves from now on write them; look at older steps, which share the file, by "
+        "`aio-ckpt verify ROOT`"
+    )
+    assert not step(root, 5).exists()
+    save(engine, model, 6)
+    assert_holds(root, 6, model)
+
+
+def test_a_file_that_is_deleted_within_the_save_fails_it_and_the_next_one_writes_it(root: Path, model: Lora) -> None:
+    with gated_engine(root, frozen="trusted") as (engine, storage):
+        engine.save({"model": model}, step=1).result(TIMEOUT)
+        cloning = storage.hold("clone")
+        ticket = engine.save({"model": model}, step=2)
+        cloning.wait_reached()
+        shutil.rmtree(step(root, 1))
+        cloning.open()
+        with pytest.raises(ReadError, match=r"No such file .* not captured \(frozen='trusted'\): saves from now on"):
+            ticket.result(TIMEOUT)
+        assert engine.save({"model": model}, step=3).result(TIMEOUT).step == 3
+    assert torch.equal(aio_ckpt.read(step(root, 3))["model"]["base"], model.base)
+
+
+def test_a_storage_that_does_not_answer_is_not_waited_for(
+    root: Path, model: Lora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_leases, "_STAMP_SECS", 0.05)
+    with gated_engine(root, frozen="trusted") as (engine, storage):
+        engine.save({"model": model}, step=1).result(TIMEOUT)
+        asked, stamp = Gate(), storage.stamp
+
+        async def held(path: Path) -> Any:
+            await asked.wait()
+            return await stamp(path)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(storage, "stamp", held)
+            with one_lease() as leased:
+                ticket = engine.save({"model": model}, step=2)
+            asked.open()
+        assert leased[0].known is None
+        assert ticket.result(TIMEOUT).cloned_bytes > 0  # all was captured, compared and found equal
 
 
 def test_a_save_whose_step_is_deleted_meanwhile_clones_the_newer_one(root: Path, model: Lora) -> None:
