@@ -181,9 +181,9 @@ class EngineConfig:
     all."""
 
     frozen: FrozenPolicy = "compared"
-    """How a save finds that the tensors of that file did not change: it copies and sums them, or, if ``trusted``, it
-    relies on storage, address and ``_version``, and compares 64 random blocks of 1 MiB. Then only the other tensors are
-    copied."""
+    """How a save finds that tensors did not change: ``compared`` copies and sums all. ``trusted`` copies no parameter
+    without ``requires_grad`` whose memory and ``_version`` are those of the last step; of these, it compares 64 random
+    blocks of 1 MiB."""
 
     keep_last: int | None = None
     """Newest committed steps to keep; None deletes nothing."""

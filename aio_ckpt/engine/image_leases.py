@@ -73,25 +73,23 @@ class ImageLeases:
                 tail_bytes=tail_bytes,
             )
 
-        plan, versions = planned.plan, None
-        if self.ctx.config.frozen == "trusted" and plan.layout.frozen_items:
-            trusted = self._trusted(plan)
-            tensors = [planned.tensors[leaf] for leaf in trusted.leaves]
-            versions = Versions.of(tensors, parameters_of(flat))
-            known = None if versions is None else self._known(plan, versions)
-            needed = image_bytes_of(trusted.main, len(objects.region)) + SAMPLE_BYTES
-            if known is not None and needed <= self.session.lifetime.budget_bytes:
-                main = PlannedImage(plan=trusted.main, tensors=planned.tensors, objects=planned.objects)
-                image = lease(main, SAMPLE_BYTES)
-                try:
-                    if self._is_unchanged(planned, known, image, target):
-                        return Leased(
-                            planned=main, image=image, tail_bytes=SAMPLE_BYTES, versions=versions, known=known
-                        )
-                except BaseException:
-                    image.lease.close()
-                    raise
+        plan = planned.plan
+        if self.ctx.config.frozen != "trusted" or not plan.layout.frozen_items:
+            return Leased(planned=planned, image=lease(planned, 0))
+        trusted = self._trusted(plan)
+        versions = Versions.of([planned.tensors[leaf] for leaf in trusted.leaves], parameters_of(flat))
+        known = None if versions is None else self._known(plan, versions)
+        needed = image_bytes_of(trusted.main, len(objects.region)) + SAMPLE_BYTES
+        if known is not None and needed <= self.session.lifetime.budget_bytes:
+            main = PlannedImage(plan=trusted.main, tensors=planned.tensors, objects=planned.objects)
+            image = lease(main, SAMPLE_BYTES)
+            try:
+                if self._is_unchanged(planned, known, image, target):
+                    return Leased(planned=main, image=image, tail_bytes=SAMPLE_BYTES, versions=versions, known=known)
+            except BaseException:
                 image.lease.close()
+                raise
+            image.lease.close()
         return Leased(planned=planned, image=lease(planned, 0), versions=versions)
 
     def _trusted(self, plan: Plan) -> TrustedPlan:
