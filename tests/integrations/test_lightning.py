@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -656,6 +657,9 @@ def sharded_trains(
             callbacks=[checkpoints],
         )
         done.fit(module := Sharded(), batches(), ckpt_path=resume)
+        deadline = time.monotonic() + TIMEOUT
+        while engine_threads() and time.monotonic() < deadline:  # those of the pool end a moment later
+            time.sleep(0.01)
         assert engine_threads() == []
         return {"losses": module.losses, "devices": devices, "steps": done.global_step}
 
