@@ -5,6 +5,8 @@ They go by the engine's own routes, and delete and roll back under its lock.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -272,7 +274,9 @@ def _is_confirmed(*, to_stderr: bool) -> bool:
         click.ClickException: standard input ended without an answer: it is no terminal.
     """
     try:
-        return click.confirm("Delete them?", err=to_stderr)
+        # Not ``err=``: click writes a part of the question to standard output all the same in older versions.
+        with contextlib.redirect_stdout(sys.stderr) if to_stderr else contextlib.nullcontext():
+            return click.confirm("Delete them?")
     except click.Abort as error:
         if not isinstance(error.__context__, EOFError):
             raise

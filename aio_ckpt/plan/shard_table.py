@@ -262,7 +262,7 @@ class _Reader:
         if key not in self._outlines:
             try:
                 self._outlines[key] = self._read(_NAMES.decode(plan.names), *_SIGNATURES.decode(plan.signatures))
-            except (ValueError, IndexError) as error:
+            except (msgspec.MsgspecError, ValueError, IndexError) as error:
                 raise malformed(rank, error) from error
         return self._outlines[key]
 
@@ -272,7 +272,7 @@ class _Reader:
         if found is None:
             try:
                 found = self._objects[plan.objects] = _OBJECTS.decode(plan.objects)
-            except ValueError as error:
+            except msgspec.MsgspecError as error:
                 raise malformed(rank, error) from error
             if len(set(found)) != len(found):
                 raise malformed(rank, "an object twice")

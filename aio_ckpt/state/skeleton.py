@@ -115,7 +115,7 @@ def decode_skeleton(data: bytes, *, name: str) -> Skeleton:
         skeleton = _checked(msgspec.msgpack.decode(data), 0)
         if isinstance(skeleton, int):
             raise ValueError("the state is a leaf")  # noqa: TRY004, TRY301 - wrapped below like every other fault
-    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as exc:
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{name}: the skeleton of the state is damaged: {exc}") from exc
     return skeleton
 
