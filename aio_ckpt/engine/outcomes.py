@@ -172,10 +172,11 @@ async def explain_failure(error: BaseException, ctx: EngineContext, needed_bytes
 def older_step(keep_last: int | None) -> str:
     """Return the remedy of a full disk for the save of a step."""
     # Retention deletes only after a commit, which a full disk prevents: keep_last helps the next run only.
-    kept, room = ("N", "N + 1") if keep_last is None else (keep_last, keep_last + 1)
+    kept, room = ("N", "N + 2") if keep_last is None else (keep_last, keep_last + 2)
     return (
-        "delete an older step: engine.delete(step), or `aio-ckpt prune ROOT --keep-last N` once the trainer has ended. "
-        f"For the next run: keep_last={kept} needs room for {room} steps"
+        "delete an older step: engine.delete(step), or `aio-ckpt prune ROOT --keep-last N --yes` once the trainer has "
+        f"ended. For the next run: keep_last={kept} needs room for {room} steps, as one is deleted while the next is "
+        "written"
     )
 
 

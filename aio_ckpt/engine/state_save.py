@@ -26,7 +26,7 @@ from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import Statistics
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession
-from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, StallError
+from aio_ckpt.errors import AioCkptError, BusyError, EngineClosedError, StallError, StepOrderError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.local_plan import Plan, PlannedSave, narrow
@@ -139,7 +139,12 @@ class StateSaves(LockedCalls):
         if call.path is not None:
             self.root_session.check_place(call.path, deadline)
         elif step is not None:
-            queue.steps.check(step, queue.pending_steps, overwrite=call.overwrite, read=read_steps)
+            try:
+                queue.steps.check(step, queue.pending_steps, overwrite=call.overwrite, read=read_steps)
+            except StepOrderError:
+                if self.ctx.members.is_leader:  # if another process writes, it has made these steps, and that is told
+                    self.root_session.become_writer(queue.steps.learn, deadline)
+                raise
         if waited_secs is None:
             self.statistics.skip()
             skipped_step = 0 if call.path else (queue.steps.newest(queue.pending_steps) or 0) if step is None else step

@@ -383,6 +383,8 @@ def test_a_second_writer_is_refused_by_name_until_the_first_is_killed(tmp_path: 
         (pending,) = root.glob(f"{PENDING_DIR}/*")
         with pytest.raises(RootError, match=f"locked by another writer, process {child.pid} on "):
             second.save(weights(9), 9)
+        with pytest.raises(RootError, match="locked by another writer"):  # and not: there is a newer step
+            second.save(weights(4), 4)
         with pytest.raises(RootError):
             second.rollback(4)
         assert second.steps() == [4]

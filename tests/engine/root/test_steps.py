@@ -402,6 +402,7 @@ def test_a_checkpoint_under_another_tools_name_is_found_and_read(
     engine: SyncCheckpointEngine, root: Path, name: str
 ) -> None:
     save(engine, 7)
+    engine.close()
     (root / "step_000000007").rename(root / name)
     with SyncCheckpointEngine(root) as again:
         assert again.steps() == [7]
