@@ -54,7 +54,7 @@ class FrozenLeaves:
         given -= self._changing
         self._has_news = False
         self._may_find = not (self._is_trusting and given)
-        return frozenset(given) if not self._may_find else (self._found.intersection(names) | given) - self._changing
+        return frozenset(given | self._found.intersection(names) if self._may_find else given)
 
     def renew(self, frozen: frozenset[str]) -> frozenset[str] | None:
         """Return the frozen leaves of a plan that took ``frozen`` as such; None if it is as it should be."""

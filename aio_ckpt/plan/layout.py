@@ -50,6 +50,11 @@ class TensorItem:
     """Image offset of the header."""
 
     @property
+    def placement(self) -> Placement:
+        """What places the item in another layout."""
+        return Placement(self.leaf, self.fqns, self.offsets, self.spec, self.envelope)
+
+    @property
     def raw_offset(self) -> int:
         """Image offset of the raw bytes."""
         return self.item_offset + len(self.envelope.header)
@@ -175,11 +180,6 @@ class Placement:
     """dtype, local shape, stored stride."""
     envelope: Envelope
     """Envelope, rendered for ``spec``."""
-
-
-def placement(item: TensorItem) -> Placement:
-    """Return the placement of an item, to lay it out anew."""
-    return Placement(item.leaf, item.fqns, item.offsets, item.spec, item.envelope)
 
 
 def chunk_bytes_for(raw_bytes: int) -> int:

@@ -30,7 +30,7 @@ from aio_ckpt.plan.assignment import Assignment, unpacked
 from aio_ckpt.plan.copy_plan import CopyPlan, image_order, plan_copies
 from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
-from aio_ckpt.plan.layout import ImageLayout, Placement, TensorItem, lay_out, placement
+from aio_ckpt.plan.layout import ImageLayout, Placement, TensorItem, lay_out
 from aio_ckpt.plan.replicas import Tolerance, tolerances
 from aio_ckpt.plan.shard_table import LocalPlan
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, check_whole, partition, storage_bytes
@@ -327,7 +327,7 @@ def laid_out_anew(plan: Plan, frozen: frozenset[str]) -> Plan:
     """Return the plan with other frozen leaves. What this rank stores stays the same, so that no rank has to agree."""
     image = plan_image(
         plan.structure,
-        [placement(item) for item in plan.layout.items],
+        [item.placement for item in plan.layout.items],
         plan.fingerprint,
         gather_bytes=plan.gather_bytes,
         budget_bytes=sys.maxsize,  # the chunk size keeps to the budget already
@@ -365,7 +365,7 @@ def narrow(
     """
     items = plan.layout.items
     placements = [
-        replace(placement(items[index]), fqns=names) for index, names in share.items([item.fqns for item in items])
+        replace(items[index].placement, fqns=names) for index, names in share.items([item.fqns for item in items])
     ]
     image = plan_image(
         plan.structure,

@@ -12,7 +12,7 @@ import torch
 
 from aio_ckpt._torch import StorageWeakRef, storage_reference
 from aio_ckpt.plan.frozen import address_of
-from aio_ckpt.plan.layout import ImageLayout, lay_out, placement
+from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.local_plan import ImagePlan, Plan, plan_layout
 from aio_ckpt.plan.structure import has_stored_bytes
 
@@ -79,7 +79,7 @@ class TrustedPlan:
         layout = plan.layout
         first = {item.leaf for item in layout.items[: layout.frozen_items]}
         main = lay_out(
-            [placement(item) for item in layout.items[layout.frozen_items :]],
+            [item.placement for item in layout.items[layout.frozen_items :]],
             budget_bytes=sys.maxsize,
             chunk_bytes=layout.chunk_bytes,
         )

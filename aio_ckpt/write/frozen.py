@@ -15,7 +15,7 @@ from aio_ckpt.storage.clone import Stamp
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.result import WriteResult
-from aio_ckpt.write.writer import BlockSums, ChunkPreparer, FileWriter
+from aio_ckpt.write.writer import BlockSums, ChunkPreparer, FileWriter, no_wait
 
 NOT_CAPTURED = "the tensors that it holds were not captured (frozen='trusted'): saves from now on write them"
 """Text of the error of a save whose trusted file is lost."""
@@ -61,12 +61,12 @@ async def write_frozen(
     image, path = part.image.part(slice(part.layout.frozen_chunks)), directory / part.frozen_name
     preparer = ChunkPreparer(part.layout, b"", renders_constants=part.renders_constants, is_frozen=True)
 
-    async def prepare(chunk: Chunk) -> None:
-        await part.chunks.wait(chunk.index, writer.executor)
-        await run_blocking(writer.executor, preparer.prepare, chunk, image.view(chunk))
+    async def captured(index: int) -> None:
+        await part.chunks.wait(index, writer.executor)
 
-    async def is_prepared(chunk: Chunk) -> None:
-        del chunk
+    if known is None or not image.is_whole:
+        result = await writer.write_image(image, preparer, path, issued=part.chunks.wait_issued, captured=captured)
+        return await _written(path, place, result, writer.storage)
 
     async def sum_all() -> None:
         sums: dict[int, BlockSums] = {}
@@ -74,7 +74,7 @@ async def write_frozen(
 
         async def sum_some() -> None:
             for chunk in left:
-                await part.chunks.wait(chunk.index, writer.executor)
+                await captured(chunk.index)
                 sums[chunk.index] = await run_blocking(writer.executor, preparer.sum, chunk, image.view(chunk))
                 writer.on_written(0)
 
@@ -87,19 +87,16 @@ async def write_frozen(
                 group.start_soon(sum_some)
         await run_blocking(writer.executor, add_all)
 
-    if is_compared := known is not None and image.is_whole:
-        with watch_submissions(image.lease.hold_until):
-            await sum_all()
-        result = preparer.result(image, known.result.mode, frozenset(chunk.index for chunk in image.chunks))
-        if result.holds_as(known.result):
-            writer.on_activity("cloning its frozen file")
-            cloned = await _clone(known, path, place, writer.storage)
-            if cloned is not None:
-                writer.on_written(image.nbytes)
-                return cloned
-    mode, written = await writer.write_chunks(
-        image, is_prepared if is_compared else prepare, path, issued=part.chunks.wait_issued
-    )
+    with watch_submissions(image.lease.hold_until):
+        await sum_all()
+    result = preparer.result(image, known.result.mode, frozenset(chunk.index for chunk in image.chunks))
+    if result.holds_as(known.result):
+        writer.on_activity("cloning its frozen file")
+        cloned = await _clone(known, path, place, writer.storage)
+        if cloned is not None:
+            writer.on_written(image.nbytes)
+            return cloned
+    mode, written = await writer.write_chunks(image, no_wait, path)
     return await _written(path, place, preparer.result(image, mode, written), writer.storage)
 
 

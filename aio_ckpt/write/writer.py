@@ -181,7 +181,7 @@ def _sum_part(piece: Piece, view: memoryview, chunk_start: int) -> list[tuple[in
     return parts
 
 
-async def _no_wait(_: object = None) -> None:
+async def no_wait(_: object = None) -> None:
     """Wait for nothing."""
 
 
@@ -196,7 +196,7 @@ class FileWriter:
     """Most writes of one file that are in flight."""
     settle_secs: float
     """Longest time that closing a file waits for threads that still use it."""
-    admit: Callable[[int], Awaitable[None]] = _no_wait
+    admit: Callable[[int], Awaitable[None]] = no_wait
     """Returns once a write of so many bytes may begin."""
     on_activity: Callable[[str], None] = lambda _: None
     """Gets the name of each activity that begins. This tells, as ``on_written`` does, that the save goes on."""
@@ -209,8 +209,8 @@ class FileWriter:
         preparer: ChunkPreparer,
         path: Path,
         *,
-        issued: Callable[[], Awaitable[None]] = _no_wait,
-        captured: Callable[[int], Awaitable[None]] = _no_wait,
+        issued: Callable[[], Awaitable[None]] = no_wait,
+        captured: Callable[[int], Awaitable[None]] = no_wait,
     ) -> WriteResult:
         """Write each chunk of ``image`` as soon as ``captured(index)`` returns; see :meth:`write_chunks`."""
 
@@ -227,7 +227,7 @@ class FileWriter:
         prepare: Callable[[Chunk], Awaitable[None]],
         path: Path,
         *,
-        issued: Callable[[], Awaitable[None]] = _no_wait,
+        issued: Callable[[], Awaitable[None]] = no_wait,
     ) -> tuple[WriteMode, frozenset[int]]:
         """Write each chunk of ``image`` to a new file, durably, once ``prepare(chunk)`` returns and it is admitted.
 

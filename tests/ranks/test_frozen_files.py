@@ -68,7 +68,7 @@ def test_after_ranks_of_another_number_go_on_the_steps_of_both_are_whole(
 
 
 def trusted(rank: int, count: int, root: Path) -> list[bool]:
-    """A base that no save reads again after the fourth one, until the part of rank 1 changes in save 7."""
+    """A base that no save reads again after the first one, until the part of rank 1 changes in save 7."""
     config = EngineConfig(stall_timeout_secs=SECS, frozen="trusted", relink_limit=3)
     base = {
         name: torch.nn.Parameter(value, requires_grad=False)
