@@ -295,6 +295,21 @@ def test_a_tensor_that_stays_equal_beside_a_frozen_module_costs_no_trust(
     assert found == [False] + [True] * 7
 
 
+def test_what_another_state_has_found_costs_no_trust_when_a_parameter_changes(
+    engine: SyncCheckpointEngine, model: Lora
+) -> None:
+    for number in range(1, 5):
+        engine.save({"table": torch.ones(MIB), "step": number}, step=number).result()
+    found = []
+    for number in range(5, 11):
+        if number == 7:
+            model.scale.detach().fill_(2.0)
+        with one_lease() as leased:
+            engine.save({"model": model, "table": torch.ones(MIB)}, step=number).result()
+        found.append(leased[0].known is not None)
+    assert found == [False, True, False, False, True, True]
+
+
 @contextlib.contextmanager
 def one_lease() -> Iterator[list[image_leases.Leased]]:
     """What the saves of the block lease."""
