@@ -129,9 +129,10 @@ def main() -> None:
     lora, trained = {**base, **adapters, **moments}, [*adapters, *moments]
     total, changed = (sum(lora[name].nbytes for name in names) for names in (lora, trained))
     shapes: dict[str, list[Row]] = {}
+    given.dir.mkdir(parents=True, exist_ok=True)
+    log(f"{total / 1e6:.0f} MB, of which {changed / 1e6:.0f} MB change")
     with tempfile.TemporaryDirectory(dir=given.dir) as folder:
         place = Path(folder)
-        log(f"{total / 1e6:.0f} MB, of which {changed / 1e6:.0f} MB change")
         frozen = EngineSave("aio_ckpt", lora, trained, place / "cloned")
         full = EngineSave("aio_ckpt, relink_limit=1", lora, trained, place / "written", relink_limit=1)
         savers = [
@@ -144,9 +145,11 @@ def main() -> None:
         ]
         title = f"LoRA: {total / 1e6:.0f} MB, of which {changed / 1e6:.0f} MB change"
         shapes[title] = rows = _rows(savers, rounds, total)
+    with tempfile.TemporaryDirectory(dir=given.dir) as folder:
+        place = Path(folder)
         both = [
-            EngineSave("all changes, relink_limit=1", lora, [*lora], place / "all written", relink_limit=1),
-            EngineSave("all changes", lora, [*lora], place / "all"),
+            EngineSave("all changes, relink_limit=1", lora, [*lora], place / "written", relink_limit=1),
+            EngineSave("all changes", lora, [*lora], place / "compared"),
         ]
         shapes[f"all {total / 1e6:.0f} MB change"] = all_rows = _rows(both, rounds, total)
     written = [FigureRow(text=f"written: {each.name}", values=_megabytes(each), unit="MB") for each in savers]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.campaigns.common import RESULTS, log
-from tests.campaigns.crash.contenders import ENGINE, Contender
+from tests.campaigns.crash.contenders import ENGINE, TRUSTED, Contender
 from tests.campaigns.crash.directory import DIRECTORY
 from tests.campaigns.crash.disks import EXT4, FILE_SYSTEMS, private_mounts, unmount_below, why_no_disks
 from tests.campaigns.crash.forks import Child, Tell, adopt_orphans, fork, wait_for_orphans
@@ -29,7 +29,7 @@ from tests.campaigns.crash.trial import Tally
 
 __all__ = ["crash", "main", "parse"]
 
-OURS = (ENGINE, DIRECTORY, PATHS, FILES, MODELS)
+OURS = (ENGINE, TRUSTED, DIRECTORY, PATHS, FILES, MODELS)
 KINDS = ("kill", "shutdown", "blocklog")
 KILLS_PER_POINT = 50
 RANDOM_KILLS = 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from aio_ckpt.config import EngineConfig
+from aio_ckpt.config import EngineConfig, FrozenPolicy
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.format.names import CORRUPT_DIR, PENDING_DIR, TRASH_DIR
 from aio_ckpt.runtime.portal import Executor
@@ -18,7 +19,7 @@ from aio_ckpt.storage.local import Storage
 from tests.campaigns.crash.contents import differs, is_overwrite, state_of, step_of
 from tests.campaigns.crash.points import KillPoint, PointedStorage, When
 
-__all__ = ["ENGINE", "KEEP_LAST", "TIMEOUT_SECS", "BrokenError", "Contender", "OnCall", "check_same"]
+__all__ = ["ENGINE", "KEEP_LAST", "TIMEOUT_SECS", "TRUSTED", "BrokenError", "Contender", "OnCall", "check_same"]
 
 OnCall = Callable[[str, tuple[When, ...]], None]
 KEEP_LAST = 2
@@ -59,8 +60,10 @@ def check_same(found: object, expected: object) -> None:
 
 
 @contextmanager
-def _engine(root: Path, point: KillPoint | None = None, on_call: OnCall | None = None) -> Iterator[CheckpointEngine]:
-    config = EngineConfig(keep_last=KEEP_LAST, workers=2)
+def _engine(
+    root: Path, point: KillPoint | None = None, on_call: OnCall | None = None, *, frozen: FrozenPolicy = "compared"
+) -> Iterator[CheckpointEngine]:
+    config = EngineConfig(keep_last=KEEP_LAST, workers=2, frozen=frozen)
     if point is None and on_call is None:
         engine = CheckpointEngine(root, config)
         try:
@@ -82,8 +85,10 @@ def _save(engine: CheckpointEngine, number: int) -> None:
 
 
 @contextmanager
-def _engine_saving(root: Path, point: KillPoint | None, on_call: OnCall | None) -> Iterator[Callable[[int], None]]:
-    with _engine(root, point, on_call) as engine:
+def _engine_saving(
+    root: Path, point: KillPoint | None, on_call: OnCall | None, *, frozen: FrozenPolicy
+) -> Iterator[Callable[[int], None]]:
+    with _engine(root, point, on_call, frozen=frozen) as engine:
         yield lambda number: _save(engine, number)
 
 
@@ -135,4 +140,15 @@ def _engine_saves_on(root: Path, number: int) -> None:
         raise BrokenError(f"steps {steps} after save {number} to step {step_of(number)} with keep_last={KEEP_LAST}")
 
 
-ENGINE = Contender(name="aio_ckpt", saving=_engine_saving, newest=_engine_newest, saves_on=_engine_saves_on)
+ENGINE = Contender(
+    name="aio_ckpt",
+    saving=functools.partial(_engine_saving, frozen="compared"),
+    newest=_engine_newest,
+    saves_on=_engine_saves_on,
+)
+TRUSTED = Contender(
+    name="aio_ckpt, trusted",
+    saving=functools.partial(_engine_saving, frozen="trusted"),
+    newest=_engine_newest,
+    saves_on=_engine_saves_on,
+)

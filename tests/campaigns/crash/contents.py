@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 __all__ = ["Contents", "differs", "is_overwrite", "state_of", "step_of", "tensors_of"]
@@ -23,14 +25,19 @@ def tensors_of(number: int) -> dict[str, torch.Tensor]:
 def state_of(number: int) -> Contents:
     """Nested, with objects that grow and shrink and, for every fourth number, one tensor more: plans miss too.
 
-    A tensor of 1.1 MB is the same in all saves: those whose plan is a hit clone its file.
+    A tensor of 1.1 MB is the same in all saves: those whose plan is a hit clone its file. It is one object, so that
+    ``frozen="trusted"`` does not capture it.
     """
     tensors = tensors_of(number)
     if number % 4 == 0:
         tensors["extra"] = torch.full((3, 700), float(number))
     history = [f"save {n}" for n in range(max(0, number - number % 7), number)]
-    base = torch.nn.Parameter(torch.arange(280_000.0), requires_grad=False)
-    return {"number": number, "tensors": tensors, "history": history, "empty": {}, "base": base}
+    return {"number": number, "tensors": tensors, "history": history, "empty": {}, "base": _base()}
+
+
+@functools.cache
+def _base() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.arange(280_000.0), requires_grad=False)
 
 
 def is_overwrite(number: int) -> bool:

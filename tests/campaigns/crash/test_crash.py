@@ -21,6 +21,7 @@ from tests.campaigns.crash.trial import Known
 
 ENGINE = {"aio_ckpt": "aio_ckpt", "aio_ckpt:directory-mode": "aio_ckpt, directory mode"}
 """Contenders as the command line and the report name them."""
+TRUSTED = {"aio_ckpt:trusted": "aio_ckpt, trusted"}
 PATHS = {
     "aio_ckpt:save(path=)": "aio_ckpt, save(path=)",
     "aio_ckpt:save_file()": "aio_ckpt, save_file()",
@@ -64,8 +65,8 @@ def campaign(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any], T
     ("ours", "kills"),
     [
         (ENGINE, 6),
-        pytest.param(PATHS, 9, marks=pytest.mark.slow),
-        pytest.param(ENGINE | PATHS, 200, marks=pytest.mark.campaign),
+        pytest.param(TRUSTED | PATHS, 12, marks=pytest.mark.slow),
+        pytest.param(ENGINE | TRUSTED | PATHS, 240, marks=pytest.mark.campaign),
     ],
 )
 def test_after_kill_9_training_resumes_from_a_whole_checkpoint_never_older_than_the_last_resolved_save(
