@@ -22,8 +22,10 @@ from saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST
 from aio_ckpt import PerRank, SyncCheckpointEngine
 
 TESTS = Path(__file__).parents[1]
-GOLDEN = TESTS / "golden" / "v1" / f"step_{STEP:09d}"
-WITH_FROZEN = TESTS / "golden" / "v2" / GOLDEN.name
+GOLDEN = TESTS / "golden" / "0.1.0" / "one_rank" / f"step_{STEP:09d}"
+WITH_FROZEN = GOLDEN.parents[1] / "frozen" / GOLDEN.name
+AT_PATH = GOLDEN.parents[1] / "path" / "best"
+OF_RANKS = GOLDEN.parents[1] / "ranks" / GOLDEN.name
 
 
 def rebuilt(place: Any, values: dict[str, StoredTensor | bytes]) -> Any:
@@ -57,11 +59,19 @@ def plain(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("golden", [GOLDEN, WITH_FROZEN], ids=["1.0", "2.0"])
+@pytest.mark.parametrize("golden", [GOLDEN, WITH_FROZEN, AT_PATH], ids=["1.0", "2.0", "at a path"])
 def test_a_reader_from_the_page_reads_the_golden_checkpoint_bit_for_bit(golden: Path) -> None:
     values, (state,) = read_checkpoint(golden)
     assert plain(rebuilt(state, values)) == plain(golden_state())
     assert list(state) == list(golden_state())
+
+
+def test_a_reader_from_the_page_reads_what_each_of_several_ranks_has_saved() -> None:
+    values, states = read_checkpoint(OF_RANKS)
+    own = [rebuilt(state, values) for state in states]
+    assert [int(state["mine"][f"rank_{rank}"]) for rank, state in enumerate(own)] == [0, 1, 2]
+    assert [state["rng"].tolist() for state in own] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    assert [state["epoch"] for state in own] == [3, 3, 3]
 
 
 def test_a_reader_from_the_page_reads_containers_keys_and_names_of_every_kind(tmp_path: Path) -> None:

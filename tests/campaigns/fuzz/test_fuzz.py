@@ -10,7 +10,7 @@ from property_examples import gate_stride
 from tests.campaigns.fuzz.targets import TARGETS, feed
 
 FINDINGS = sorted((Path(__file__).parent / "findings").iterdir())
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden" / "0.1.0"
 
 
 @pytest.mark.parametrize("file", FINDINGS, ids=[file.name for file in FINDINGS])

@@ -18,7 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_maker import reseal
 from gated_storage import TIMEOUT
-from golden_state import STEP, golden_state
+from golden_state import KINDS, RANKS, STEP, golden_objects, golden_state, golden_tensors
+from safetensors.torch import load_file
 from saved_files import (
     DATA_FILE,
     FROZEN_FILE,
@@ -30,7 +31,7 @@ from saved_files import (
 )
 from tensor_bits import assert_is_sound_zip, assert_same_tensor, cut_items
 
-from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine, load
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.cli.commands import run
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
@@ -40,11 +41,13 @@ from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
-GOLDEN = Path(__file__).parents[2] / "golden"
-VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
+RELEASES = Path(__file__).parents[2] / "golden"
+GOLDEN = RELEASES / "0.1.0"
+STEP_NAME = f"step_{STEP:09d}"
+NAMES_OF_DATA = {".metadata", DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST}
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=["one_rank", "frozen"])
 def root(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A copy, so that no test can harm the original."""
     return Path(shutil.copytree(GOLDEN / request.param, tmp_path / "root"))
@@ -52,7 +55,7 @@ def root(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def checkpoint(root: Path) -> Path:
-    return root / f"step_{STEP:09d}"
+    return root / STEP_NAME
 
 
 def assert_same(got: object, wanted: object, path: str = "state") -> None:
@@ -62,6 +65,8 @@ def assert_same(got: object, wanted: object, path: str = "state") -> None:
         return
     if isinstance(wanted, torch.Tensor):
         assert isinstance(got, torch.Tensor), path
+        if wanted.is_sparse:
+            got, wanted = got.to_dense(), wanted.to_dense()
         assert_same_tensor(got, wanted)
         assert got.stride() == wanted.stride() or not is_dense(tuple(wanted.shape), wanted.stride()), path
         return
@@ -104,19 +109,24 @@ def blank(value: Any) -> Any:
 # -- today's format -------------------------------------------------------------------------------
 
 
-def test_there_is_a_golden_checkpoint_of_every_format_version() -> None:
-    assert VERSIONS == ["v1", "v2"]
-    assert ((FORMAT_MAJOR, FORMAT_MINOR), FROZEN_FORMAT) == ((1, 0), (2, 0))
+def format_of(kind: str) -> list[int]:
+    fields: dict[str, Any] = json.loads(root_manifest(GOLDEN / kind / STEP_NAME).read_bytes())
+    return [*fields["format"]]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_git_keeps_every_file_of_a_golden_checkpoint(version: str) -> None:
-    files = [path for path in (GOLDEN / version).rglob("*") if path.is_file()]
-    names = {path.name for path in files}
-    wanted = {".metadata", DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST} | ({FROZEN_FILE} if version == "v2" else set())
-    assert {without_save_id(name) for name in names} == wanted
+def test_there_is_a_golden_checkpoint_of_every_kind_in_today_s_format() -> None:
+    assert sorted(path.name for path in GOLDEN.iterdir()) == sorted(KINDS)
+    assert format_of("one_rank") == format_of("ranks") == format_of("objects") == [FORMAT_MAJOR, FORMAT_MINOR] == [1, 0]
+    assert format_of("frozen") == [*FROZEN_FORMAT] == [2, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_git_keeps_every_file_of_a_golden_checkpoint(kind: str) -> None:
+    files = [path for path in (GOLDEN / kind).rglob("*") if path.is_file()]
+    wanted = NAMES_OF_DATA | {"frozen": {FROZEN_FILE}, "path": {"notes.txt"}}.get(kind, set())
+    assert kind in {"files", "ranks"} or {without_save_id(path.name) for path in files} == wanted
     assert sum(path.stat().st_size for path in files) < 32 << 10
-    if not (GOLDEN.parents[1] / ".git").exists() or shutil.which("git") is None:
+    if not (RELEASES.parents[1] / ".git").exists() or shutil.which("git") is None:
         pytest.skip("this is no git checkout: nothing to ask about ignored files")
     ignored = subprocess.run(
         ["git", "check-ignore", "--no-index", *map(str, files)], cwd=GOLDEN, capture_output=True, text=True
@@ -194,6 +204,73 @@ async def test_a_flipped_byte_of_a_golden_checkpoint_is_found(checkpoint: Path, 
     assert await faults_of(checkpoint) != []
     with SyncCheckpointEngine(root) as engine, pytest.raises(CorruptCheckpointError):
         engine.read(STEP)
+
+
+# -- other kinds ----------------------------------------------------------------------------------
+
+
+def copied(kind: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / kind, tmp_path / "root"))
+
+
+async def test_golden_objects_are_read_without_trust(tmp_path: Path) -> None:
+    root = copied("objects", tmp_path)
+    async with CheckpointEngine(root) as engine:
+        assert_same(await engine.read(STEP), golden_objects())
+    assert await faults_of(root / STEP_NAME) == []
+
+
+WHOLE = {
+    "rows": torch.arange(24.0).reshape(6, 4),
+    "uneven": torch.arange(8),
+    "columns": torch.arange(12).to(torch.bfloat16).reshape(2, 6),
+    "replica": torch.linspace(0, 1, 5),
+    "mine": {f"rank_{rank}": torch.tensor([rank]) for rank in range(RANKS)},
+}
+"""What the ranks of the golden checkpoint have saved, each tensor whole."""
+
+
+async def test_one_rank_loads_what_several_have_saved(tmp_path: Path) -> None:
+    root = copied("ranks", tmp_path)
+    target = blank(WHOLE) | {"rng": PerRank(torch.ones(2)), "epoch": 0}
+    async with CheckpointEngine(root) as engine:
+        assert (await engine.load(target, strict=False)).verified
+    assert_same(target, WHOLE | {"rng": PerRank(torch.zeros(2)), "epoch": 3})
+    assert await faults_of(root / STEP_NAME) == []
+
+
+def test_stock_dcp_loads_what_several_ranks_have_saved(tmp_path: Path) -> None:
+    wanted = tensors_of(WHOLE)
+    target = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DCP's own, which differ from version to version
+        dcp.load(target, checkpoint_id=str(copied("ranks", tmp_path) / STEP_NAME), no_dist=True)
+    for name, tensor in wanted.items():
+        assert_same_tensor(target[name], tensor)
+
+
+async def test_a_golden_checkpoint_at_a_path_is_loaded_with_what_belongs_to_it(tmp_path: Path) -> None:
+    path = copied("path", tmp_path) / "best"
+    target = blank(golden_state())
+    report = load(path, target, strict=True)
+    assert (report.step, report.extra, report.verified) == (0, {"epoch": 3}, True)
+    assert_same(target, golden_state())
+    assert (path / "notes.txt").read_bytes() == b"best"
+    assert await faults_of(path) == []
+
+
+def test_golden_files_are_read_by_their_own_libraries() -> None:
+    folder, wanted = GOLDEN / "files", golden_tensors()
+    assert_same(
+        dict(sorted(load_file(folder / "model.safetensors").items())),
+        {name: wanted[name] for name in ("bias", "scale", "weight")},
+    )
+    index = json.loads((folder / "sharded" / "model.safetensors.index.json").read_bytes())["weight_map"]
+    assert len(set(index.values())) == 2
+    for name, file in index.items():
+        assert_same(load_file(folder / "sharded" / file)[name], wanted[name])
+    state = torch.load(folder / "state.pt", weights_only=True)
+    assert_same(state, {name: value for name, value in golden_state().items() if name in state})
 
 
 # -- other versions -------------------------------------------------------------------------------
