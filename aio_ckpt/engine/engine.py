@@ -24,6 +24,7 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine.agreement import Agreement
 from aio_ckpt.engine.call_lock import CallLock
 from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
@@ -219,6 +220,7 @@ class BaseEngine:
             leases=ImageLeases(ctx=ctx, portal=portal, session=session, unchanged=unchanged),
             root_session=self._root_session,
             queue=queue,
+            agreement=Agreement(ctx=ctx, portal=portal, queue=queue, cache=session.cache, trash=self._trash),
             pipeline=pipeline,
             statistics=self._recorder.statistics,
             earlier_steps=self._earlier_steps,

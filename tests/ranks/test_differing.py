@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from aio_ckpt import PerRank, SyncCheckpointEngine
-from aio_ckpt.engine import state_save
+from aio_ckpt.engine import agreement
 from aio_ckpt.errors import PeerFailedError
 
 SECS = 30.0
@@ -168,13 +168,13 @@ def test_after_one_rank_alone_planned_anew_the_next_save_compares_on_all_ranks(t
 def rank_sums(rank: int, count: int, root: Path) -> list[int]:
     """The number of tensors that each save sums. The second state adds a name that the other rank holds already."""
     summed: list[int] = []
-    make = state_save.content_sums
+    make = agreement.content_sums
 
     def counted(tensors: list[torch.Tensor | None]) -> bytes:
         summed[-1] += sum(tensor is not None for tensor in tensors)
         return make(tensors)
 
-    state_save.content_sums = counted
+    agreement.content_sums = counted
     own, later = {f"of{rank}": torch.ones(9), "of all": torch.ones(3)}, {"of0": torch.ones(9)}
     try:
         with engine_on(root, SECS) as engine:
@@ -182,7 +182,7 @@ def rank_sums(rank: int, count: int, root: Path) -> list[int]:
                 summed.append(0)
                 engine.save(own | later if rank and step > 5 else own, step=step).result(SECS)
     finally:
-        state_save.content_sums = make
+        agreement.content_sums = make
     return summed
 
 

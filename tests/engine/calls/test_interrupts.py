@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
-from aio_ckpt.engine import capture_session, engine, file_save, job_queue
+from aio_ckpt.engine import agreement, capture_session, engine, file_save, job_queue
 from aio_ckpt.engine import root as keeper
 from aio_ckpt.engine import state_save as saver
 from aio_ckpt.engine.job import SaveJob, WriteJob
@@ -33,6 +33,7 @@ COUNT = 40_000
 TRACED = {
     module.__file__
     for module in (
+        agreement,
         capture_session,
         deadline,
         futures,
