@@ -136,7 +136,7 @@ class Milestone(Generic[T]):
             # Does not raise the failure: a TimeoutError from here is the wait's own. No system waits beyond MAX_SECS.
             self._future.exception(None if timeout is None or timeout > MAX_SECS else max(0, timeout))
         except TimeoutError:
-            raise StallError(f"{self.name}: not reached within {shown(timeout)} s; the save goes on") from None
+            raise StallError(f"{self.name}: not reached within {shown(timeout)} s; it goes on") from None
 
     async def _wait_in_loop(self) -> None:
         loop = asyncio.get_running_loop()

@@ -112,7 +112,6 @@ def _pairs(
     with SyncCheckpointEngine(
         root / str(ground.rank if is_alone else 0), EngineConfig(keep_last=1), coordinator=coordinator
     ) as engine:
-        engine.guard(trainer.optimizer)
         for number in range(pairs + 1):
             without, _ = _steps(trainer, ground, None)
             beside, blocked_ms = _steps(trainer, ground, engine if is_saving else None)

@@ -235,6 +235,7 @@ class BaseEngine:
             queue=queue,
             earlier_steps=self._earlier_steps,
             rescue=self._rescue,
+            mirroring=mirroring,
         )
         self._shutdown = Shutdown(
             self._queue,

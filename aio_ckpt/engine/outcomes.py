@@ -55,7 +55,7 @@ def log_load(report: LoadReport | ReadReport, secs: float, *, rank: int, world_s
         report.step,
         rank,
         "%s %s: %s in %s, %s",
-        str(report.path) if report.step < 0 else f"step {report.step}",
+        f"step {report.step}" if report.step > 0 else str(report.path),  # 0: of save(path=), or a first step
         "loaded" if isinstance(report, LoadReport) else "read",
         _size(report.bytes_read, rank, world_size),
         _took(report.bytes_read, secs),

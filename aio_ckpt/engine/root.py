@@ -395,6 +395,10 @@ class RootSession:
         copies = self._call(read, what="reading the steps of the mirror", deadline=deadline)
         return sorted({*found, *(copy.step for copy in copies)})
 
+    def known_steps(self, deadline: Deadline) -> list[int]:
+        """Return the steps after which the next one is numbered: those of the mirror, too, once this engine writes."""
+        return self.steps(deadline) if self._lock is None else self.all_steps(deadline)
+
     def check_holds_steps(self, what: str) -> None:
         """Raise CheckpointNotFoundError, with ``what`` was called, if the root holds no committed step."""
         if not self.steps():
@@ -440,8 +444,8 @@ class RootSession:
             StallError: the disk stalls.
         """
         discard = functools.partial(self._retention.discard, allow_newest=allow_newest)
-        left = self._call(discard, step, what="delete()")
-        return max(left, default=None), [step]
+        self._call(discard, step, what="delete()")
+        return self.latest_step(), [step]
 
     def delete_discarded(self, step: int) -> None:
         """Delete the files of a step that :meth:`discard` renamed, durably. Needs the lock.

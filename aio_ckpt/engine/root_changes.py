@@ -15,6 +15,7 @@ from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.root import RootSession, StepsChange
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError
+from aio_ckpt.mirror import Mirroring
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.remote_path import check_place
@@ -41,6 +42,8 @@ class RootChanges(LockedCalls):
     queue: JobQueue
     earlier_steps: EarlierSteps
     rescue: Rescue
+    mirroring: Mirroring | None
+    """What copies steps to the mirror; None without a mirror, and on other ranks than the leader."""
 
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
@@ -50,6 +53,8 @@ class RootChanges(LockedCalls):
             gone = self._change_steps("rollback", topic, step, self.root_session.rollback)
             self.earlier_steps.go_on()
             self.rescue.give_up(f"rollback({step}) went back behind it", after=step)
+            if self.mirroring is not None:
+                self.mirroring.go_back(step)
             return gone
 
     def delete(self, step: int, *, allow_newest: bool) -> None:

@@ -248,7 +248,7 @@ class StateSaves(LockedCalls):
         """Return the committed steps on the disk, as the leader sees them."""
         members = self.ctx.members
         if members.is_leader:
-            return self.root_session.steps(deadline)
+            return self.root_session.known_steps(deadline)
         # Another rank may see the disk late (NFS). The leader knows all steps and refuses one that this rank lacks.
         return [] if members.newest is None else [members.newest]
 

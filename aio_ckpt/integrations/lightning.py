@@ -14,6 +14,7 @@ If both ``lightning`` and ``pytorch_lightning`` are installed, import the one th
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -144,9 +145,11 @@ def _room_at(path: Path | None) -> Iterator[bool]:
     aside = path.rename(path.with_name(f"{path.stem}-before{path.suffix}"))
     try:
         yield True
-    except BaseException:
+    except BaseException as error:
         if not path.exists():
             aside.rename(path)
+        elif getattr(error, "ticket", None) is not None:  # an earlier save failed, and this one is visible
+            aside.unlink()
         raise
     aside.unlink()
 
@@ -244,8 +247,7 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
         elif is_remote:
             self._saves.remove(place)
         elif place.is_symlink() or place.is_file():
-            self._saves.flush()
-            place.unlink()
+            self._saves.remove_file(place, place.unlink)
         elif place.exists() or self._saves.is_pending(place):
             self._saves.remove(place)
 
@@ -356,8 +358,7 @@ class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
         is_there = path.exists() or self._saves.is_pending(path)
         path, is_file, is_there = self.broadcast((path, is_file, is_there))  # a save may be settled on one rank only
         if is_file:
-            self._saves.flush()
-            super().remove_checkpoint(path)
+            self._saves.remove_file(path, functools.partial(super().remove_checkpoint, path))
         elif is_there:
             self._saves.remove(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import sys
 import weakref
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine.outcomes import named
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import RootError
 from aio_ckpt.ranks.exchange import Coordinator
 from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.runtime.futures import follow
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 
+_log = logging.getLogger("aio_ckpt")
 _LIVING: weakref.WeakSet[PathSaves] = weakref.WeakSet()
 """All of this process. A function that is given a path alone finds a pending save of it here."""
 
@@ -93,6 +97,20 @@ class PathSaves:
         for ticket in list(self._tickets.values()):
             if not ticket.done():
                 ticket.result()
+
+    def remove_file(self, path: Path, remove: Callable[[], object]) -> None:
+        """Call ``remove``, which deletes another program's file at ``path``, once the saves before are durable. Waits.
+
+        If one of them failed and nobody has seen it, the file stays, as it may be the only good checkpoint, and a
+        warning is logged. A later call raises the failure.
+        """
+        for place, ticket in list(self._tickets.items()):
+            follow(ticket.committed).result()
+            failure = ticket.committed.peek()
+            if failure is not None and not ticket.committed.observed:
+                _log.warning("%s stays: the save of %s, which came before, failed: %s", path, place, named(failure))
+                return
+        remove()
 
     def close(self) -> None:
         """Finish pending saves and removals, and close the engines. The next save opens them again.

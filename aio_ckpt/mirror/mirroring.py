@@ -161,6 +161,17 @@ class Mirroring:
             passed.settle(None)
         self._portal.post(self._notify)
 
+    def go_back(self, step: int) -> None:
+        """Note that a rollback has abandoned the steps after ``step``: one that waits is not copied."""
+        with self._lock:
+            if self.newest is not None and self.newest > step:
+                self.newest = None
+            dropped = self._wanted if self._wanted is not None and self._wanted.step > step else None
+            if dropped is not None:
+                self._wanted = None
+        if dropped is not None:
+            dropped.fail(CheckpointNotFoundError(f"step {dropped.step} is not copied: rollback({step}) abandoned it"))
+
     def held_steps(self) -> set[int]:
         """Return the steps that retention has to keep: the one that is being copied, and the next one."""
         with self._lock:

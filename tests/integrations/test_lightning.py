@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from dcp_states import assert_same_state
 from gated_storage import TIMEOUT, GatedStorage
 from rank_processes import Ranks
 from saved_files import data_file, without_save_id
+from waits import until
 
 import aio_ckpt
 from aio_ckpt import ConfigError, CorruptCheckpointError, SyncCheckpointEngine, WriteError
@@ -357,6 +357,28 @@ def test_a_failed_save_keeps_the_checkpoint_that_it_would_replace(
     assert visible(tmp_path) == ["old.ckpt"]
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_failed_save_keeps_the_file_of_lightning_that_it_would_replace(
+    tmp_path: Path,
+    disk: GatedStorage,
+    io: AioCheckpointIO,
+    caplog: pytest.LogCaptureFixture,
+    has_ended: bool,
+) -> None:
+    torch.save({"old": 1}, old := tmp_path / "old.ckpt")
+    disk.fail("rename", "*", WriteError(5, "disk", "x"))
+    io.save_checkpoint({"w": torch.ones(2)}, new := tmp_path / "new.ckpt")
+    if has_ended:
+        until(lambda: not io._saves.is_pending(new))
+    io.remove_checkpoint(old)
+    assert visible(tmp_path) == ["old.ckpt"]
+    assert "old.ckpt stays: the save of" in caplog.text
+    with pytest.raises(WriteError):  # the failure of the save before; this one goes on
+        io.save_checkpoint({"w": torch.ones(1)}, new)
+    io.remove_checkpoint(old)
+    assert visible(tmp_path) == ["new.ckpt"]
+
+
 def test_a_name_that_is_taken_twice_is_replaced_in_the_order_of_the_saves(
     tmp_path: Path, disk: GatedStorage, io: AioCheckpointIO
 ) -> None:
@@ -657,10 +679,7 @@ def sharded_trains(
             callbacks=[checkpoints],
         )
         done.fit(module := Sharded(), batches(), ckpt_path=resume)
-        deadline = time.monotonic() + TIMEOUT
-        while engine_threads() and time.monotonic() < deadline:  # those of the pool end a moment later
-            time.sleep(0.01)
-        assert engine_threads() == []
+        until(lambda: not engine_threads())  # those of the pool end a moment later
         return {"losses": module.losses, "devices": devices, "steps": done.global_step}
 
     return told(train)

@@ -10,8 +10,7 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from builders import flip, weights
 from saved_files import data_file
+from waits import until
 from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngine, copying
@@ -38,6 +38,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.mirror import mirroring
 from aio_ckpt.mirror.pace import YIELD_SECS, Pace
+from aio_ckpt.storage.local import Storage
 
 TIMEOUT = 60.0
 
@@ -105,13 +106,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedCopies]:
     gated = GatedCopies(monkeypatch)
     yield gated
     gated.gate.set()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
 
 
 def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
@@ -451,6 +445,59 @@ def test_an_overwritten_older_step_does_not_take_the_place_of_the_newest(
         copies.gate.set()
         assert newest.mirrored.result(TIMEOUT) == place / "step_000000002"
         first.mirrored.exception(TIMEOUT)
+
+
+def test_after_a_rollback_a_step_that_waits_does_not_pass_over_the_next(
+    root: Path, place: Path, copies: GatedCopies
+) -> None:
+    with opened(root, place) as engine:
+        engine.save(weights(1), 1).result(TIMEOUT)
+        assert copies.entered.wait(TIMEOUT)
+        dropped = engine.save(weights(9), 9)
+        dropped.result(TIMEOUT)
+        engine.rollback(1)
+        with pytest.raises(CheckpointNotFoundError, match=r"step 9 is not copied: rollback\(1\) abandoned it"):
+            dropped.mirrored.result(TIMEOUT)
+        later = engine.save(weights(5), 5)
+        copies.gate.set()
+        assert later.mirrored.result(TIMEOUT) == place / "step_000000005"
+        assert engine.stats().mirrored_step == 5
+        engine.rollback(1)
+        assert engine.stats().mirrored_step is None
+    assert steps_in(place) == [1, 5]
+
+
+def of_an_older_run(root: Path, place: Path) -> None:
+    """Step 100 in the mirror, of a root that is gone."""
+    with opened(root, place) as engine:
+        mirrored(engine, 100)
+    shutil.rmtree(root)
+
+
+def test_after_a_failed_save_steps_go_on_behind_those_of_the_mirror(
+    root: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a lower number would be older than the mirror's, which the next load would then take."""
+    of_an_older_run(root, place)
+    with opened(root, place) as engine:
+        assert loaded(engine) == (100, place)
+        with monkeypatch.context() as patched:
+            patched.setattr(Storage, "write_file", refuse)
+            with pytest.raises(WriteError):
+                engine.save(weights(1)).result(TIMEOUT)
+        assert engine.save(weights(1)).result(TIMEOUT).step == 101
+
+
+def test_after_a_deletion_steps_go_on_behind_those_of_the_mirror(root: Path, place: Path) -> None:
+    of_an_older_run(root, place)
+    with opened(root, place) as engine:
+        assert engine.save(weights(1)).result(TIMEOUT).step == 101
+        engine.delete(101, allow_newest=True)
+        assert engine.save(weights(1)).result(TIMEOUT).step > 100
+
+
+async def refuse(self: Storage, path: Path, *parts: bytes) -> None:
+    raise WriteError(5, "disk", str(path))
 
 
 def test_a_step_that_is_gone_is_not_tried_again(root: Path, place: Path, copies: GatedCopies) -> None:

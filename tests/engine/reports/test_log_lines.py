@@ -46,6 +46,14 @@ def test_a_load_and_a_read_without_an_engine_log_one_line_each(root: Path, caplo
     assert read.startswith("step 1 read: ")
 
 
+def test_a_load_of_a_checkpoint_at_a_path_is_logged_with_the_path(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        path = engine.save(weights(1), path=root / "best").result(TIMEOUT).path
+        caplog.set_level(logging.INFO, "aio_ckpt")
+        engine.load(weights(0), path=path)
+    assert caplog.messages[-1].startswith(f"{path} loaded: ")
+
+
 def test_the_stages_of_a_save_are_logged_at_debug_in_their_order(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "aio_ckpt")
     with SyncCheckpointEngine(root) as engine:

@@ -268,7 +268,7 @@ async def test_giving_up_a_wait_does_not_cancel_the_save(root: Path) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await ticket
-        with pytest.raises(StallError, match="committed of step 1: not reached within 0 s; the save goes on"):
+        with pytest.raises(StallError, match="committed of step 1: not reached within 0 s; it goes on"):
             ticket.result(0)
         assert not ticket.done()
         gate.open()
@@ -456,7 +456,7 @@ def test_a_commit_that_ends_well_after_the_deadline_is_no_failure(root: Path) ->
         gate = storage.hold("sync_dir", "root")
         ticket = engine.save(weights(2), deadline_secs=1.5)
         gate.wait_reached()
-        with pytest.raises(StallError, match=r"not reached within 1\.6 s; the save goes on"):
+        with pytest.raises(StallError, match=r"not reached within 1\.6 s; it goes on"):
             ticket.result(1.6)
         gate.open()
         assert ticket.exception(TIMEOUT) is None, "a failure was reported although the step is visible"
