@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
-from aio_ckpt.commit.trash import tidy
+from aio_ckpt.commit.trash import SETTLE_SECS, tidy
 from aio_ckpt.commit.user_files import files_of_caller
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, RootError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, new_metadata_name, save_of_file
@@ -36,8 +36,8 @@ Check: TypeAlias = Callable[[], Awaitable[None]]
 _log = logging.getLogger("aio_ckpt")
 
 
-@contextlib.contextmanager
-def hold_directory(storage: Storage, directory: Path) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def hold_directory(storage: Storage, directory: Path) -> AsyncIterator[None]:
     """Hold the lock of a directory, to begin or to commit a save. Data is written without the lock.
 
     In an object store, it excludes the saves of this process alone. Of two others, the one that begins last commits.
@@ -45,21 +45,21 @@ def hold_directory(storage: Storage, directory: Path) -> Iterator[None]:
     Raises:
         RootError: this process or another one holds the lock.
     """
-    try:
-        is_remote = isinstance(directory, RemotePath)
-        lock = ProcessLock(directory / LOCK) if is_remote else storage.lock(directory / LOCK)
-    except RootError as error:
-        if error.errno not in (errno.EBUSY, errno.EAGAIN):
-            raise
-        raise RootError(
-            error.errno,
-            "another save into this directory is being begun or committed: let one at a time save into it",
-            str(directory),
-        ) from error
-    try:
+    async with contextlib.AsyncExitStack() as held:
+        try:
+            if isinstance(directory, RemotePath):
+                held.callback(ProcessLock(directory / LOCK).discard)
+            else:
+                await held.enter_async_context(storage.locked(directory / LOCK, release_secs=SETTLE_SECS))
+        except RootError as error:
+            if error.errno not in (errno.EBUSY, errno.EAGAIN):
+                raise
+            raise RootError(
+                error.errno,
+                "another save into this directory is being begun or committed: let one at a time save into it",
+                str(directory),
+            ) from error
         yield
-    finally:
-        lock.discard()
 
 
 async def unclaimed() -> None:
@@ -152,7 +152,7 @@ async def replace_by_pending(storage: Storage, pending: Path, directory: Path, s
     names = await storage.list_dir(pending)
     own = [name for name in names if save_of_file(name) == save_id]
     of_caller = [name for name in names if save_of_file(name) is None and name != METADATA_FILE]
-    with hold_directory(storage, directory):
+    async with hold_directory(storage, directory):
         old_of_caller = await files_of_caller(storage, directory)
         try:
             await begin_save(storage, directory, save_id, check)

@@ -65,7 +65,7 @@ async def _clear_steps(storage: Storage, root: Path, names: StepNames, check: Ch
         try:
             if holds_leftovers(await storage.list_dir(step)):
                 await check()
-                with hold_directory(storage, step):
+                async with hold_directory(storage, step):
                     await remove_leftovers(storage, step, check)
                 _log.info("%s: the files of an overwrite that was killed are removed", step)
         except (AioCkptError, OSError) as error:

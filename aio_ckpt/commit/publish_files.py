@@ -22,9 +22,7 @@ import anyio
 from aio_ckpt.commit.trash import SETTLE_SECS
 from aio_ckpt.errors import AioCkptError, RootError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, SafetensorsIndex, index_name, parse_index
-from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
 from aio_ckpt.storage.local import Storage, read_small_file
-from aio_ckpt.storage.lock import RootLock
 
 LOCK = ".aio_ckpt-file.lock"
 """Lock file of a directory, there while safetensors files are renamed into it."""
@@ -33,25 +31,22 @@ _log = logging.getLogger("aio_ckpt")
 
 
 @contextlib.asynccontextmanager
-async def only_writer(storage: Storage, executor: Executor, folder: Path) -> AsyncIterator[None]:
+async def only_writer(storage: Storage, folder: Path) -> AsyncIterator[None]:
     """Exclude other saves of safetensors files into ``folder``, of any process. Wait for one that renames its files.
 
     Raises:
         WriteError: the system failed.
     """
-    lock: RootLock | None = None
-    while lock is None:
-        try:
-            lock = await run_owned(executor, storage.lock, folder / LOCK, dispose=RootLock.discard)
-        except RootError as error:
-            if error.errno not in (errno.EBUSY, errno.EAGAIN):
-                raise WriteError(error.errno, os.strerror(error.errno or 0), str(folder / LOCK)) from error
-            await anyio.sleep(_AGAIN_SECS)
-    try:
+    async with contextlib.AsyncExitStack() as held:
+        while True:
+            try:
+                await held.enter_async_context(storage.locked(folder / LOCK, release_secs=SETTLE_SECS))
+                break
+            except RootError as error:
+                if error.errno not in (errno.EBUSY, errno.EAGAIN):
+                    raise WriteError(error.errno, os.strerror(error.errno or 0), str(folder / LOCK)) from error
+                await anyio.sleep(_AGAIN_SECS)
         yield
-    finally:
-        with anyio.move_on_after(SETTLE_SECS, shield=True), contextlib.suppress(OSError):
-            await run_blocking(executor, lock.discard)
 
 
 async def publish_files(

@@ -86,7 +86,7 @@ async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
     Raises:
         RootError: another save is being committed there, or begins at the same time.
     """
-    with hold_directory(storage, directory):
+    async with hold_directory(storage, directory):
         await in_place.begin_save(storage, directory, save_id)
 
 
@@ -296,7 +296,7 @@ async def commit_save(
     root = render_root(
         metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={}, extra={}
     )
-    with hold_directory(storage, directory):
+    async with hold_directory(storage, directory):
         await _check_manifests(storage, directory, manifests, save_id)
         with anyio.move_on_after(timeout_secs, shield=True) as scope:  # a rename that was begun is waited for
             await _commit(storage, directory, data, root, save_id)

@@ -56,7 +56,7 @@ class FilePipeline:
         job.begin(f"waiting for another save that renames files in {folder}")
         job.round.advance(SaveState.VOTED)
         is_plain = job.content.index is None and not job.path.name.endswith(SUFFIX)
-        turn = contextlib.nullcontext() if is_plain else only_writer(storage, self.ctx.executor, folder)
+        turn = contextlib.nullcontext() if is_plain else only_writer(storage, folder)
         async with self.runner.committing(job, turn):
             written = [part.name for part in job.parts]
             names = await publish_files(storage, job.temporary, job.path, written, index=job.content.index)

@@ -13,14 +13,16 @@ import functools
 import os
 import shutil
 import stat
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
+import anyio
+
 from aio_ckpt.config import DirectIO
 from aio_ckpt.errors import AioCkptError, MismatchError, ReadError, RootError, WriteError
-from aio_ckpt.runtime.portal import Executor, run_owned
+from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
 from aio_ckpt.storage.clone import Stamp, clone_file, file_stamp
 from aio_ckpt.storage.data_file import (
     CreatedFile,
@@ -245,6 +247,19 @@ class Storage:
             RootError: the lock is held; the message names the holder.
         """
         return RootLock(path)
+
+    @contextlib.asynccontextmanager
+    async def locked(self, path: Path, *, release_secs: float) -> AsyncIterator[None]:
+        """Hold :meth:`lock`, which a thread takes and gives back: on a hung disk both hang.
+
+        The end of the block waits at most ``release_secs`` for the thread, also if it is cancelled.
+        """
+        lock = await run_owned(self._executor, self.lock, path, dispose=RootLock.discard)
+        try:
+            yield
+        finally:
+            with anyio.move_on_after(release_secs, shield=True), contextlib.suppress(OSError):
+                await run_blocking(self._executor, lock.discard)
 
 
 def _write_file(path: Path, parts: tuple[bytes, ...]) -> None:

@@ -41,6 +41,7 @@ class ForwardingStorage(Storage):
 
     def __init__(self, inner: Storage) -> None:
         self._inner = inner
+        self._executor = inner._executor
 
     async def run(self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
         """A call that changes something; ``act()`` makes it."""

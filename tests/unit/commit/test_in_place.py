@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +27,8 @@ from aio_ckpt.commit.in_place import (
 from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import data_file_name, rank_manifest_name, root_manifest_name, trailer
 from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.lock import RootLock
 
 T = TypeVar("T")
 META = ".metadata"
@@ -321,7 +325,32 @@ async def test_a_pending_directory_waits_for_nobody_who_holds_the_place(storage:
     for directory in (final, pending):
         directory.mkdir()
     await save_into_directory(storage, final, 1)
-    with hold_directory(storage, final), pytest.raises(RootError, match="let one at a time save into it"):
-        await replace_by_pending(storage, pending, final, "s2", unclaimed)
+    async with hold_directory(storage, final):
+        with pytest.raises(RootError, match="let one at a time save into it"):
+            await replace_by_pending(storage, pending, final, "s2", unclaimed)
     assert not (final / LOCK).exists()
     check_whole(final, 1)
+
+
+async def test_a_lock_that_hangs_does_not_hold_the_loop(
+    storage: GatedStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop has the heartbeats and the deadlines of all other saves."""
+    entered, gate, lock = threading.Event(), threading.Event(), Storage.lock
+
+    def hung(self: Storage, path: Path) -> RootLock:
+        entered.set()
+        assert gate.wait(TIMEOUT), "the loop did not go on"
+        return lock(self, path)
+
+    monkeypatch.setattr(Storage, "lock", hung)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(begin(storage, tmp_path))
+        await asyncio.to_thread(entered.wait, TIMEOUT)
+        gate.set()
+    assert not (tmp_path / LOCK).exists()
+
+
+async def begin(storage: Storage, directory: Path) -> None:
+    async with hold_directory(storage, directory):
+        await begin_save(storage, directory, "s1")
