@@ -73,6 +73,10 @@ CPU_PAGE = Page(
     ),
 )
 
+_FIRST_STEPS = (
+    "What the five steps from a save on take longer than the same steps from the same rest without it, and how long\n"
+    "`save()` blocks. *Together*: all ranks save. *First rank alone*: the others train on."
+)
 _BEFORE_COPIES = "In this section and below, `default` made no copies on the device: today's `device_copy_bytes=0`."
 
 GPU_PAGE = Page(
@@ -96,6 +100,9 @@ GPU_PAGE = Page(
 - A contender that is not installed or fails is a row with the reason.""",
     (
         Section("One GPU: saves of the present code", "", (f"{ONE}/gpu-save-blocks-default",)),
+        Section(
+            "One GPU and two: the first steps after a save", _FIRST_STEPS, (f"{ONE}/first-steps", f"{TWO}/first-steps")
+        ),
         Section("One GPU: saves", _BEFORE_COPIES, (f"{ONE}/gpu-save-blocks-rivals", f"{ONE}/gpu-save-blocks")),
         Section("One GPU: saves beside steps of 250 ms", "", (f"{ONE}/gpu-save-blocks-rivals-step250",)),
         Section("One GPU: 2 GB and 34 GB", "", (f"{ONE}/gpu-save-blocks-gb2", f"{ONE}/gpu-save-blocks-gb32")),

@@ -307,6 +307,7 @@ class Retention:
                             await self._remove(trash)
                 await self._delete_expired(removed, undeleted)
             except OSError as error:
+                self._has_trash = True
                 _log.warning("%s: retention was put off: %s", self._root, error)
             self.undeleted = undeleted
             if deleted := [step for step in removed if step not in undeleted]:

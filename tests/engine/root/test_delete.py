@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from aio_ckpt.errors import (
     WriteError,
 )
 from aio_ckpt.format.names import ENGINE_DIRS, TRASH_DIR
+from aio_ckpt.storage.local import Storage
 
 TRASH = f"trash/{steps_dir(Path(), 1).name}"
 
@@ -245,6 +247,31 @@ def test_a_kill_at_any_point_leaves_the_step_whole_or_gone_and_the_next_writer_c
         assert [engine.load(weights(0), step).step for step in left] == left
         save(engine, 3)
         assert listing(killed) == [f"step_{step:09d}" for step in (*left, 3)]
+
+
+def test_trash_whose_next_listing_fails_is_deleted_by_the_pass_after_that(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, list_dir = threading.Event(), Storage.list_dir
+
+    async def fails_once(self: Storage, path: Path) -> list[str]:
+        if path.name == TRASH_DIR.split("/")[-1] and not failed.is_set():
+            failed.set()
+            raise ReadError(errno.EIO, "broken", str(path))
+        return await list_dir(self, path)
+
+    with gated_engine(root) as (engine, storage):
+        for step in (1, 2):
+            engine.save(weights(step), step).result(TIMEOUT)
+        storage.fail("remove_tree", "trash/*", WriteError(errno.EIO, "broken", "x"))
+        with pytest.raises(WriteError, match="broken"):
+            delete(engine, 1)
+        monkeypatch.setattr(Storage, "list_dir", fails_once)
+        engine.save(weights(3), 3).result(TIMEOUT)
+        assert failed.wait(TIMEOUT)
+        engine.save(weights(4), 4).result(TIMEOUT)
+        storage.wait_for("remove_tree", "trash/*")
+    assert not [*(root / TRASH_DIR).iterdir()]
 
 
 @pytest.mark.parametrize(("name", "where", "left"), POINTS)
