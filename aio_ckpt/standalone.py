@@ -15,7 +15,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.loader import load_report, read_report, selection
 from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.match.rename import Rename
@@ -86,9 +86,9 @@ def load(
     )
     options.check()
 
-    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, again: bool) -> LoadReport:
+    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, past_page_cache: bool) -> LoadReport:
         async with match_checkpoint(
-            ctx, found.path, state, step=None, options=options, past_page_cache=again, meter=meter
+            ctx, found.path, state, step=None, options=options, past_page_cache=past_page_cache, meter=meter
         ) as matched:
             outcome = await matched.fetch()
         await outcome.apply()
@@ -129,9 +129,15 @@ def read(
     check_flag("with_report", with_report)
     names, began = selection(only), time.perf_counter()
 
-    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, again: bool) -> Any:
+    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, past_page_cache: bool) -> Any:
         outcome = await read_state(
-            ctx, found.path, step=None, only=names, skip_untrusted=skip_untrusted, past_page_cache=again, meter=meter
+            ctx,
+            found.path,
+            step=None,
+            only=names,
+            skip_untrusted=skip_untrusted,
+            past_page_cache=past_page_cache,
+            meter=meter,
         )
         report = read_report(found, (), outcome)
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)

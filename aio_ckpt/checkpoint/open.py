@@ -54,8 +54,8 @@ class Checkpoint:
     root: RootManifest | None
     """None for plain DCP."""
     ranks: Mapping[int, RankManifest]
-    """Rank manifests by rank: of all ranks, or of a :class:`Part`; empty for plain DCP."""
-    part: Part | None = None
+    """Rank manifests by rank: of all ranks, or of a :class:`RankSubset`; empty for plain DCP."""
+    part: RankSubset | None = None
     """The part that was opened; None if all was. Of a part, only the names of its rank are known."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Stored name -> name in the template, if they differ; None if another leaf took the name."""
@@ -232,7 +232,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankSubset:
     """What one of several ranks needs of a checkpoint that as many ranks saved: its own state.
 
     That is its manifest, and those of the ranks that it names. Thousands of ranks then read few small files each.
@@ -253,7 +253,7 @@ class OnlyPartOpenError(Exception):
 
 
 async def open_checkpoint(
-    storage: Storage, path: Path, *, executor: Executor, step: int | None = None, part: Part | None = None
+    storage: Storage, path: Path, *, executor: Executor, step: int | None = None, part: RankSubset | None = None
 ) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and check them against each other.
 
@@ -364,7 +364,7 @@ def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifes
 
 
 async def _read_ranks(
-    storage: Storage, path: Path, root: RootManifest, executor: Executor, part: Part | None
+    storage: Storage, path: Path, root: RootManifest, executor: Executor, part: RankSubset | None
 ) -> dict[int, RankManifest]:
     """Return the manifests of ``part``, or of all ranks if that is not told, in the order of the ranks."""
     found: dict[int, RankManifest] = {}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.objects import AnyStorage

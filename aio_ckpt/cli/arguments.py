@@ -14,7 +14,7 @@ from aio_ckpt.checks import check_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
-from aio_ckpt.format.names import ENGINE_DIR, StepNames
+from aio_ckpt.format.root_names import ENGINE_DIR, StepNames
 from aio_ckpt.remote_path import RemotePath, check_place
 
 F = TypeVar("F", bound=Callable[..., Any])

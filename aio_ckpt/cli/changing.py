@@ -19,7 +19,7 @@ from aio_ckpt.cli.console import Screen, plural
 from aio_ckpt.cli.listing import best_rule
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ProtectedStepError, StepOrderError
-from aio_ckpt.format.names import ABANDONED_DIR, StepNames
+from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, pri
 from aio_ckpt.cli.inspecting import LeafRow, leaves_of
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import ReadError
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_names import StepNames
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from aio_ckpt.errors import (
     StepOrderError,
     UnsupportedLeafError,
 )
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.reports import SaveReport, amount
 

@@ -15,7 +15,7 @@ import msgspec
 from aio_ckpt.cli.arguments import Directory, json_option, step_dir_option
 from aio_ckpt.cli.console import Cells, Screen, extra_text, metrics_text, plural, printable, time_text
 from aio_ckpt.errors import MissingNameError
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from aio_ckpt.cli.console import (
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR, StepNames
+from aio_ckpt.format.root_names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR, StepNames
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount
 

@@ -17,7 +17,7 @@ from aio_ckpt.cli.arguments import (
 )
 from aio_ckpt.cli.console import Screen, printable
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, pri
 from aio_ckpt.cli.listing import advice
 from aio_ckpt.config import MAX_WORKERS
 from aio_ckpt.errors import AioCkptError, ReadError
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import anyio
 
 from aio_ckpt.commit.owner import MAX_OWNER_BYTES, Owner, decoded_owner, encoded_owner, now_of
 from aio_ckpt.errors import MismatchError, RootError, WriteError
-from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE, PENDING_DIR, TRASH_DIR
+from aio_ckpt.format.root_names import CLAIM_FILE, LOCK_FILE, PENDING_DIR, TRASH_DIR
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.lock import ProcessLock, RootLock

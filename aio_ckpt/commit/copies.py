@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, read_save_id
-from aio_ckpt.format.names import ABANDONED_DIR, StepNames
+from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
 from aio_ckpt.storage.local import Storage, names_in, read_small_file
 
 _RECORD = "copies"

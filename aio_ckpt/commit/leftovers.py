@@ -11,7 +11,7 @@ from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.commit.trash import delete_trash, discard_pending
 from aio_ckpt.errors import AioCkptError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.names import PENDING_DIR, TRASH_DIR, StepNames, protected_name
+from aio_ckpt.format.root_names import PENDING_DIR, TRASH_DIR, StepNames, protected_name
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 

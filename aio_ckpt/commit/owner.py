@@ -23,7 +23,7 @@ from typing import Annotated
 import msgspec
 
 from aio_ckpt.commit.trash import check_engine_dirs
-from aio_ckpt.format.names import (
+from aio_ckpt.format.root_names import (
     ENGINE_DIRS,
     LOCK_FILE,
     PENDING_DIR,

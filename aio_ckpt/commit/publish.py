@@ -24,7 +24,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 async def write_user_files(
-    storage: Storage, pending: Path, files_at: Path, files: Mapping[str, bytes], check: Check
+    storage: Storage, pending: Path, write_dir: Path, files: Mapping[str, bytes], check: Check
 ) -> None:
     """Write the files of ``save(files=)``. In a store they replace those of the checkpoint before, just before it.
 
@@ -32,16 +32,16 @@ async def write_user_files(
         RootError: another writer has taken over, see :data:`Check`.
         WriteError: the system failed.
     """
-    if not isinstance(files_at, RemotePath):
+    if not isinstance(write_dir, RemotePath):
         for name, content in files.items():
-            await storage.write_file(files_at / name, content)
+            await storage.write_file(write_dir / name, content)
         return
-    store = store_of(storage, files_at)
+    store = store_of(storage, write_dir)
     if files:
         await store.name_files(pending, tuple(files))
         await check()
     for name, content in files.items():
-        await store.replace_file(files_at / name, content)
+        await store.replace_file(write_dir / name, content)
 
 
 async def sync_pending(storage: Storage, pending: Path, save_id: str, root_manifest: bytes) -> None:

@@ -20,7 +20,7 @@ from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, is_unchanged
 from aio_ckpt.commit.retention import unprotect
 from aio_ckpt.errors import CorruptCheckpointError, RootError
-from aio_ckpt.format.names import CORRUPT_DIR, StepNames
+from aio_ckpt.format.root_names import CORRUPT_DIR, StepNames
 from aio_ckpt.storage.local import Storage, sync_parents
 
 _log = logging.getLogger("aio_ckpt")

@@ -27,7 +27,7 @@ from aio_ckpt.errors import (
     StepOrderError,
     WriteError,
 )
-from aio_ckpt.format.names import PROTECTED_DIR, TRASH_DIR, StepNames, protected_name, protected_step
+from aio_ckpt.format.root_names import PROTECTED_DIR, TRASH_DIR, StepNames, protected_name, protected_step
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 from aio_ckpt.storage.small_files import read_root
 

@@ -17,7 +17,7 @@ import anyio
 
 from aio_ckpt.errors import AioCkptError, RootError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, TRASH_DIR
+from aio_ckpt.format.root_names import ENGINE_DIR, ENGINE_DIRS, TRASH_DIR
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.storage.local import Storage

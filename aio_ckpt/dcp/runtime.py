@@ -20,8 +20,9 @@ from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import MAX_SECS, check_kind
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
 from aio_ckpt.errors import ConfigError, RootError
+from aio_ckpt.memory.available import default_budget_bytes, ranks_on_host
 from aio_ckpt.memory.kind import StagingChoice
-from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
+from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.layout import chunk_bytes_for
 from aio_ckpt.plan.local_plan import PlannedImage
 from aio_ckpt.remote_path import RemotePath, find_bucket

@@ -19,7 +19,7 @@ import msgspec
 
 from aio_ckpt.demo.train import Event, ModelSize, TrainSpec, decode_event
 from aio_ckpt.errors import AioCkptError, ConfigError
-from aio_ckpt.format.names import PENDING_DIR
+from aio_ckpt.format.root_names import PENDING_DIR
 
 if TYPE_CHECKING:
     from aio_ckpt.cli.console import Screen

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aio_ckpt.commit.owner import Owner, pending_path
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import Target
@@ -51,7 +51,7 @@ class EngineContext:
         """Return the directory of call ``number`` of ``save()`` until the commit. It is the same on every rank."""
         return pending_path(self.root, self.members.owner, number)
 
-    def files_path(self, number: int, target: Target) -> Path:
+    def write_path(self, number: int, target: Target) -> Path:
         """Return the directory into which call ``number`` of ``save()`` writes. A store cannot move files later."""
         return self.final_path(target) if isinstance(self.root, RemotePath) else self.pending_path(number)
 

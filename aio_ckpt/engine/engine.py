@@ -52,7 +52,7 @@ from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.state_save import StateSaves
 from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import EngineClosedError, StallError
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.rename import Rename

@@ -128,7 +128,7 @@ class FallbackSearch:
             ChangedError: a writer has deleted or replaced the checkpoint.
         """
         try:
-            return await self._read(candidate, use, again=False)
+            return await self._read(candidate, use, past_page_cache=False)
         except FormatVersionError as error:
             self.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=False))
             raise
@@ -136,15 +136,15 @@ class FallbackSearch:
             first = error
         _log.warning("%s does not verify, reading it once more: %s", candidate.title, first)
         try:
-            return await self._read(candidate, use, again=True)
+            return await self._read(candidate, use, past_page_cache=True)
         except CorruptCheckpointError as error:
             is_proven = isinstance(first, MismatchError) and isinstance(error, MismatchError)
             self.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=is_proven))
             raise
 
-    async def _read(self, candidate: discovery.CommittedCheckpoint, use: Use[T], *, again: bool) -> T:
+    async def _read(self, candidate: discovery.CommittedCheckpoint, use: Use[T], *, past_page_cache: bool) -> T:
         try:
-            value = await use(candidate, again)
+            value = await use(candidate, past_page_cache)
         except (CorruptCheckpointError, FormatVersionError, CheckpointNotFoundError, ReadError) as error:
             self.is_modified = self.is_modified or error.target_modified
             if not await discovery.is_unchanged(self.ctx.storage, candidate):

@@ -217,7 +217,7 @@ class LoadMember:
     def __init__(self, search: FallbackSearch, match: Match, rounds: LoadRounds, wanted: Wanted) -> None:
         self.search = search
         self._wanted = wanted
-        self._newest_before = search.ctx.members.newest
+        self._newest_before = search.ctx.members.newest_step
         self._match = match
         self._rounds = rounds
         self._message = _Message(_Outcome.NONE)
@@ -261,8 +261,8 @@ class LoadMember:
         self.search.is_modified = True
         return _Message(_Outcome.READ, self._loaded.checkpoint.identity)
 
-    async def _fill(self, candidate: discovery.CommittedCheckpoint, again: bool) -> LoadOutcome:
-        async with self._match(candidate, again) as matched:
+    async def _fill(self, candidate: discovery.CommittedCheckpoint, past_page_cache: bool) -> LoadOutcome:
+        async with self._match(candidate, past_page_cache) as matched:
             await self._await_others(matched.checkpoint.identity)
             return await matched.fetch()
 
@@ -308,8 +308,8 @@ class LoadMember:
     def _learn_newest(self, instruction: _Instruction) -> None:
         """Take over the newest step that the leader found, or that of a save committed meanwhile if it is newer."""
         members = self.search.ctx.members
-        meanwhile = members.newest if members.newest != self._newest_before else None
-        members.newest = max((step for step in (instruction.newest, meanwhile) if step is not None), default=None)
+        meanwhile = members.newest_step if members.newest_step != self._newest_before else None
+        members.newest_step = max((step for step in (instruction.newest, meanwhile) if step is not None), default=None)
 
 
 class LoadLeader:
@@ -375,7 +375,7 @@ class LoadLeader:
             committed = await self._quarantine.committed(ctx.storage, ctx.root, ctx.names)
         except AioCkptError as error:  # the load itself has succeeded
             _log.warning("%s could not be looked at behind a load: %s", ctx.root, error)
-            return None if ctx.members.newest in self._proven else ctx.members.newest
+            return None if ctx.members.newest_step in self._proven else ctx.members.newest_step
         copies = await copies_or_none(ctx, is_needed=False)
         own = {checkpoint.step for checkpoint in committed} - self._proven
         return max(own.union(copy.step for copy in copies), default=None)

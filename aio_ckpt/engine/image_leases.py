@@ -37,7 +37,7 @@ class Leased:
     """Bytes of the arena behind the image."""
     versions: Versions | None = None
     """Versions of the frozen leaves; None if they are not trusted."""
-    known: FrozenFile | None = None
+    trusted_file: FrozenFile | None = None
     """Committed file that holds the frozen leaves, which are not captured; None if all are captured."""
 
 
@@ -85,7 +85,9 @@ class ImageLeases:
             image = lease(main, SAMPLE_BYTES)
             try:
                 if self._is_unchanged(planned, known, image, target):
-                    return Leased(planned=main, image=image, tail_bytes=SAMPLE_BYTES, versions=versions, known=known)
+                    return Leased(
+                        planned=main, image=image, tail_bytes=SAMPLE_BYTES, versions=versions, trusted_file=known
+                    )
             except BaseException:
                 image.lease.close()
                 raise

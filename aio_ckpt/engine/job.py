@@ -328,7 +328,7 @@ class SaveJob(WriteJob):
     call: SaveCall
     pending: Path
     """Directory of the save until the commit, the same on every rank."""
-    files_at: Path
+    write_dir: Path
     """Directory into which the files are written, but ``.metadata``: the pending one, or, in a store, the final one."""
     final: Path
     """Directory of the checkpoint once it is committed."""
@@ -347,9 +347,9 @@ class SaveJob(WriteJob):
     """Checksums by which the leader compares replicas. Those of tensors are left out if the plan message had them."""
     versions: Versions | None = None
     """Versions of the frozen leaves; None if they are not trusted."""
-    known: FrozenFile | None = None
+    trusted_file: FrozenFile | None = None
     """Committed file that holds the frozen leaves, which are not captured; None if all are captured."""
-    shared: FrozenFile | None = None
+    clone_source: FrozenFile | None = None
     """File that the frozen file of this save may be a clone of; None if there is none."""
 
     @property

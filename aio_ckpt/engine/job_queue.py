@@ -515,7 +515,7 @@ class JobQueue:
 
     def claim_step(self, number: int, step: object) -> int:
         """Take the step of call ``number``; see :meth:`KnownSteps.claim`."""
-        claimed = self.steps.claim(number, step, self.pending_steps, agreed=self._ctx.members.newest)
+        claimed = self.steps.claim(number, step, self.pending_steps, agreed=self._ctx.members.newest_step)
         if claimed != step:
             self._ctx.members.coordinator.begin_call(Topic("save", number), step=claimed)
         return claimed

@@ -100,14 +100,14 @@ class Loader:
         await before()
         ctx, began = self.ctx, time.perf_counter()
 
-        async def read(meter: Meter, candidate: CommittedCheckpoint, again: bool) -> ReadOutcome:
+        async def read(meter: Meter, candidate: CommittedCheckpoint, past_page_cache: bool) -> ReadOutcome:
             return await read_state(
                 self._read_context(),
                 candidate.path,
                 step=None if candidate.is_given else candidate.step,
                 only=only,
                 skip_untrusted=skip_untrusted,
-                past_page_cache=again,
+                past_page_cache=past_page_cache,
                 meter=meter,
             )
 
@@ -141,7 +141,7 @@ class Loader:
     # -- read and apply -------------------------------------------------------------------------------
 
     def _match(
-        self, state: object, options: LoadOptions, meter: Meter, candidate: CommittedCheckpoint, again: bool
+        self, state: object, options: LoadOptions, meter: Meter, candidate: CommittedCheckpoint, past_page_cache: bool
     ) -> AbstractAsyncContextManager[Matched]:
         return match_checkpoint(
             self._read_context(),
@@ -149,14 +149,14 @@ class Loader:
             state,
             step=None if candidate.is_given else candidate.step,
             options=options,
-            past_page_cache=again,
+            past_page_cache=past_page_cache,
             meter=meter,
         )
 
     async def _fill(
-        self, state: object, options: LoadOptions, meter: Meter, candidate: CommittedCheckpoint, again: bool
+        self, state: object, options: LoadOptions, meter: Meter, candidate: CommittedCheckpoint, past_page_cache: bool
     ) -> LoadOutcome:
-        async with self._match(state, options, meter, candidate, again) as matched:
+        async with self._match(state, options, meter, candidate, past_page_cache) as matched:
             loaded = await matched.fetch()
         await loaded.apply()
         return loaded

@@ -283,7 +283,7 @@ class OutcomeRecorder:
         if isinstance(outcome, BaseException):
             return
         if job.step is not None:
-            ctx.members.newest = max(job.step, ctx.members.newest or 0)
+            ctx.members.newest_step = max(job.step, ctx.members.newest_step or 0)
         self._root_session.delete_expired(job.step)
 
     def call_back(self, job: WriteJob, outcome: SaveReport | BaseException) -> None:

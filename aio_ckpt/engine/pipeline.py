@@ -157,7 +157,7 @@ class SavePipeline:
             rank=ctx.rank,
             world_size=ctx.world_size,
         )
-        await storage.write_file(job.files_at / rank_manifest_name(job.save_id, ctx.rank), manifest)
+        await storage.write_file(job.write_dir / rank_manifest_name(job.save_id, ctx.rank), manifest)
         job.begin("waiting for the other ranks", stage="agree")
         return WrittenRank(
             result=result,
@@ -174,19 +174,19 @@ class SavePipeline:
 
         async def make_frozen() -> None:
             nonlocal frozen
-            job.shared = self.unchanged.take()
-            if job.known is not None:
-                frozen = await self._renew_frozen(job, part, job.known)
+            job.clone_source = self.unchanged.take()
+            if job.trusted_file is not None:
+                frozen = await self._renew_frozen(job, part, job.trusted_file)
                 return
-            frozen = await write_frozen(part, job.files_at, job.final, job.shared, self.runner.writer(job))
+            frozen = await write_frozen(part, job.write_dir, job.final, job.clone_source, self.runner.writer(job))
 
         async with anyio.create_task_group() as beside:
             if job.plan.layout.frozen_items:
                 beside.start_soon(make_frozen)
-            result = await self.runner.write(job, part, job.files_at)
+            result = await self.runner.write(job, part, job.write_dir)
         # A cancellation may end the other task alone, and with it the group, before it reaches this one.
         await anyio.lowlevel.checkpoint_if_cancelled()
-        return result if job.known is None else result.moved(job.plan.layout.frozen_chunks), frozen
+        return result if job.trusted_file is None else result.moved(job.plan.layout.frozen_chunks), frozen
 
     async def _renew_frozen(self, job: SaveJob, part: Part, known: FrozenFile) -> FrozenFile:
         """Clone or copy the frozen file, whose leaves were not captured.
@@ -194,11 +194,11 @@ class SavePipeline:
         If the step of ``known`` is deleted meanwhile, a newer one has the same bytes. If none has them, the next save
         captures the leaves.
         """
-        writer, shared, layout = self.runner.writer(job), job.shared, job.plan.layout
+        writer, shared, layout = self.runner.writer(job), job.clone_source, job.plan.layout
         while True:
             may_clone = shared is not None and shared.sharers is known.sharers
             try:
-                return await write_trusted(part, layout, job.files_at, job.final, known, writer, may_clone=may_clone)
+                return await write_trusted(part, layout, job.write_dir, job.final, known, writer, may_clone=may_clone)
             except ReadError as error:
                 newest = self.unchanged.newest
                 if newest is None or newest is known or not newest.result.holds_as(known.result):
@@ -267,8 +267,8 @@ class SavePipeline:
         job.begin("making its directory durable", stage="commit")
         if job.call.path is not None:
             await path_checkpoints.prepare_place(ctx.storage, job.call.path)
-        await publish.write_user_files(ctx.storage, job.pending, job.files_at, job.call.files, self.claim.check)
-        await publish.sync_pending(ctx.storage, job.files_at, job.save_id, root_manifest)
+        await publish.write_user_files(ctx.storage, job.pending, job.write_dir, job.call.files, self.claim.check)
+        await publish.sync_pending(ctx.storage, job.write_dir, job.save_id, root_manifest)
         job.timer.reached("dir_synced")
         job.begin("waiting while other checkpoints are renamed")
         async with self.runner.committing(job, self.quarantine.renames):
@@ -352,9 +352,9 @@ class SavePipeline:
 def _needed_bytes(job: SaveJob, cause: BaseException) -> int:
     """Return the bytes that the data files of a failed save take. A clone takes none."""
     frozen_bytes = job.plan.layout.main_start
-    main_bytes = job.image_bytes - (frozen_bytes if job.known is None else 0)
+    main_bytes = job.image_bytes - (frozen_bytes if job.trusted_file is None else 0)
     failed_name = os.path.basename(str(getattr(cause, "filename", "")))
-    is_cloned = job.shared is not None and all(part.frozen_name != failed_name for part in job.parts)
+    is_cloned = job.clone_source is not None and all(part.frozen_name != failed_name for part in job.parts)
     return main_bytes + (0 if is_cloned else frozen_bytes)
 
 

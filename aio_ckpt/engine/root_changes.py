@@ -101,7 +101,7 @@ class RootChanges(LockedCalls):
             whose = f"saves of rank {busy}" if len(asked) != 1 else "saves"
             raise BusyError(f"{kind}({step}): {whose} are pending; await their tickets first")
         self.queue.steps.change(newest)
-        members.newest = newest
+        members.newest_step = newest
         return gone
 
     def _delete_files(self, step: int, topic: Topic) -> None:

@@ -67,7 +67,7 @@ class StateSaves(LockedCalls):
             await members.meet(ctx.root, read_steps)
             self.queue.take_steps()
             if members.is_leader:
-                self.earlier_steps.tell_opened(members.newest)
+                self.earlier_steps.tell_opened(members.newest_step)
 
         async def look() -> None:
             with contextlib.suppress(AioCkptError, OSError):  # the first call that needs the root raises it
@@ -219,7 +219,7 @@ class StateSaves(LockedCalls):
             deadline=numbered.call.deadline,
             call=numbered.call,
             pending=ctx.pending_path(number),
-            files_at=ctx.files_path(number, target),
+            write_dir=ctx.write_path(number, target),
             final=ctx.final_path(target),
             save_id=ctx.save_id(number),
             requested=requested,
@@ -229,7 +229,7 @@ class StateSaves(LockedCalls):
             objects=objects,
             content=content,
             versions=leased.versions,
-            known=leased.known,
+            trusted_file=leased.trusted_file,
         )
 
     def _learn_steps(self, deadline: Deadline) -> None:
@@ -250,7 +250,7 @@ class StateSaves(LockedCalls):
         if members.is_leader:
             return self.root_session.known_steps(deadline)
         # Another rank may see the disk late (NFS). The leader knows all steps and refuses one that this rank lacks.
-        return [] if members.newest is None else [members.newest]
+        return [] if members.newest_step is None else [members.newest_step]
 
     def prepare(self, state: object, step: int | None) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""

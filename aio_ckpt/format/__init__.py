@@ -6,7 +6,7 @@ runs no code. Imports ``errors``, ``config`` and ``reports`` only.
 Names, constants and the root manifest need neither torch nor numpy.
 """
 
-from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.root_manifest import RootManifest
+from aio_ckpt.format.root_names import StepNames
 
 __all__ = ["RootManifest", "StepNames"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.checkpoint.data_files import Files
-from aio_ckpt.checkpoint.open import Checkpoint, Part
+from aio_ckpt.checkpoint.open import Checkpoint, RankSubset
 from aio_ckpt.checkpoint.rank_names import as_one_state
 from aio_ckpt.checks import check_callback, check_flag
 from aio_ckpt.config import EngineConfig
@@ -62,9 +62,9 @@ class ReadContext:
         )
 
     @property
-    def part(self) -> Part | None:
+    def part(self) -> RankSubset | None:
         """The part of a checkpoint that this rank needs at most, if as many ranks saved it; None if it reads alone."""
-        return Part(self.rank, self.world_size) if self.world_size > 1 else None
+        return RankSubset(self.rank, self.world_size) if self.world_size > 1 else None
 
     def as_one_state(self, checkpoint: Checkpoint) -> Checkpoint:
         """See :func:`aio_ckpt.checkpoint.rank_names.as_one_state`."""

@@ -1,7 +1,8 @@
-"""Memory that this process may still take: that of the machine, within the limit of each cgroup above the process."""
+"""Memory that this process may still take, within the limit of each cgroup above it; and a rank's default budget."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,31 @@ _V2 = _Files(limits=("memory.max", "memory.high"), used="memory.current", reclai
 _V1 = _Files(limits=("memory.limit_in_bytes",), used="memory.usage_in_bytes", reclaimable="total_inactive_file")
 _V1_ANCESTORS = "hierarchical_memory_limit"
 """Entry of ``memory.stat`` in v1: the least limit of the group and of its ancestors, which a container may not see."""
+
+
+def ranks_on_host(world_size: int) -> int:
+    """Return the number of ranks that share this host's memory and disk.
+
+    The launcher tells it by ``LOCAL_WORLD_SIZE``. Without that, all ranks count as ranks of this host.
+    """
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(int(text), world_size) if text.isascii() and text.isdigit() and int(text) else world_size
+
+
+_MIN_BUDGET_BYTES = 16 << 20
+"""Budget on a machine without free memory, because every save needs some."""
+
+
+def default_budget_bytes(*, ranks_on_host: int, held_bytes: int = 0) -> int:
+    """Return this rank's share of half of the available memory.
+
+    It is half also in a cgroup: the trainer goes on to take memory there, and a cgroup's limit kills the process.
+
+    The ``held_bytes`` that this rank already has for images count as available. Each other rank is taken to hold as
+    many.
+    """
+    available = available_bytes() + held_bytes * ranks_on_host
+    return max(available // 2 // ranks_on_host, _MIN_BUDGET_BYTES)
 
 
 def available_bytes() -> int:

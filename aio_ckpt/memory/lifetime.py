@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -20,34 +19,9 @@ import torch
 
 from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, SharedMemoryFactory, arena_capacity, map_arena
-from aio_ckpt.memory.available import available_bytes
+from aio_ckpt.memory.available import default_budget_bytes
 from aio_ckpt.runtime.portal import Condition, Executor, Lock
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
-
-
-def ranks_on_host(world_size: int) -> int:
-    """Return the number of ranks that share this host's memory and disk.
-
-    The launcher tells it by ``LOCAL_WORLD_SIZE``. Without that, all ranks count as ranks of this host.
-    """
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(int(text), world_size) if text.isascii() and text.isdigit() and int(text) else world_size
-
-
-_MIN_BUDGET_BYTES = 16 << 20
-"""Budget on a machine without free memory, because every save needs some."""
-
-
-def default_budget_bytes(*, ranks_on_host: int, held_bytes: int = 0) -> int:
-    """Return this rank's share of half of the available memory.
-
-    It is half also in a cgroup: the trainer goes on to take memory there, and a cgroup's limit kills the process.
-
-    The ``held_bytes`` that this rank already has for images count as available. Each other rank is taken to hold as
-    many.
-    """
-    available = available_bytes() + held_bytes * ranks_on_host
-    return max(available // 2 // ranks_on_host, _MIN_BUDGET_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from aio_ckpt.commit.retention import Policy, Retention
 from aio_ckpt.commit.writing import writing
 from aio_ckpt.copying import copy_as_writer, make_root
 from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.objects import AnyStorage
 from aio_ckpt.storage.small_files import save_of

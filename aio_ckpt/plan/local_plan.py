@@ -28,10 +28,10 @@ from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.memory.cuda import can_copy_by_address, gathered_below_bytes
 from aio_ckpt.plan.assignment import Assignment, unpacked
 from aio_ckpt.plan.copy_plan import CopyPlan, image_order, plan_copies
+from aio_ckpt.plan.differing_replicas import Tolerance, tolerances
 from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
 from aio_ckpt.plan.layout import ImageLayout, Placement, TensorItem, lay_out
-from aio_ckpt.plan.replicas import Tolerance, tolerances
 from aio_ckpt.plan.shard_table import LocalPlan
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, check_whole, partition, storage_bytes
 from aio_ckpt.state.check_leaves import check_leaves

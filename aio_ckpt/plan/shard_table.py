@@ -49,7 +49,7 @@ class ShardInfo(msgspec.Struct, frozen=True, gc=False):
     """Start of the shard in the global tensor, in elements per dimension."""
     signature: TensorSignature
     tolerance: int = 0
-    """Whether replicas may differ; see :class:`aio_ckpt.plan.replicas.Tolerance`."""
+    """Whether replicas may differ; see :class:`aio_ckpt.plan.differing_replicas.Tolerance`."""
 
 
 class LocalPlan(msgspec.Struct, frozen=True, array_like=True):

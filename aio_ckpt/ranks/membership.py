@@ -21,7 +21,7 @@ from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, RootError, StallError
-from aio_ckpt.memory.lifetime import ranks_on_host
+from aio_ckpt.memory.available import ranks_on_host
 from aio_ckpt.ranks.exchange import CallEnd, Coordinator, Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
@@ -90,7 +90,7 @@ class Membership:
         """Owner record by which pending directories are named: the leader's, once all ranks have met."""
         self.leader_root: str = ""
         """Path of the root on the leader, once all ranks have met."""
-        self.newest: int | None = None
+        self.newest_step: int | None = None
         """Newest committed step when all ranks had met, for the ranks that do not lead; None if there was none."""
         self.ledger = Ledger(coordinator.world_size, differing=differing)
         """The leader's ledger; unused on other ranks."""
@@ -199,7 +199,7 @@ class Membership:
             with anyio.CancelScope(shield=True):
                 await coordinator.leave()  # every later call of this engine fails
             raise
-        self.owner, self.leader_root, self.newest = met.owner, met.root, met.newest
+        self.owner, self.leader_root, self.newest_step = met.owner, met.root, met.newest
         if met.root != str(root):
             _log.warning(
                 "the root of this rank is %s, and that of rank %d is %s: if these are no two paths of one directory, "

@@ -16,9 +16,15 @@ from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import DuplicateNameError, EmptyStateError, PeerFailedError, PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
+from aio_ckpt.plan.differing_replicas import (
+    ObjectColumns,
+    have_to_be_equal,
+    may_differ,
+    replicated_items,
+    unequal_replicas,
+)
 from aio_ckpt.plan.global_plan import Stored, are_places, render_global
 from aio_ckpt.plan.layout import ImageLayout
-from aio_ckpt.plan.replicas import ObjectColumns, have_to_be_equal, may_differ, replicated_items, unequal_replicas
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardTable, intern, object_names
 from aio_ckpt.reports import title
 

@@ -15,7 +15,7 @@ from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
+from aio_ckpt.format.root_names import SEGMENTS_FILE, StepNames
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.plan.local_plan import Plan

@@ -17,7 +17,7 @@ from aio_ckpt.commit import discovery
 from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner, is_abandoned, owner_by_name
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
+from aio_ckpt.format.root_names import SEGMENTS_FILE, StepNames
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.rescue.segment import SEGMENT_PREFIX, StoredSegment, list_segments, read_segment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record

@@ -20,9 +20,9 @@ from aio_ckpt.commit.trash import SETTLE_SECS
 from aio_ckpt.commit.writing import writing
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, rank_manifest_name
-from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry
+from aio_ckpt.format.root_names import SEGMENTS_FILE, StepNames
 from aio_ckpt.memory.arena import Arena
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.layout import file_chunks

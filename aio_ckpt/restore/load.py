@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aio_ckpt.checkpoint.data_files import Files
-from aio_ckpt.checkpoint.open import Checkpoint, OnlyPartOpenError, Part, open_checkpoint
+from aio_ckpt.checkpoint.open import Checkpoint, OnlyPartOpenError, RankSubset, open_checkpoint
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.match import Match, match_template
@@ -126,7 +126,7 @@ async def match_checkpoint(
         yield matched
 
 
-async def _match_part(match: Callable[[Part | None], Awaitable[Matched]], part: Part) -> Matched | None:
+async def _match_part(match: Callable[[RankSubset | None], Awaitable[Matched]], part: RankSubset) -> Matched | None:
     """Match with a part of the checkpoint; None if the template may need more of it.
 
     Every error counts: with the whole checkpoint open, it comes again, or there is none.
@@ -146,7 +146,7 @@ async def _match(
     step: int | None,
     options: LoadOptions,
     meter: Meter,
-    part: Part | None,
+    part: RankSubset | None,
 ) -> Matched:
     """Compare ``state`` with the checkpoint of ``files``, of which ``part`` is opened, or all."""
     meter.restart()

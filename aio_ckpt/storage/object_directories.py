@@ -22,8 +22,8 @@ import msgspec
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_file, save_of_metadata
-from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR
 from aio_ckpt.format.root_manifest import decode_root
+from aio_ckpt.format.root_names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR
 from aio_ckpt.storage.object_errors import DoubtfulError, code_of, text_of
 
 RECORD_FILE = ".metadata.files"

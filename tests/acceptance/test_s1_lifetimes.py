@@ -27,7 +27,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.commit import trash as undo
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
-from aio_ckpt.format.names import PENDING_DIR
+from aio_ckpt.format.root_names import PENDING_DIR
 from aio_ckpt.memory.arena import POISON
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")

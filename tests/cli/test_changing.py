@@ -17,7 +17,7 @@ from saved_files import ROOT_MANIFEST, root_manifest
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit.owner import encoded_owner
-from aio_ckpt.format.names import CLAIM_FILE
+from aio_ckpt.format.root_names import CLAIM_FILE
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.mounts import Mount
 from aio_ckpt.sync import SyncCheckpointEngine

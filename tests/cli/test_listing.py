@@ -18,7 +18,7 @@ import aio_ckpt.dcp
 from aio_ckpt.cli.listing import best_rule
 from aio_ckpt.commit.owner import Owner, encoded_owner, pending_path
 from aio_ckpt.config import EngineConfig, KeepBest
-from aio_ckpt.format.names import CLAIM_FILE
+from aio_ckpt.format.root_names import CLAIM_FILE
 from aio_ckpt.sync import SyncCheckpointEngine
 
 STEP = "step_000000010"

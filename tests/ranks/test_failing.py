@@ -21,7 +21,7 @@ from rank_states import assert_same, mixed_state, zeroed
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, PeerFailedError, StallError, StepOrderError, UnsafeObjectError
-from aio_ckpt.format.names import ENGINE_DIR, PENDING_DIR
+from aio_ckpt.format.root_names import ENGINE_DIR, PENDING_DIR
 from aio_ckpt.ranks.messages import Topic
 
 SECS = 30.0

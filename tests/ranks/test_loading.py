@@ -746,16 +746,16 @@ def test_a_load_state_dict_that_raises_on_one_rank_fails_the_load_on_all(two: Ra
 def test_a_save_committed_beside_a_load_stays_the_newest(
     beside: int | None, told: int | None, newest: int | None
 ) -> None:
-    members = SimpleNamespace(newest=3)
+    members = SimpleNamespace(newest_step=3)
     own: LoadMember[Any] = LoadMember(
         cast("Any", SimpleNamespace(ctx=SimpleNamespace(members=members))),
         cast("Any", None),
         cast("Any", None),
         Wanted(),
     )
-    members.newest = beside or members.newest
+    members.newest_step = beside or members.newest_step
     own._learn_newest(_Instruction(_Action.DONE, newest=told))
-    assert members.newest == newest
+    assert members.newest_step == newest
 
 
 # -- shared reads -----------------------------------------------------------------------------------

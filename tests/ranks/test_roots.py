@@ -14,7 +14,7 @@ from log_lines import kept_lines
 from rank_processes import Ranks, engine_on
 
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError
-from aio_ckpt.format.names import CLAIM_FILE, ENGINE_DIR
+from aio_ckpt.format.root_names import CLAIM_FILE, ENGINE_DIR
 
 SECS = 30.0
 OWN = Path("/proc/self/cwd/ckpt")

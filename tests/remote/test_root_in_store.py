@@ -25,7 +25,7 @@ from rank_processes import Ranks
 import aio_ckpt
 from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
-from aio_ckpt.format.names import CLAIM_FILE
+from aio_ckpt.format.root_names import CLAIM_FILE
 from aio_ckpt.storage.object_errors import text_of
 from bench.common.seaweedfs import KEY, SECRET
 from tests.remote.fault_proxy import Fault

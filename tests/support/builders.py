@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aio_ckpt.errors import WriteError
-from aio_ckpt.format.names import ENGINE_DIR
+from aio_ckpt.format.root_names import ENGINE_DIR
 from aio_ckpt.reports import SaveReport, StageTimings
 from aio_ckpt.ticket import PendingCall
 

@@ -13,7 +13,7 @@ import torch
 
 from aio_ckpt.config import EngineConfig, FrozenPolicy
 from aio_ckpt.engine.engine import CheckpointEngine
-from aio_ckpt.format.names import CORRUPT_DIR, PENDING_DIR, TRASH_DIR
+from aio_ckpt.format.root_names import CORRUPT_DIR, PENDING_DIR, TRASH_DIR
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 from tests.campaigns.crash.contents import differs, is_overwrite, state_of, step_of

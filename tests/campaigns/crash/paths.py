@@ -13,7 +13,7 @@ import torch
 import aio_ckpt
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
-from aio_ckpt.format.names import PENDING_DIR, TRASH_DIR
+from aio_ckpt.format.root_names import PENDING_DIR, TRASH_DIR
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 from tests.campaigns.crash.contenders import TIMEOUT_SECS, BrokenError, Contender, OnCall, check_same

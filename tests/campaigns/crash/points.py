@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
 from aio_ckpt.commit.in_place import PENDING
-from aio_ckpt.format.names import CLAIM_FILE, ENGINE_DIR
+from aio_ckpt.format.root_names import CLAIM_FILE, ENGINE_DIR
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.local import Storage
 from tests.support.forwarding_storage import Call, ForwardingDataFile, ForwardingStorage

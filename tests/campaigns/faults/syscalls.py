@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.format.checkpoint_files import data_file_name, new_metadata_name, rank_manifest_name, root_manifest_name
-from aio_ckpt.format.names import ENGINE_DIRS, PENDING_DIR, TRASH_DIR
+from aio_ckpt.format.root_names import ENGINE_DIRS, PENDING_DIR, TRASH_DIR
 from tests.campaigns.faults.campaign import Point
 from tests.campaigns.faults.ground import is_state, small_chunks
 

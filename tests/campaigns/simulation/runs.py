@@ -40,7 +40,7 @@ from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.checkpoint_files import data_file_name
-from aio_ckpt.format.names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR, StepNames
+from aio_ckpt.format.root_names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR, StepNames
 from aio_ckpt.leaves.objects import ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
@@ -323,7 +323,7 @@ class World:
                 deadline=deadline,
                 call=SaveCall(overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
                 pending=self.ctx.pending_path(call),
-                files_at=self.ctx.files_path(call, step),
+                write_dir=self.ctx.write_path(call, step),
                 final=self.ctx.final_path(step),
                 save_id=self.ctx.save_id(call),
                 requested=flat.names,

@@ -14,7 +14,7 @@ import errno
 import os
 import random
 import selectors
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -414,6 +414,11 @@ class SimStorage(Storage):
     def lock(self, path: Path) -> RootLock:
         """There is nobody else."""
         return SimLock()
+
+    @contextlib.asynccontextmanager
+    async def locked(self, path: Path, *, release_secs: float) -> AsyncIterator[None]:
+        """There is nobody else."""
+        yield
 
     def _move(self, src: Path, dst: Path, *, replaces: bool) -> None:
         node = self.at(src)

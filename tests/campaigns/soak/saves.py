@@ -23,7 +23,7 @@ import torch
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
-from aio_ckpt.format.names import CLAIM_FILE, ENGINE_DIR, LOCK_FILE
+from aio_ckpt.format.root_names import CLAIM_FILE, ENGINE_DIR, LOCK_FILE
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.local import Storage

@@ -38,7 +38,7 @@ from aio_ckpt.errors import (
     UnsafeObjectError,
     UnsupportedLeafError,
 )
-from aio_ckpt.format.names import ENGINE_DIR
+from aio_ckpt.format.root_names import ENGINE_DIR
 
 Tree = dict[str, tuple[int, int]]
 

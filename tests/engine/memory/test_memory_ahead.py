@@ -24,7 +24,7 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
     WrongThreadError,
 )
-from aio_ckpt.format.names import LOCK_FILE
+from aio_ckpt.format.root_names import LOCK_FILE
 from aio_ckpt.memory import lifetime
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan import copy_plan as copy_methods

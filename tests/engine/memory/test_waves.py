@@ -21,7 +21,7 @@ from watched_writes import TIMEOUT, Gate, WatchedStorage, Write, watched_engine
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import SaveCancelledError, WriteError
-from aio_ckpt.memory import lifetime
+from aio_ckpt.memory import available
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.ticket import SaveTicket
 
@@ -250,7 +250,7 @@ def test_the_default_budget_is_what_the_machine_has_when_a_new_layout_is_planned
 ) -> None:
     """An engine is opened before the model is built, and the optimizer's state comes with the first step."""
     machine = Memory(available=400 * MIB)
-    monkeypatch.setattr(lifetime, "available_bytes", lambda: machine.available)
+    monkeypatch.setattr(available, "available_bytes", lambda: machine.available)
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(uniform(4, 5 * MIB, 1.0)).result()
         assert engine.lifetime.arena_bytes >= 20 * MIB

@@ -27,7 +27,7 @@ from aio_ckpt.errors import (
     StepOrderError,
     WriteError,
 )
-from aio_ckpt.format.names import ENGINE_DIRS, TRASH_DIR
+from aio_ckpt.format.root_names import ENGINE_DIRS, TRASH_DIR
 from aio_ckpt.storage.local import Storage
 
 TRASH = f"trash/{steps_dir(Path(), 1).name}"

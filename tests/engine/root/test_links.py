@@ -15,7 +15,7 @@ from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.dcp import Writer
 from aio_ckpt.errors import RootError, WriteError
-from aio_ckpt.format.names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, PENDING_DIR, TRASH_DIR
+from aio_ckpt.format.root_names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, PENDING_DIR, TRASH_DIR
 
 
 def content(path: Path) -> dict[str, bytes]:

@@ -36,7 +36,7 @@ from aio_ckpt.commit.owner import (
 )
 from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.names import (
+from aio_ckpt.format.root_names import (
     ABANDONED_DIR,
     CLAIM_FILE,
     CORRUPT_DIR,

@@ -14,7 +14,7 @@ from gated_storage import TIMEOUT
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.errors import CheckpointNotFoundError, RootError
-from aio_ckpt.format.names import ENGINE_DIR
+from aio_ckpt.format.root_names import ENGINE_DIR
 
 
 @contextlib.contextmanager

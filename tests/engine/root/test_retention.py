@@ -30,8 +30,8 @@ from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.retention import Policy, best, check_metrics, expired
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
 from aio_ckpt.format.checkpoint_files import TRAILER_BYTES
-from aio_ckpt.format.names import ABANDONED_DIR, PROTECTED_DIR, TRASH_DIR, protected_name
 from aio_ckpt.format.root_manifest import decode_root
+from aio_ckpt.format.root_names import ABANDONED_DIR, PROTECTED_DIR, TRASH_DIR, protected_name
 
 LOSS = KeepBest(metric="loss")
 

@@ -34,7 +34,7 @@ from aio_ckpt.errors import (
     StepOrderError,
     WriteError,
 )
-from aio_ckpt.format.names import ABANDONED_DIR, ENGINE_DIR, StepNames
+from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIR, StepNames
 
 
 @pytest.fixture

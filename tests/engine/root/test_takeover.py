@@ -22,7 +22,7 @@ from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit import retention
 from aio_ckpt.errors import RootError
-from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE, PENDING_DIR
+from aio_ckpt.format.root_names import CLAIM_FILE, LOCK_FILE, PENDING_DIR
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.mounts import Mount
 

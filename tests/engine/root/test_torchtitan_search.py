@@ -14,7 +14,7 @@ from saved_files import data_file
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import WriteError
-from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, protected_name
+from aio_ckpt.format.root_names import ABANDONED_DIR, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR, protected_name
 
 TITAN = EngineConfig(step_dir="step-{step}")
 

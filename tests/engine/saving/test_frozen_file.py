@@ -24,7 +24,7 @@ from aio_ckpt.checkpoint import verify
 from aio_ckpt.cli.commands import run
 from aio_ckpt.config import FrozenPolicy
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, SaveCancelledError, WriteError
-from aio_ckpt.format.names import ENGINE_DIRS
+from aio_ckpt.format.root_names import ENGINE_DIRS
 from aio_ckpt.storage import clone
 from aio_ckpt.storage import data_file as data_files
 

@@ -276,7 +276,7 @@ def test_what_changes_beside_a_frozen_module_or_comes_between_two_saves_costs_no
         with one_lease() as leased:
             state = {"model": model, "table": torch.ones(MIB), "log": [{"loss": torch.ones(1)}] * number}
             engine.save(state, step=number).result()
-        found.append(leased[0].known is not None)
+        found.append(leased[0].trusted_file is not None)
         engine.save({"adapter": model.adapter}, path=tmp_path / "adapter", overwrite=True).result()
     assert found == [False, True, True, True, True, True, True]
     found_step = aio_ckpt.read(step(root, 7))
@@ -291,7 +291,7 @@ def test_a_tensor_that_stays_equal_beside_a_frozen_module_costs_no_trust(
     for number in range(1, 9):
         with one_lease() as leased:
             engine.save({"model": model, "table": torch.ones(MIB)}, step=number).result()
-        found.append(leased[0].known is not None)
+        found.append(leased[0].trusted_file is not None)
     assert found == [False] + [True] * 7
 
 
@@ -306,7 +306,7 @@ def test_what_another_state_has_found_costs_no_trust_when_a_parameter_changes(
             model.scale.detach().fill_(2.0)
         with one_lease() as leased:
             engine.save({"model": model, "table": torch.ones(MIB)}, step=number).result()
-        found.append(leased[0].known is not None)
+        found.append(leased[0].trusted_file is not None)
     assert found == [False, True, False, False, True, True]
 
 
@@ -489,7 +489,7 @@ def test_a_storage_that_does_not_answer_is_not_waited_for(
             with one_lease() as leased:
                 ticket = engine.save({"model": model}, step=2)
             asked.open()
-        assert leased[0].known is None
+        assert leased[0].trusted_file is None
         assert ticket.result(TIMEOUT).cloned_bytes > 0  # all was captured, compared and found equal
 
 

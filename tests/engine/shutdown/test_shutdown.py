@@ -26,7 +26,7 @@ from aio_ckpt.commit import trash as undo
 from aio_ckpt.engine import engine as engine_module
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
-from aio_ckpt.format.names import PENDING_DIR
+from aio_ckpt.format.root_names import PENDING_DIR
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory import lifetime
 

@@ -17,7 +17,7 @@ from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.owner import Owner, encoded_owner, make_engine_dirs
 from aio_ckpt.errors import RootError, WriteError
-from aio_ckpt.format.names import CLAIM_FILE, LOCK_FILE, TRASH_DIR
+from aio_ckpt.format.root_names import CLAIM_FILE, LOCK_FILE, TRASH_DIR
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.mounts import Mount

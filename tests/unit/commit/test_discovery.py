@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aio_ckpt.commit.discovery import discover_all
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
-from aio_ckpt.format.names import TRASH_DIR, StepNames
+from aio_ckpt.format.root_names import TRASH_DIR, StepNames
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import FileStatus, Storage
 

@@ -25,9 +25,10 @@ from watched_writes import TIMEOUT, Gate, WatchedCondition
 from aio_ckpt.errors import BudgetExceededError, ConfigError, EngineClosedError, StallError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.memory import arena as arenas
-from aio_ckpt.memory import lifetime
+from aio_ckpt.memory import available, lifetime
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, POISON, ArenaKind
-from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager, default_budget_bytes
+from aio_ckpt.memory.available import default_budget_bytes
+from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager
 from aio_ckpt.runtime.portal import Executor
 
 KIB = 1 << 10
@@ -553,7 +554,7 @@ def test_the_default_budget_is_shared_among_the_ranks_of_a_host() -> None:
 def test_memory_that_the_ranks_of_a_host_hold_for_images_counts_as_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the budget would shrink with every layout that is planned."""
     machine = types.SimpleNamespace(available=400 * MIB)
-    monkeypatch.setattr(lifetime, "available_bytes", lambda: machine.available)
+    monkeypatch.setattr(available, "available_bytes", lambda: machine.available)
     first = default_budget_bytes(ranks_on_host=4)
     assert first == 50 * MIB
     machine.available -= 4 * first

@@ -15,7 +15,7 @@ from property_examples import examples
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan import assignment
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
-from aio_ckpt.plan.replicas import ObjectColumns, unequal_replicas
+from aio_ckpt.plan.differing_replicas import ObjectColumns, unequal_replicas
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature, intern
 from aio_ckpt.ranks.save_ledger import ContentSums, Ledger, PlanMsg, Vote, extents_crc32
 

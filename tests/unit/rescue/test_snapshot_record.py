@@ -21,8 +21,8 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import BudgetExceededError, CorruptCheckpointError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
-from aio_ckpt.format.names import StepNames
 from aio_ckpt.format.rank_manifest import decode_rank
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.rescue import Rescue
