@@ -82,6 +82,12 @@ def check_path(name: str, value: object, *, of: str = "a checkpoint's directory"
         raise ConfigError(f"{name}={shown(without_secrets(text))}: {error}") from None
 
 
+def check_one_of(step: object, path: object) -> None:
+    """Raise ConfigError if both a step and a path are given."""
+    if step is not None and path is not None:
+        raise ConfigError(f"step={shown(step)} and path={shown(path)} each name a checkpoint: give one of them")
+
+
 def without_secrets(text: str) -> str:
     """Return a URL without its user, its password and its query; any other text as it is."""
     return _SECRETS.sub(r"\1", text) if _URL.match(text) else text

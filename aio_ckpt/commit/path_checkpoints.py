@@ -17,6 +17,7 @@ from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.root_names import ENGINE_DIR, TRASH_DIR, StepNames
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, sync_or_undo
+from aio_ckpt.storage.paths import device_of
 
 _SHOWN = 3
 """Most foreign names that an error shows."""
@@ -40,7 +41,7 @@ def check_place(path: Path, root: Path, names: StepNames) -> None:
     parent = next(parent for parent in place.parents if parent.exists())
     if not why and not parent.is_dir():
         why = f"{parent} is a file: give a path in a directory"
-    if not why and _device(place.parent) != _device(home):
+    if not why and device_of(place.parent) != device_of(home):
         why = (
             f"it is on another file system than the root {root}, so that no rename can reach it: open an engine whose "
             "root is on the file system of the path"
@@ -138,13 +139,3 @@ def _real(path: Path) -> Path:
     if isinstance(path, RemotePath):
         return path
     return Path(os.path.realpath(path)) if path.name in ("", "..") else Path(os.path.realpath(path.parent), path.name)
-
-
-def _device(path: Path) -> int:
-    """Return the device of ``path``, or of its nearest parent that exists."""
-    for place in (path, *path.parents):
-        try:
-            return place.stat().st_dev
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-    return -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -191,12 +191,16 @@ class FallbackSearch:
 
     def failure(self) -> CorruptCheckpointError | FormatVersionError:
         """Return the error if no checkpoint is good: FormatVersionError if all of them have an unknown format."""
-        each = "; ".join(f"step {found.checkpoint.step}: {found.error}" for found in self.damaged)
-        text = f"no checkpoint under {self.ctx.root} verifies, and nothing was moved: {each}"
+        text = nothing_verifies(self.ctx.root, [f"step {each.checkpoint.step}: {each.error}" for each in self.damaged])
         is_unknown = all(isinstance(found.error, FormatVersionError) for found in self.damaged)
         error = FormatVersionError(text) if is_unknown else CorruptCheckpointError(text)
         error.target_modified = self.is_modified
         return error
+
+
+def nothing_verifies(root: Path, faults: Sequence[str]) -> str:
+    """Return the text of the error if no checkpoint is good. ``faults`` tell the damage of each."""
+    return f"no checkpoint under {root} verifies, and nothing was moved: {'; '.join(faults)}"
 
 
 async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.CommittedCheckpoint]:

@@ -22,6 +22,7 @@ from aio_ckpt.engine.fallback import (
     Wanted,
     candidates,
     copies_or_none,
+    nothing_verifies,
     too_many_changes,
 )
 from aio_ckpt.engine.job import sent_path
@@ -360,8 +361,7 @@ class LoadLeader:
             text = f"{self._faults[-1]}, under {self._ctx.root}"
             return _Instruction(_Action.UNKNOWN if damage.is_unknown else _Action.DAMAGED, text=text, damage=damage)
         if not self._remaining:
-            each = "; ".join(self._faults)
-            text = f"no checkpoint under {self._ctx.root} verifies, and nothing was moved: {each}"
+            text = nothing_verifies(self._ctx.root, self._faults)
             return _Instruction(_Action.UNKNOWN if self._all_unknown else _Action.DAMAGED, text=text, damage=damage)
         return self._load_next(_Instruction(_Action.LOAD, damage=damage))
 

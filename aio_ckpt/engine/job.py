@@ -14,12 +14,11 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import anyio
 
-from aio_ckpt.checks import check_flag, shown
+from aio_ckpt.checks import check_flag, check_one_of
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.extra import check_extra
 from aio_ckpt.commit.retention import check_metrics
 from aio_ckpt.commit.user_files import check_files
-from aio_ckpt.errors import ConfigError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.file_plan import FileContent
@@ -95,8 +94,7 @@ class SaveCall:
         def checked() -> SaveCall:
             deadline = replace(Deadline.after(deadline_secs), began=began)
             check_flag("overwrite", overwrite)
-            if step is not None and path is not None:
-                raise ConfigError(f"step={shown(step)} and path={shown(path)} each name a checkpoint: give one of them")
+            check_one_of(step, path)
             if step is not None:
                 step_numbers.check_step_number(step)
             return cls(

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import anyio
 
-from aio_ckpt.checks import shown
+from aio_ckpt.checks import check_one_of, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number
@@ -216,10 +216,9 @@ def wanted_checkpoint(step: object, path: object) -> Wanted:
     Raises:
         ConfigError, StepOrderError: an argument is invalid, or both are given.
     """
+    check_one_of(step, path)
     if path is None:
         return Wanted(step=None if step is None else check_step_number(step))
-    if step is not None:
-        raise ConfigError(f"step={shown(step)} and path={shown(path)} each name a checkpoint: give one of them")
     return Wanted(path=check_place("path", path))
 
 

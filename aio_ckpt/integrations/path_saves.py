@@ -19,6 +19,7 @@ from aio_ckpt.errors import RootError
 from aio_ckpt.ranks.exchange import Coordinator
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.futures import follow
+from aio_ckpt.storage.paths import device_of
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 
@@ -130,7 +131,7 @@ class PathSaves:
             self._engines, self._tickets, self._pid = {}, {}, os.getpid()
         is_remote = isinstance(path, RemotePath)
         root = path.parent if is_remote or self._root is None else Path(self._root)
-        medium = root.bucket_url if isinstance(root, RemotePath) else _device_of(root)
+        medium = root.bucket_url if isinstance(root, RemotePath) else device_of(root)
         if medium not in self._engines:
             self._engines[medium] = SyncCheckpointEngine(root, self.config, coordinator=self._coordinator())
         return self._engines[medium]
@@ -140,8 +141,3 @@ def wait_for_saves(path: Path) -> None:
     """Wait until the saves of ``path`` that are pending in this process are durable. Raises the first failure."""
     for saves in list(_LIVING):
         saves.wait(path)
-
-
-def _device_of(path: Path) -> int:
-    """Return the device of ``path``, or of its nearest parent that exists."""
-    return next(place.stat().st_dev for place in (path, *path.parents) if place.exists())

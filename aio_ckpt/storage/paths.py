@@ -51,6 +51,16 @@ def open_without_links(path: str | os.PathLike[str], flags: int) -> int:
         raise RootError(errno.ELOOP, LINKED, os.fspath(path)) from error
 
 
+def device_of(path: Path) -> int:
+    """Return the device of ``path``, or of its nearest parent that exists; -1 if there is none."""
+    for place in (path, *path.parents):
+        try:
+            return place.stat().st_dev
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return -1
+
+
 def make_dirs(path: Path) -> None:
     """Make a directory and its missing parents, durably. The directory may exist.
 
