@@ -256,7 +256,7 @@ def test_another_file_system_is_refused_with_both_names_and_the_remedy(
     engine: SyncCheckpointEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = {tmp_path: 2}
-    monkeypatch.setattr("aio_ckpt.commit.path_checkpoints._device", lambda path: devices.get(path, 1))
+    monkeypatch.setattr("aio_ckpt.commit.path_checkpoints.device_of", lambda path: devices.get(path, 1))
     with pytest.raises(
         ConfigError, match=rf"{tmp_path / 'a'}.*another file system than the root {engine.root}.*open an engine"
     ):
