@@ -241,11 +241,12 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
         """
         place = _place_of(path)
         is_remote = isinstance(place, RemotePath)
-        # Asked in this order: the trainer waits for the look at the store.
-        if place is None or (is_remote and not self._saves.has_saved(place) and _is_file(place)):
+        if place is None:
             self._stock.remove_checkpoint(path)
-        elif is_remote:
+        elif is_remote and (self._saves.has_saved(place) or not _is_file(place)):  # in this order: the look takes time
             self._saves.remove(place)
+        elif is_remote:
+            self._saves.remove_file(place, functools.partial(self._stock.remove_checkpoint, path))
         elif place.is_symlink() or place.is_file():
             self._saves.remove_file(place, place.unlink)
         elif place.exists() or self._saves.is_pending(place):
