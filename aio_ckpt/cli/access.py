@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
-from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ReadError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.runtime.portal import Executor, Portal
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.objects import AnyStorage
 from aio_ckpt.storage.small_files import saves_in
 
@@ -43,8 +43,23 @@ async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Pat
         return [path]
     found = await all_steps(storage, path, names)
     if not found:
-        raise CheckpointNotFoundError(f"{path}: neither a checkpoint nor a root that holds one")
+        hint = await hint_below(storage, path)
+        raise CheckpointNotFoundError(f"{path}: neither a checkpoint nor a root that holds one{hint}")
     return [checkpoint.path for checkpoint in found]
+
+
+async def hint_below(storage: Storage, path: Path) -> str:
+    """Return what to give if directories below ``path`` are checkpoints of other names, as Lightning's; else ''."""
+    try:
+        below = [name for name in await names_in(storage, path) if await storage.exists(path / name / METADATA_FILE)]
+    except AioCkptError:  # a file, or a place that cannot be read: the caller tells
+        return ""
+    if not below:
+        return ""
+    count = (
+        f"{len(below)} of its directories are checkpoints" if len(below) > 1 else "a directory in it is a checkpoint"
+    )
+    return f"; {count} with a path of their own, as Lightning's: give {path / below[-1]}"
 
 
 async def all_steps(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:

@@ -87,13 +87,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 @click.command("diff", epilog="Example: aio-ckpt diff runs/a runs/b --values")
 @click.argument("a", type=Directory(may_be_remote=True))
 @click.argument("b", type=Directory(may_be_remote=True))
-@click.option("--values", is_flag=True, help="Read both, and show how far tensors of one name differ.")
+@click.option("--values", is_flag=True, help="Read both, and show which values differ, and how far.")
 @step_dir_option
 @json_option
 def diff_command(a: Path, b: Path, names: StepNames, *, values: bool, as_json: bool) -> int:
     """Compare names, shapes and dtypes of two checkpoints.
 
-    Of a root, it is the newest one. Exit code 1 if they differ. Objects are compared by their stored bytes.
+    With --values, what they hold, too; objects by their stored bytes. Of a root, it is the newest one. Exit code 1 if
+    they differ.
     """
     from aio_ckpt.cli.access import call, use_newest
 
@@ -136,7 +137,9 @@ def _tell(found: Comparison, screen: Screen) -> None:
             for change in found.values
         ]
         screen.table(("name", "differ", "by at most", "relative"), cells, numbers=("differ", "by at most", "relative"))
-    what = "names, shapes and dtypes" if found.values is None else "names, shapes, dtypes and values"
+    what = "names, shapes, dtypes and values"
+    if found.values is None:
+        what = "names, shapes and dtypes; give --values to compare what they hold"
     differ = len(found.only_in_a) + len(found.only_in_b) + len(found.kinds) + len(found.values or ())
     screen.line(f"{plural(found.alike, 'leaf')} alike, {differ:,} not ({what})")
 

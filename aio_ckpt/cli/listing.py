@@ -30,6 +30,8 @@ from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
     from aio_ckpt.cli.root_table import RootRow, RootTable
+    from aio_ckpt.runtime.portal import Executor
+    from aio_ckpt.storage.local import Storage
 
 _EXTRA_CHARS = 40
 """Width of the column ``extra`` of ``ls``, in characters."""
@@ -68,12 +70,17 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
     The newest, the best, protected and damaged ones are marked. Damage is what manifests
     and lengths of files tell; verify reads every byte.
     """
-    from aio_ckpt.cli.access import call
+    from aio_ckpt.cli.access import call, hint_below
     from aio_ckpt.cli.root_table import list_root
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
-    found = call(lambda storage, executor: list_root(storage, executor, root, names, rule=rule))
+
+    async def work(storage: Storage, executor: Executor) -> tuple[RootTable, str]:
+        listing = await list_root(storage, executor, root, names, rule=rule)
+        return listing, "" if listing.checkpoints else await hint_below(storage, root)
+
+    found, hint = call(work)
     if as_json:
         screen.json(found)
         return
@@ -84,7 +91,7 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
         screen.table(titles, rows, numbers=("bytes", "ranks", "age"), optional=optional, styles=styles)
         screen.line(_totals(found))
     else:
-        screen.line(f"no committed checkpoint under {printable(str(root))}")
+        screen.line(f"no committed checkpoint under {printable(str(root))}{printable(hint)}")
     for row in found.checkpoints:
         if row.fault:
             screen.line(f"step {row.step}: {printable(row.fault)}", style="bold red")

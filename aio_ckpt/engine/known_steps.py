@@ -136,8 +136,10 @@ class EarlierSteps:
         self._goes_on = True
 
     def tell_opened(self, newest: int | None) -> None:
-        """Log, when the engine is opened, that the root holds steps up to ``newest``; nothing if that is None."""
-        if newest is not None:
+        """Log, when the engine is opened, that the root holds steps up to ``newest``, or, if that is None, none."""
+        if newest is None:
+            _log.info("%s holds no committed step", self._root)
+        else:
             _log.info(
                 "%s holds steps up to %d: load() resumes, and a save must exceed step %d", self._root, newest, newest
             )

@@ -28,6 +28,14 @@ def test_equal_checkpoints_are_alike(root, capsys):
     assert out.splitlines()[-1] == "5 leaves alike, 0 not (names, shapes, dtypes and values)"
 
 
+def test_without_values_diff_says_that_it_compared_none(tmp_path, capsys):
+    a, b = saved(tmp_path / "a", step=1), saved(tmp_path / "b", step=2)
+    code, out, _ = called(capsys, "diff", a, b)
+    told = "1 leaf alike, 0 not (names, shapes and dtypes; give --values to compare what they hold)"
+    assert (code, out.splitlines()[-1]) == (0, told)
+    assert called(capsys, "diff", a, b, "--values")[0] == 1
+
+
 def test_a_damaged_one_is_named(root, capsys):
     (root / "step_000000020/.metadata").unlink()
     code, _, err = called(capsys, "diff", root / "step_000000010", root)

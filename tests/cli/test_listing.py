@@ -299,3 +299,19 @@ def test_verify_of_one_damaged_checkpoint_knows_nothing_of_its_siblings(root, ca
     assert lines[-1] == f"'aio-ckpt rm {root} 20 --allow-newest' deletes it"
     assert lines[0] == "step_000000020: 1 fault"
     assert re.fullmatch(r"  __\S+_0_0\.distcp: missing", lines[1])
+
+
+def test_a_directory_of_checkpoints_at_paths_is_told_with_one_of_them(tmp_path, capsys):
+    """As Lightning's ``dirpath``: none of its checkpoints is a step of a root."""
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for name in ("epoch=0-step=15.ckpt", "last.ckpt"):
+            engine.save({"w": torch.ones(3)}, path=tmp_path / name).result()
+    hint = f"2 of its directories are checkpoints with a path of their own, as Lightning's: give {tmp_path}/last.ckpt"
+    assert called(capsys, "ls", tmp_path)[1].splitlines()[0] == f"no committed checkpoint under {tmp_path}; {hint}"
+    for command in ("verify", "inspect"):
+        code, _, err = called(capsys, command, tmp_path)
+        assert (code, hint in err) == (1, True), err
+    shutil.rmtree(tmp_path / "last.ckpt")
+    assert "; a directory in it is a checkpoint with" in called(capsys, "ls", tmp_path)[1]
+    shutil.rmtree(tmp_path / "epoch=0-step=15.ckpt")
+    assert called(capsys, "ls", tmp_path)[1].splitlines()[0] == f"no committed checkpoint under {tmp_path}"

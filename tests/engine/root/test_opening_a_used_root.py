@@ -44,11 +44,13 @@ def test_an_engine_that_opens_a_used_root_says_so_in_one_line(used: Path, told: 
     assert told("holds steps") == [f"{used} holds steps up to 400: load() resumes, and a save must exceed step 400"]
 
 
-def test_an_engine_that_opens_a_new_root_says_nothing(root: Path, told: Callable[[str], list[str]]) -> None:
-    with SyncCheckpointEngine(root) as engine:
+def test_an_engine_that_opens_a_new_root_says_so_in_one_line(root: Path, told: Callable[[str], list[str]]) -> None:
+    """A root that was mistyped shows there."""
+    with kept_lines() as lines, SyncCheckpointEngine(root) as engine:
+        lines.wait_for(".*holds no.*")
         engine.save(weights(1)).result(TIMEOUT)
         engine.save(weights(1)).result(TIMEOUT)
-    assert told("holds steps") == []
+    assert told("holds") == [f"{root} holds no committed step"]
 
 
 @pytest.mark.parametrize("call", ["prepare", "save"])
