@@ -120,9 +120,17 @@ def _not_loaded(
 
 
 def _per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str | None:
-    """Return the remedy if a missing name differs from a stored one by ``PerRank`` alone (``w`` and ``w.rank0``)."""
+    """Return the remedy if a missing name differs from a stored one by ``PerRank`` alone (``w`` and ``w.rank0``).
+
+    It may be the ``PerRank`` value of a rank that did not save, too.
+    """
     for name in missing:
         bare, _, rank = name.rpartition(".rank")
+        if rank.isdigit() and int(rank) >= checkpoint.world_size and checkpoint.holds(f"{bare}.rank0"):
+            return (
+                f"{bare!r} is PerRank, and rank {rank} did not save: {checkpoint.world_size} saved. On ranks that are "
+                "new, leave it out of the template, or give allow_missing=True, which leaves it as it is"
+            )
         if rank.isdigit() and checkpoint.holds(bare):
             return f"it holds {bare!r} of all ranks: give that without PerRank"
         if checkpoint.holds(f"{name}.rank0"):
