@@ -72,8 +72,19 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert kept == sources | {"aio_ckpt/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert found["Version"] == aio_ckpt.__version__
-    assert found.get_payload(decode=True) == (REPOSITORY / "README.md").read_bytes()
+    readme = (REPOSITORY / "README.md").read_bytes()
+    assert found.get_payload(decode=True) == re.sub(rb"\[([^\]]+)\]\((?!https:)[^)]+\)", rb"\1", readme)
     assert wheel.stat().st_size < 1 << 20
+
+
+def test_every_link_of_the_index_s_page_leads_somewhere(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        (name,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
+        page = content.read(name).decode()
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert "which checkpointer, concepts, configuration" in page
 
 
 def test_the_sdist_holds_what_the_tests_need(built: Path) -> None:
