@@ -18,7 +18,6 @@ from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import RootError
 from aio_ckpt.ranks.exchange import Coordinator
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.runtime.futures import follow
 from aio_ckpt.storage.paths import device_of
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
@@ -106,7 +105,7 @@ class PathSaves:
         warning is logged. A later call raises the failure.
         """
         for place, ticket in list(self._tickets.items()):
-            follow(ticket.committed).result()
+            ticket.committed._wait(None)  # raises in a forked child and on the engine's thread; observes no failure
             failure = ticket.committed.peek()
             if failure is not None and not ticket.committed.observed:
                 _log.warning("%s stays: the save of %s, which came before, failed: %s", path, place, named(failure))

@@ -29,6 +29,7 @@ from waits import until
 
 import aio_ckpt
 from aio_ckpt import ConfigError, CorruptCheckpointError, SyncCheckpointEngine, WriteError
+from aio_ckpt.errors import EngineForkedError
 from aio_ckpt.integrations import path_saves
 from aio_ckpt.integrations.places import moved_names
 from aio_ckpt.runtime.portal import Executor
@@ -377,6 +378,25 @@ def test_a_failed_save_keeps_the_file_of_lightning_that_it_would_replace(
         io.save_checkpoint({"w": torch.ones(1)}, new)
     io.remove_checkpoint(old)
     assert visible(tmp_path) == ["new.ckpt"]
+
+
+def test_a_forked_process_does_not_wait_for_a_save_of_its_parent_to_delete_a_file(
+    tmp_path: Path, disk: GatedStorage, io: AioCheckpointIO
+) -> None:
+    torch.save({"old": 1}, old := tmp_path / "old.ckpt")
+    gate = disk.hold("rename")
+    io.save_checkpoint({"w": torch.ones(2)}, tmp_path / "new.ckpt")
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends one that waits
+        try:
+            io.remove_checkpoint(old)
+        except EngineForkedError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gate.open()
+    assert old.exists()
 
 
 def test_a_name_that_is_taken_twice_is_replaced_in_the_order_of_the_saves(
