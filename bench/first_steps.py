@@ -23,6 +23,7 @@ from bench.common.measure import Spread
 from bench.common.options import log
 from bench.common.results import FigureRow, Goal, Report, out_folder, publish
 from bench.gpu.options import Trial
+from bench.gpu.supervise import free_port
 from bench.gpu.train import Ground, StepClock, Trainer, make_trainer
 
 __all__ = ["main"]
@@ -73,7 +74,7 @@ def _ground() -> Ground:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29517", rank=0, world_size=1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     group = dist.group.WORLD
     assert group is not None
     return Ground(rank=rank, world=world, device=device, group=group, saves=group)

@@ -78,7 +78,7 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
 
     async def work(storage: Storage, executor: Executor) -> tuple[RootTable, str]:
         listing = await list_root(storage, executor, root, names, rule=rule)
-        return listing, "" if listing.checkpoints else await hint_below(storage, root)
+        return listing, "" if as_json or listing.checkpoints else await hint_below(storage, root)
 
     found, hint = call(work)
     if as_json:

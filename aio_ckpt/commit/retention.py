@@ -315,8 +315,8 @@ class Retention:
         finally:
             self._one_at_a_time.release()
 
-    async def discard(self, step: int, *, allow_newest: bool) -> None:
-        """Rename one committed step to trash. A power loss may bring it back.
+    async def discard(self, step: int, *, allow_newest: bool) -> list[int]:
+        """Rename one committed step to trash; return those that are left, ascending. A power loss may bring it back.
 
         Raises:
             CheckpointNotFoundError, ProtectedStepError, StepOrderError: see :func:`check_deletion`.
@@ -334,6 +334,7 @@ class Retention:
                 moved.append(await self._move_to_trash(each))
         if None in moved:  # protected since the check
             check_deletion(step, committed, is_protected=True, allow_newest=allow_newest, root=root)
+        return [each for each in committed if each != step]
 
     async def delete_discarded(self, step: int) -> None:
         """Delete the trash of ``step``, durably, once no pass runs any more.

@@ -385,15 +385,16 @@ class RootSession:
 
     def all_steps(self, deadline: Deadline = NO_DEADLINE) -> list[int]:
         """Return :meth:`steps`, and the steps of the mirror, from which a load may have come."""
-        ctx, found = self._ctx, self.steps(deadline)
-        if ctx.mirror is None:
-            return found
+        found = self.steps(deadline)
+        return sorted({*found, *self._mirror_steps(deadline, is_needed=not found)})
 
-        async def read() -> list[discovery.CommittedCheckpoint]:
-            return await copies_or_none(ctx, is_needed=not found)
-
+    def _mirror_steps(self, deadline: Deadline, *, is_needed: bool) -> list[int]:
+        """Return the steps of the mirror. If it cannot be read, and ``is_needed`` is False, return none."""
+        if self._ctx.mirror is None:
+            return []
+        read = functools.partial(copies_or_none, self._ctx, is_needed=is_needed)
         copies = self._call(read, what="reading the steps of the mirror", deadline=deadline)
-        return sorted({*found, *(copy.step for copy in copies)})
+        return [copy.step for copy in copies]
 
     def known_steps(self, deadline: Deadline) -> list[int]:
         """Return the steps after which the next one is numbered: those of the mirror, too, once this engine writes."""
@@ -443,9 +444,10 @@ class RootSession:
             RootError: another writer has taken over.
             StallError: the disk stalls.
         """
+        copies = self._mirror_steps(NO_DEADLINE, is_needed=False)  # first: if this fails, nothing is renamed
         discard = functools.partial(self._retention.discard, allow_newest=allow_newest)
-        self._call(discard, step, what="delete()")
-        return self.latest_step(), [step]
+        left = self._call(discard, step, what="delete()")
+        return max([*left, *copies], default=None), [step]
 
     def delete_discarded(self, step: int) -> None:
         """Delete the files of a step that :meth:`discard` renamed, durably. Needs the lock.
