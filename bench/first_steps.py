@@ -2,7 +2,8 @@
 
 Transformer blocks train with AdamW, one process on each GPU, each with a state of its own. A pair is seven steps
 without a save and seven with a save before the third, each from the same rest. Lost is what the last five steps take
-longer. In the last pairs, the first rank alone saves, and the others train on.
+longer. The second row of pairs guards the optimizer. In the last one, the first rank alone saves, and the others train
+on.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def main() -> None:
     folder = _same([tempfile.mkdtemp(dir=given.dir)] if ground.rank == 0 else [None], ground)
     try:
         trainer = make_trainer(_trial(given.gb, given.step_ms, folder), ground)
-        figures = {"together": _pairs(trainer, ground, Path(folder, "together"), given.pairs)}
+        figures = {
+            "together": _pairs(trainer, ground, Path(folder, "together"), given.pairs),
+            "guarded": _pairs(trainer, ground, Path(folder, "guarded"), given.pairs, is_guarded=True),
+        }
         if ground.world > 1:
             figures["first rank alone"] = _pairs(trainer, ground, Path(folder, "alone"), given.pairs, is_alone=True)
         ranks: list[dict[str, tuple[list[float], list[float]]] | None] = [None] * ground.world
@@ -104,7 +108,7 @@ def _trial(gb: float, step_ms: float, folder: str) -> Trial:
 
 
 def _pairs(
-    trainer: Trainer, ground: Ground, root: Path, pairs: int, *, is_alone: bool = False
+    trainer: Trainer, ground: Ground, root: Path, pairs: int, *, is_alone: bool = False, is_guarded: bool = False
 ) -> tuple[list[float], list[float]]:
     """Return what each save took from the five steps, and how long ``save()`` blocked, in ms."""
     lost, blocked = list[float](), list[float]()
@@ -113,6 +117,8 @@ def _pairs(
     with SyncCheckpointEngine(
         root / str(ground.rank if is_alone else 0), EngineConfig(keep_last=1), coordinator=coordinator
     ) as engine:
+        if is_guarded:
+            engine.guard(trainer.optimizer)
         for number in range(pairs + 1):
             without, _ = _steps(trainer, ground, None)
             beside, blocked_ms = _steps(trainer, ground, engine if is_saving else None)
@@ -151,6 +157,7 @@ def _report(ranks: list[dict[str, tuple[list[float], list[float]]]], gb: float, 
         for what, values in zip(("lost", "blocked"), figures[kind], strict=True)
     ]
     lost = max(Spread.of(figures["together"][0]).median for figures in ranks)
+    guarded = max(Spread.of(figures["guarded"][0]).median for figures in ranks)
     blocked = max(Spread.of(figures["together"][1]).median for figures in ranks)
     return Report(
         bench="first-steps",
@@ -159,6 +166,7 @@ def _report(ranks: list[dict[str, tuple[list[float], list[float]]]], gb: float, 
         goals=[
             Goal(text="lost in five steps, the slowest rank", figure=lost, bound=15.0, unit="ms"),
             Goal(text="save(), the slowest rank", figure=blocked, bound=3.0, unit="ms"),
+            Goal(text="guarded, lost in five steps, the slowest rank", figure=guarded, bound=15.0, unit="ms"),
         ],
     )
 

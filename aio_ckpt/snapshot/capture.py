@@ -26,29 +26,37 @@ from aio_ckpt.snapshot.save_progress import CapturedRun
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyOrder:
-    """Copies from devices, split by whether their leaves are guarded. It holds numbers, and no source tensor."""
+    """Copies from devices, split into phases that are issued one after the other.
+
+    It holds numbers, and no source tensor.
+    """
 
     copies: CopyPlan
     issued: Mapping[torch.device, CopyTable]
     """Copies by address that are split. The sources are device copies where there are any."""
-    guarded: Set[int]
-    """Guarded leaves."""
-    tables: Mapping[bool, Mapping[torch.device, CopyTable]]
-    """Copies by address of the guarded leaves, and of the others."""
-    guarded_runs: Set[int]
-    """Image offsets of the gather runs all of whose leaves are guarded."""
+    later: Sequence[Set[int]]
+    """Leaves of phase 1 and of each later phase, disjoint. All others belong to phase 0."""
+    tables: Sequence[Mapping[torch.device, CopyTable]]
+    """Copies by address of each phase."""
+    run_phases: Mapping[int, int]
+    """Phase of each gather run, by image offset: the first phase of its leaves."""
 
     @classmethod
-    def of(cls, copies: CopyPlan, issued: Mapping[torch.device, CopyTable], guarded: Set[int]) -> CopyOrder:
+    def of(cls, copies: CopyPlan, issued: Mapping[torch.device, CopyTable], later: Sequence[Set[int]]) -> CopyOrder:
         """Split ``issued``, and the gather runs of ``copies``."""
-        wanted = np.fromiter(guarded, dtype=np.int64, count=len(guarded))
-        flags = {device: np.isin(table.leaves, wanted) for device, table in issued.items()}
-        tables = {
-            is_guarded: {device: table.where(flags[device] == is_guarded) for device, table in issued.items()}
-            for is_guarded in (False, True)
+        phases = {leaf: phase for phase, leaves in enumerate(later, 1) for leaf in leaves}
+        rows = {
+            device: np.array([phases.get(leaf, 0) for leaf in table.leaves.tolist()], dtype=np.int64)
+            for device, table in issued.items()
         }
+        tables = [
+            {device: table.where(rows[device] == phase) for device, table in issued.items()}
+            for phase in range(len(later) + 1)
+        ]
         runs = (run for chunk in copies.chunks for run in chunk.gathered)
-        return cls(copies, issued, guarded, tables, {run.start for run in runs if guarded >= {*run.leaves}})
+        return cls(
+            copies, issued, later, tables, {run.start: min(phases.get(leaf, 0) for leaf in run.leaves) for run in runs}
+        )
 
 
 _BRIEF_BYTES = 1 << 20
@@ -69,14 +77,16 @@ class CopyEngines:
         self.device_copier = DeviceCopier(max_copy_bytes)
         self._order: CopyOrder | None = None
 
-    def order(self, copies: CopyPlan, issued: Mapping[torch.device, CopyTable], guarded: Set[int]) -> CopyOrder:
+    def order(
+        self, copies: CopyPlan, issued: Mapping[torch.device, CopyTable], later: Sequence[Set[int]]
+    ) -> CopyOrder:
         """Return the order of these copies. That of the newest save is kept: 10,000 tensors take a millisecond.
 
         Copies are compared by identity, because a change of them always makes new objects.
         """
         known = self._order
-        if known is None or known.copies is not copies or known.issued is not issued or known.guarded != guarded:
-            known = self._order = CopyOrder.of(copies, issued, guarded)
+        if known is None or known.copies is not copies or known.issued is not issued or known.later != later:
+            known = self._order = CopyOrder.of(copies, issued, later)
         return known
 
     def prepare(self, plan: ImagePlan) -> None:
@@ -107,8 +117,9 @@ class Capture:
         # In waves, no copy may be postponed, because the ring needs every chunk in its turn.
         self._guarded = frozenset(guarded) if image.is_whole else frozenset[int]()
         self._copy_order: CopyOrder
+        self._last_phase = 0
         self._device_memory: Sequence[torch.Tensor] = ()
-        self._guards_copied_alone = False
+        self._sources_free_at: tuple[CopyEvent, ...] | None = None
         self._copies: dict[torch.device, Copies] = {}
         self._without_event: set[Copies] = set()
         self._newest_events: dict[Copies, CopyEvent] = {}
@@ -119,27 +130,33 @@ class Capture:
         """Events that must be reached before a source may change."""
 
     def issue_first(self) -> None:
-        """Issue the copies of unguarded leaves on devices: the caller's stream waits for these alone.
+        """Issue the copies from devices of every phase but the last.
 
-        The copies within the devices come first. A leaf that has one is moved to the host from there. Nothing changes
-        that copy, so that the leaf counts as guarded.
+        Device copies come first. A leaf that has one is moved to the host from there in the last phase, as nothing
+        changes that copy. Unguarded leaves without one are phase 0: the caller's stream waits for these alone. Guarded
+        leaves without one are the phase after it, so that ``step()`` waits for their copies and for no move.
         """
         plan, engines = self._planned.plan, self._copy_engines
         copies, issued = plan.copies, plan.copies.issued
         device_copy = engines.device_copier.allocate(plan, self._copies_from) if self._image.is_whole else None
+        copied: Set[int] = frozenset()
         if device_copy is not None:
             found, self._device_memory = device_copy
             for device, groups in found.groups.items():
                 self._assemble(self._copies_from(device), groups)
-            issued = found.issued
-            self._guards_copied_alone = self._guarded <= found.leaves
-            self._guarded |= found.leaves
-        self._copy_order = engines.order(copies, issued, self._guarded)
-        if self._guarded and copies.chunks:
-            self._issue_device(self._image.chunks[: len(copies.chunks)], is_guarded=False)
-            self.source_events = tuple(copies.record_event() for copies in self._copies.values())
-            for event in self.source_events:
-                event.fence()
+            issued, copied = found.issued, found.leaves
+        later = [leaves for leaves in (self._guarded - copied, copied) if leaves]
+        self._copy_order, self._last_phase = engines.order(copies, issued, later), len(later)
+        if not copies.chunks:
+            return
+        for phase in range(self._last_phase):
+            self._issue_device(self._image.chunks[: len(copies.chunks)], phase)
+            events = tuple(copies.record_event() for copies in self._copies.values())
+            if phase == 0:
+                for event in events:
+                    event.fence()
+            if copied:
+                self._sources_free_at = events
 
     def issue(self, run: Sequence[Chunk]) -> None:
         """Issue the copies of a run of chunks, except those that :meth:`issue_first` has issued."""
@@ -151,7 +168,7 @@ class Capture:
             if packed := copies.chunks[chunk.index].packed:
                 self._copy(chunk, packed)
         if run:
-            self._issue_device(run, is_guarded=bool(self._guarded))
+            self._issue_device(run, self._last_phase)
 
     def take_events(self) -> tuple[CopyEvent, ...]:
         """Return events after the copies that were issued since the last call."""
@@ -164,10 +181,9 @@ class Capture:
         """End the issue of copies: if the sources are not guarded, the caller's stream waits for the copies."""
         self.take_events()
         self.events = tuple(self._newest_events.values())
-        if not self._guards_copied_alone:
-            self.source_events = self.events
+        self.source_events = self.events if self._sources_free_at is None else self._sources_free_at
         self._device_memory = ()  # by stream order, it is free after the moves
-        if not self._guarded:
+        if not self._last_phase:
             for event in self.events:
                 event.fence()
 
@@ -205,22 +221,22 @@ class Capture:
         # The end of the tensors limits the range, as the objects after them grow: each range is cached.
         return table.within(run[0].start, min(run[-1].stop, self._planned.plan.layout.tensor_bytes))
 
-    def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
-        """Issue the copies from devices of a run of chunks that hold tensors.
+    def _issue_device(self, run: Sequence[Chunk], phase: int) -> None:
+        """Issue the copies of one phase from devices, of a run of chunks that hold tensors.
 
         The chunks lie side by side in the arena, as in the image, so that one base address serves all.
         """
         copy_order = self._copy_order
-        for device, table in copy_order.tables[is_guarded].items():
+        for device, table in copy_order.tables[phase].items():
             rows = self._rows(table, run)
             if len(rows):
                 self._copies_from(device).copy_vectors(self._base(run[0]), rows.vectors)
         for chunk in run:
             copies = copy_order.copies.chunks[chunk.index]
             for gathered in copies.gathered:
-                if (gathered.start in copy_order.guarded_runs) is is_guarded:
+                if copy_order.run_phases[gathered.start] == phase:
                     self._gather(chunk, gathered)
-            if copies.converted and not is_guarded:
+            if copies.converted and phase == 0:
                 self._copy(chunk, copies.converted)
 
     def _move(self, chunk: Chunk) -> None:

@@ -106,7 +106,8 @@ def test_another_stream_that_is_fenced_waits_for_the_copy(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_the_stream_is_free_before_the_state_has_left_the_device(tmp_path: Path, is_guarded: bool) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(64 * MIB, device="cuda")) for _ in range(16)]  # 4 GiB: 80 ms of copying
+    sizes = [64 * MIB] * 16 + [1000] * 8  # 4 GiB: 80 ms of copying. The small ones get no device copy
+    parameters = [torch.nn.Parameter(torch.ones(size, device="cuda")) for size in sizes]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     state = {str(i): parameter for i, parameter in enumerate(parameters)}
     with SyncCheckpointEngine(tmp_path) as engine:

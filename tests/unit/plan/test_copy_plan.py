@@ -58,25 +58,25 @@ def leaves_of(tables):
     return [table.leaves.tolist() for table in tables.values()]
 
 
-def test_what_is_guarded_comes_later_and_all_else_first():
-    plan, _ = issued(state_of([100, 200, 300, 400]))
-    copies = plan.copies.at([1000, 2000, 3000, 4000])
-    copy_order = CopyOrder.of(copies, copies.issued, frozenset({0, 3}))
-    assert leaves_of(copy_order.tables[True]) == [[0, 3]]
-    (first,) = copy_order.tables[False].values()
+def test_each_phase_has_its_leaves_and_the_first_has_all_others():
+    plan, _ = issued(state_of([100, 200, 300, 400, 500]))
+    copies = plan.copies.at([1000, 2000, 3000, 4000, 5000])
+    copy_order = CopyOrder.of(copies, copies.issued, [{0, 3}, {4}])
+    assert [leaves_of(tables) for tables in copy_order.tables[1:]] == [[[0, 3]], [[4]]]
+    (first,) = copy_order.tables[0].values()
     assert (first.leaves.tolist(), first.vectors[:, 1].tolist()) == ([1, 2], [2000, 3000])
 
 
 def test_the_order_is_computed_once_and_again_for_other_addresses_methods_or_guards():
     plan, _ = issued(state_of([100, 200]))
     first, second = (plan.copies.at(addresses) for addresses in ([1000, 2000], [1000, 5000]))
-    engines, guarded = CopyEngines(), frozenset({1})
-    copy_order = engines.order(first, first.issued, guarded)
-    assert engines.order(first, first.issued, guarded) is copy_order
-    (moved,) = engines.order(first, second.issued, guarded).tables[True].values()
+    engines, later = CopyEngines(), [frozenset({1})]
+    copy_order = engines.order(first, first.issued, later)
+    assert engines.order(first, first.issued, [frozenset({1})]) is copy_order
+    (moved,) = engines.order(first, second.issued, later).tables[1].values()
     assert moved.vectors[:, 1].tolist() == [5000]
-    assert leaves_of(engines.order(second, second.issued, frozenset({0})).tables[True]) == [[0]]
-    assert leaves_of(engines.order(second, second.issued, frozenset()).tables[False]) == [[0, 1]]
+    assert leaves_of(engines.order(second, second.issued, [frozenset({0})]).tables[1]) == [[0]]
+    assert leaves_of(engines.order(second, second.issued, []).tables[0]) == [[0, 1]]
 
 
 def copies_of(start: int, *leaves: int) -> ChunkCopies:
@@ -84,10 +84,10 @@ def copies_of(start: int, *leaves: int) -> ChunkCopies:
     return ChunkCopies(gathered=(run,), packed=(), converted=(), is_issued=True)
 
 
-def test_a_run_waits_for_its_guard_only_if_all_its_leaves_are_guarded():
-    chunks = (copies_of(0, 0, 1), copies_of(100, 2, 3), copies_of(200, 4))
+def test_a_gather_run_belongs_to_the_first_phase_of_its_leaves():
+    chunks = (copies_of(0, 0, 1), copies_of(100, 2, 3), copies_of(200, 4, 5))
     copies = CopyPlan(chunks=chunks, moved=CopyTable.of([]), issued={})
-    assert CopyOrder.of(copies, {}, frozenset({0, 2, 3, 4})).guarded_runs == {100, 200}
+    assert CopyOrder.of(copies, {}, [{0, 2, 3, 4}, {5}]).run_phases == {0: 0, 100: 1, 200: 1}
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 10), (40, 50), (20, 20)])
@@ -118,6 +118,7 @@ class WatchedCopies(Copies):
 class WatchedMark:
     def __init__(self, copies: WatchedCopies) -> None:
         self.copies = copies
+        self.after = [entry for entry in copies.order if entry != "fence"]
 
     def query(self) -> bool:
         return True
@@ -128,10 +129,12 @@ class WatchedMark:
         self.copies.order.append("fence")
 
 
+@pytest.mark.parametrize("copied", [frozenset[int](), frozenset({0, 1, 3, 4})])
 @pytest.mark.parametrize("guarded", [set[int](), {0, 2, 3}, {0, 1, 2, 3, 4, 5}])
 def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
-    monkeypatch: pytest.MonkeyPatch, guarded: set[int]
+    monkeypatch: pytest.MonkeyPatch, guarded: set[int], copied: frozenset[int]
 ) -> None:
+    """``copied``: leaves that are large enough for a device copy. A guarded ``step()`` waits for the others alone."""
     pin_chunk_bytes(monkeypatch)
     watched = WatchedCopies()
     monkeypatch.setattr(CopyStreams, "begin", lambda *_, **__: watched)
@@ -146,7 +149,7 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
     work = capture(
         planned,
         image,
-        CopyEngines(),
+        CopyEngines(None if copied else 0),
         guarded=frozenset(guarded),
         on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
         stall_timeout_secs=TIMEOUT,
@@ -162,8 +165,12 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
     awaited = watched.order[: watched.order.index("fence")] if "fence" in watched.order else []
     addresses = plan.fingerprint
     begun = {leaf for leaf, address in enumerate(addresses) if address in awaited}
-    assert begun == (set(range(6)) - guarded)
-    assert watched.order.count("fence") == (len(guarded) < 6)
+    assert begun == (set(range(6)) - guarded - copied)
+    assert watched.order.count("fence") == (bool(copied) or len(guarded) < 6)
+    (event,) = work.source_events
+    moved = watched.order[len(event.after) + watched.order.count("fence") :]
+    assert {address in moved for address in addresses} == {False}  # from a device copy, whose address is another
+    assert bool(moved) == bool(copied)
 
 
 def test_a_cut_is_made_once_and_cannot_be_changed() -> None:
