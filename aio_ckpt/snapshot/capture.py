@@ -77,9 +77,7 @@ class CopyEngines:
         self.device_copier = DeviceCopier(max_copy_bytes)
         self._order: CopyOrder | None = None
 
-    def order(
-        self, copies: CopyPlan, issued: Mapping[torch.device, CopyTable], later: Sequence[Set[int]]
-    ) -> CopyOrder:
+    def order(self, copies: CopyPlan, issued: Mapping[torch.device, CopyTable], later: Sequence[Set[int]]) -> CopyOrder:
         """Return the order of these copies. That of the newest save is kept: 10,000 tensors take a millisecond.
 
         Copies are compared by identity, because a change of them always makes new objects.
