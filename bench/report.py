@@ -75,8 +75,8 @@ CPU_PAGE = Page(
 
 _FIRST_STEPS = (
     "What the five steps from a save on take longer than the same steps from the same rest without it, and how long\n"
-    "`save()` blocks. *Together*: all ranks save. *Guarded*: the same with `guard(optimizer)`. *First rank alone*: the\n"
-    "others train on."
+    "`save()` blocks. *Together*: all ranks save. *Guarded*: the same with `guard(optimizer)`. *First rank alone*:\n"
+    "the others train on."
 )
 _BEFORE_COPIES = "In this section and below, `default` made no copies on the device: today's `device_copy_bytes=0`."
 
