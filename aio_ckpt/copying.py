@@ -335,10 +335,9 @@ async def _check_copy(
         storage, copied, step=wanted.step, executor=executor, readers=_READERS, on_progress=advance
     )
     if faults:
-        first, source = faults[0], wanted.source
         raise CorruptCheckpointError(
-            f"{source}: the copy does not verify: {first.file}: {first.message.removeprefix(f'{first.file}: ')}: "
-            f"'aio-ckpt verify {source}' tells whether the source is damaged"
+            f"{wanted.source}: the copy does not verify: {faults[0]}: "
+            f"'aio-ckpt verify {wanted.source}' tells whether the source is damaged"
         )
 
 

@@ -60,6 +60,10 @@ class Fault:
     is_damage: bool = True
     """False if the system failed to read: that tells nothing of the bytes."""
 
+    def __str__(self) -> str:
+        tensor = f" {self.tensor!r}" if self.tensor else ""
+        return f"{self.file}{tensor}: {self.message.removeprefix(f'{self.file}: ')}"
+
 
 SharedFile: TypeAlias = tuple[tuple[int, int, int], int, bytes]
 """Identity, length and sums of a data file that several checkpoints share by hard links."""

@@ -19,11 +19,13 @@ from aio_ckpt.storage.objects import AnyStorage
 from aio_ckpt.storage.small_files import saves_in
 
 T = TypeVar("T")
+READERS = 4
+"""Reads in flight at once of a command that has no ``--workers``."""
 _HOUSEKEEPING_THREADS = 2
 _CLOSE_SECS = 5.0
 
 
-def call(work: Callable[[AnyStorage, Executor], Coroutine[Any, Any, T]], *, readers: int = 4) -> T:
+def call(work: Callable[[AnyStorage, Executor], Coroutine[Any, Any, T]], *, readers: int = READERS) -> T:
     """Return the result of ``work``. It may be called inside of a running loop."""
     portal = Portal("aio_ckpt-cli", readers + _HOUSEKEEPING_THREADS)
     try:

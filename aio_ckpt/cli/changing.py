@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
-from aio_ckpt.cli.console import Screen, plural
+from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, printable
 from aio_ckpt.cli.listing import best_rule
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ProtectedStepError, StepOrderError
@@ -206,9 +206,9 @@ def prune_command(
 ) -> int:
     """Delete the steps under ROOT that the rules do not keep. Shows them and asks first.
 
-    Run aio-ckpt verify first: prune reads manifests, no data. Protected steps stay. Steps that look damaged stay and do
-    not count; if the newest does, nothing is deleted. No trainer may save there meanwhile: give it
-    EngineConfig(keep_last=...) instead.
+    Reads every byte of the newest step first: if it is damaged, nothing is deleted. Of other steps it reads the
+    manifests; those that look damaged stay and do not count. Protected steps stay. No trainer may save there meanwhile:
+    give it EngineConfig(keep_last=...) instead.
     """
     from aio_ckpt.cli.access import call
     from aio_ckpt.cli.root_table import rows_of
@@ -229,30 +229,58 @@ def prune_command(
     if not expired:
         _tell_deleted([], screen)
         return 0
-    newest = kept[-1]
-    if newest.is_damaged:  # the steps before it may be all that is good
-        raise CorruptCheckpointError(
-            f"step {newest.step}, the newest, is damaged ({newest.fault}), and nothing is deleted: "
-            f"run 'aio-ckpt verify {root}', then delete {newest.path}"
-        )
+    if kept[-1].is_damaged:
+        raise _damaged_newest(root, kept[-1], str(kept[-1].fault))
     steps = [row.step for row in expired]
     if not yes:
         summary = f"{plural(len(steps), 'checkpoint')}, {amount(sum(row.nbytes for row in expired))}"
         click.echo(f"to be deleted: {', '.join(map(str, steps))}\n{summary}; {len(kept)} stay", err=as_json)
-        click.echo("run aio-ckpt verify first: the data of those that stay was not read", err=as_json)
         if not _is_confirmed(to_stderr=as_json):
             return 1
 
     async def delete(storage: Storage, executor: Executor) -> list[int]:
         async with as_writer(storage, root, names, instead="engine.delete(step)") as claim:
             # Judged anew under the lock: a step may have been protected since. What was not shown is not deleted.
-            still = {row.step for row in (await plan(storage, executor))[0]}
-            chosen = [step for step in steps if step in still]
+            still, kept = await plan(storage, executor)
+            chosen = [row.step for row in still if row.step in steps]
+            if chosen:
+                await _check_data(storage, executor, root, names, kept[-1], on_progress)
             await _delete_steps(storage, root, names, claim, chosen, allow_newest=False)
             return chosen
 
-    _tell_deleted(call(delete), screen)
+    with bytes_progress(screen, "verify") as on_progress:
+        deleted = call(delete)
+    _tell_deleted(deleted, screen)
     return 0
+
+
+async def _check_data(
+    storage: Storage, executor: Executor, root: Path, names: StepNames, newest: RootRow, on_progress: OnProgress
+) -> None:
+    """Read every byte of the newest step. Raises CorruptCheckpointError if it has a fault."""
+    from aio_ckpt.checkpoint.verify import verify_checkpoint
+    from aio_ckpt.cli.access import READERS
+
+    path, done = root / names.name(newest.step), 0
+
+    def on_read(more: int) -> None:
+        nonlocal done
+        done += more
+        on_progress(min(done, newest.nbytes), newest.nbytes)
+
+    faults = await verify_checkpoint(
+        storage, path, step=newest.step, executor=executor, readers=READERS, on_progress=on_read
+    )
+    if faults:
+        raise _damaged_newest(root, newest, str(faults[0]))
+
+
+def _damaged_newest(root: Path, newest: RootRow, fault: str) -> CorruptCheckpointError:
+    # The steps before it may be all that is good.
+    return CorruptCheckpointError(
+        f"step {newest.step}, the newest, is damaged ({printable(fault)}), and nothing is deleted: "
+        f"run 'aio-ckpt verify {root}', then delete {newest.path}"
+    )
 
 
 def _expired_steps(rows: Sequence[RootRow], policy: Policy, protected: Collection[int]) -> set[int]:

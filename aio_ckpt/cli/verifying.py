@@ -157,7 +157,4 @@ def _tell(result: _Verified, screen: Screen) -> None:
         return
     screen.line(f"{name}: {plural(len(result.faults), 'fault')}", style="bold red")
     for fault in result.faults:
-        tensor = f" {fault.tensor!r}" if fault.tensor else ""
-        screen.line(
-            f"  {printable(fault.file)}{printable(tensor)}: {printable(fault.message.removeprefix(f'{fault.file}: '))}"
-        )
+        screen.line(f"  {printable(str(fault))}")

@@ -174,8 +174,8 @@ def older_step(keep_last: int | None) -> str:
     # Retention deletes only after a commit, which a full disk prevents: keep_last helps the next run only.
     kept, room = ("N", "N + 2") if keep_last is None else (keep_last, keep_last + 2)
     return (
-        "if there are several steps, delete an older one: engine.delete(step), or `aio-ckpt verify ROOT && aio-ckpt "
-        f"prune ROOT --keep-last N --yes` once the trainer has ended. For the next run: keep_last={kept} needs room "
+        "if there are several steps, delete an older one: engine.delete(step), or `aio-ckpt prune ROOT "
+        f"--keep-last N --yes` once the trainer has ended. For the next run: keep_last={kept} needs room "
         f"for {room} steps, as one is deleted while the next is written"
     )
 

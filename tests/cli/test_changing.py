@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from command_line import called, document, state
+from command_line import called, document, flip, state
 from other_owner import owner_elsewhere
 from saved_files import ROOT_MANIFEST, root_manifest
 
@@ -114,13 +114,26 @@ def test_prune_beside_a_damaged_newest_step_deletes_nothing_and_names_it(many, c
     assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
 
 
+async def test_prune_reads_every_byte_of_the_newest_step_before_it_deletes(many, capsys):
+    newest, (data,) = many / "step_000000006", (many / "step_000000006").glob("*.distcp")
+    await flip(newest, "w")
+    code, out, err = called(capsys, "prune", many, "--keep-last", 1, "--yes")
+    assert (code, out) == (1, "")
+    assert f"step 6, the newest, is damaged ({data.name}: " in err
+    assert f"and nothing is deleted: run 'aio-ckpt verify {many}', then delete {newest}" in err
+    assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
+    await flip(newest, "w")
+    assert called(capsys, "prune", many, "--keep-last", 1, "--yes")[0] == 0
+    assert steps(capsys, many) == [3, 6]
+
+
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_prune_without_an_answer_says_what_to_give(many, capsys, monkeypatch, options):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     code, out, err = called(capsys, "prune", many, "--keep-last", 2, *options)
     assert code == 1
     assert err.endswith("aio-ckpt: no answer on standard input, and nothing is deleted: give --yes\n")
-    assert "run aio-ckpt verify first" in (err if options else out)
+    assert "to be deleted: 1, 2, 4" in (err if options else out)
     assert not (options and out)
     assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
 

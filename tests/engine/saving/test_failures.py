@@ -444,9 +444,9 @@ def test_the_remedy_of_a_full_disk_names_what_works_without_a_commit() -> None:
     told = explained("No space", 8_530_000_000, 12, whose=" of rank 3 of 8", is_quota=False, remedy=older_step(3))
     assert told == (
         "No space: this save of rank 3 of 8 needs 8.53 GB, 12 B are free on its file system; free space, or if there "
-        "are several steps, delete an older one: engine.delete(step), or `aio-ckpt verify ROOT && aio-ckpt prune "
-        "ROOT --keep-last N --yes` once the trainer has ended. For the next run: keep_last=3 needs room for 5 steps, "
-        "as one is deleted while the next is written"
+        "are several steps, delete an older one: engine.delete(step), or `aio-ckpt prune ROOT --keep-last N --yes` "
+        "once the trainer has ended. For the next run: keep_last=3 needs room for 5 steps, as one is deleted while the "
+        "next is written"
     )
 
 
