@@ -119,7 +119,7 @@ async def test_prune_reads_every_byte_of_the_newest_step_before_it_deletes(many,
     await flip(newest, "w")
     code, out, err = called(capsys, "prune", many, "--keep-last", 1, "--yes")
     assert (code, out) == (1, "")
-    assert f"step 6, the newest, is damaged ({data.name}: " in err
+    assert f"step 6, the newest, is damaged ({data.name} 'w': " in err
     assert f"and nothing is deleted: run 'aio-ckpt verify {many}', then delete {newest}" in err
     assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
     await flip(newest, "w")

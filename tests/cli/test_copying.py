@@ -110,7 +110,7 @@ async def test_cp_of_a_damaged_checkpoint_makes_nothing_visible(root, tmp_path, 
     code, _, err = called(capsys, "cp", root / STEP, tmp_path / "new")
     assert code == 1
     assert "does not verify: __" in err
-    assert "_0_0.distcp: " in err
+    assert "_0_0.distcp 'model.embed': " in err
     assert not (tmp_path / "new").exists()
 
 
