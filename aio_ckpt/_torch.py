@@ -12,6 +12,7 @@ import logging
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as c
 from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
 from torch.distributed.tensor import DTensor, Shard, placement_types
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
 
 if TYPE_CHECKING:
@@ -171,6 +173,30 @@ def has_load_hooks(module: torch.nn.Module) -> bool:
     """
     hooks = (module._load_from_state_dict, *module._load_state_dict_pre_hooks.values())
     return not all(map(_is_of_torch, hooks))
+
+
+def loads_by_names(module: torch.nn.Module) -> bool:
+    """Return whether ``load_state_dict`` of a module takes the names and shapes of its ``state_dict()``, and no others.
+
+    A hook or a method of a module's own may change that. FSDP's hooks, and BatchNorm's method, do not.
+    If a name moves, every module counts as one that may take others.
+    """
+    try:
+        return is_load_of_torch(module) and all(map(_goes_by_names, module.modules()))
+    except AttributeError:
+        return False
+
+
+def _goes_by_names(module: torch.nn.Module) -> bool:
+    own, plain = type(module), torch.nn.Module
+    by_use = (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    hooks = chain.from_iterable(hooks.values() for hooks in by_use)
+    return (
+        own._load_from_state_dict in (plain._load_from_state_dict, _NormBase._load_from_state_dict)
+        and own._save_to_state_dict is plain._save_to_state_dict
+        and own.state_dict is plain.state_dict
+        and all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks)
+    )
 
 
 def _is_of_torch(function: Any) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from operator import ne
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import dropped_names, first_of, listed, unexpected_names
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.match.compounds import match_compounds
+from aio_ckpt.match.dtypes import changed, is_narrower
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.leaves import match_any_leaves, match_leaves
-from aio_ckpt.match.narrowing import narrowed
 from aio_ckpt.match.options import LoadOptions, ReadContext
+from aio_ckpt.match.rename import close_remedy
 from aio_ckpt.match.stateful import match_stateful
 from aio_ckpt.match.takers import LeavesTaker, Taker
 from aio_ckpt.match.tensors import shared_memory
@@ -40,6 +42,8 @@ class Match:
     """``PerRank`` values of ranks that this load lacks, by their stored names."""
     narrowed: tuple[str, ...]
     """Targets of a cast to a dtype of smaller range, as messages name them."""
+    converted: tuple[str, ...]
+    """Tensors of modules of another dtype, which ``load_state_dict`` converts without a cast, as messages name them."""
 
     @property
     def fills_template(self) -> bool:
@@ -64,17 +68,22 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
     compounds, faults, missing = match_compounds(checkpoint, template, missing, ctx.rank)
     tied, shared_faults = shared_memory(checkpoint.catalog, fills, template)
     lacking: list[str] = []
-    stateful, unmatched, stateful_faults = match_stateful(checkpoint, template, fills, ctx, options, lacking)
-    missing += unmatched
-    faults += misfits + any_faults + shared_faults + stateful_faults
+    stateful, modules, stateful_faults = match_stateful(checkpoint, template, fills, ctx, options, lacking)
+    missing += modules.missing
+    faults += misfits + any_faults + shared_faults + stateful_faults + modules.faults
     takers: list[Taker] = [*compounds, leaves, *stateful]
     below = {name for taker in takers for name in taker.names}
     if missing and not options.allow_missing:
-        remedy = _per_rank_remedy(missing, checkpoint) or "allow_missing=True leaves them as they are"
-        if unused := sorted(checkpoint.stored_names.keys() - {*template.names, *below}):
-            pairs = [f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused]
-            remedy += f"; rename= gives it {first_of(pairs)}"
-        raise MissingNameError(f"{checkpoint.path}: lacks {listed(missing)}; {remedy}")
+        remedies = modules.remedies or [_per_rank_remedy(missing, checkpoint)]
+        if not any(remedies):
+            beyond = [*map(checkpoint.stored_name, modules.unexpected)]
+            beyond += _not_loaded(checkpoint, below, template.names, ctx, is_missing=True)[0]
+            remedies = [
+                _renamed_remedy(checkpoint, {*template.names, *below}),
+                close_remedy(missing, beyond),
+                "allow_missing=True leaves them as they are",
+            ]
+        raise MissingNameError(f"{checkpoint.path}: lacks {listed(missing)}; {'; '.join(filter(None, remedies))}")
     if faults:
         raise TemplateMismatchError(f"{checkpoint.path}: {first_of(faults, between='; ')}")
     lacking += missing
@@ -82,8 +91,9 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
     if options.cast:
         dtypes = [(fill.name, memory_of(fill.target).dtype) for fill in fills.others if fill.target is not None]
         dtypes += [(array.name, array.dtype) for array in leaves.arrays]
-        narrow = narrowed(dtypes, checkpoint.catalog.shards)
-    unexpected, dropped = _not_loaded(checkpoint, below, template.names, ctx, bool(missing))
+        narrow = changed(dtypes, checkpoint.catalog.shards, is_narrower)
+    converted = () if options.cast else changed(modules.converted, checkpoint.catalog.shards, ne)
+    unexpected, dropped = _not_loaded(checkpoint, below, template.names, ctx, is_missing=bool(missing))
     if options.strict and unexpected:
         raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {listed(unexpected)}")
     return Match(
@@ -95,11 +105,12 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
         mismatched=(*mismatched, *(name for taker in stateful for name in taker.kept)),
         dropped=dropped,
         narrowed=narrow,
+        converted=converted,
     )
 
 
 def _not_loaded(
-    checkpoint: Checkpoint, below: set[str], names: Sequence[str], ctx: ReadContext, is_missing: bool
+    checkpoint: Checkpoint, below: set[str], names: Sequence[str], ctx: ReadContext, *, is_missing: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the stored names that the template lacks, and the ``PerRank`` values of ranks that this load lacks.
 
@@ -119,8 +130,15 @@ def _not_loaded(
     return tuple(sorted(beyond)), tuple(checkpoint.stored_names.get(name, name) for name in dropped)
 
 
-def _per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str | None:
-    """Return the remedy if a missing name differs from a stored one by ``PerRank`` alone (``w`` and ``w.rank0``).
+def _renamed_remedy(checkpoint: Checkpoint, taken: Set[str]) -> str:
+    """Return the stored names that ``rename=`` gives other names which the template lacks; '' if there is none."""
+    unused = sorted(checkpoint.stored_names.keys() - taken)
+    pairs = [f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused]
+    return f"rename= gives it {first_of(pairs)}" if pairs else ""
+
+
+def _per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str:
+    """Return the remedy if a missing name differs from a stored one by ``PerRank`` alone (``w``, ``w.rank0``); else ''.
 
     It may be the ``PerRank`` value of a rank that did not save, too.
     """
@@ -135,4 +153,4 @@ def _per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str | No
             return f"it holds {bare!r} of all ranks: give that without PerRank"
         if checkpoint.holds(f"{name}.rank0"):
             return f"it holds {name!r} of each rank by itself: give it as PerRank(...)"
-    return None
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -76,7 +77,7 @@ def _by_branches(checkpoint: Checkpoint, rename: Mapping[str, str], stored: Iter
 
 
 def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, branch: str | None) -> str:
-    """Return how ``rename=`` fits the keys that a module was given to its own; '' if no key differs on both sides.
+    """Return how ``rename=`` fits the keys that a module was given to its own; '' unless they differ by one prefix.
 
     A wrapper (``torch.compile``, DDP) puts one prefix before all keys.
 
@@ -96,10 +97,29 @@ def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, bran
     elif branch is not None and (prefix := _prefix(missing, unexpected)):
         pair = missing[0], f"{prefix}.{missing[0]}"
         rename = f"rename={{{_joined(branch, prefix)!r}: {name!r}}} takes the prefix off"
-    else:  # other names do not tell which of them belong together
-        rename = "rename= maps stored names to those of the template"
-        return f"{missing[0]!r} is not stored, and the template lacks {unexpected[0]!r}: {rename}"
+    else:
+        return ""
     return f"the template has {pair[0]!r} where {pair[1]!r} is stored: {rename}"
+
+
+_MOST_COMPARED = 1000
+"""Most stored names that are compared with a missing one. A comparison takes about 20 us."""
+
+
+def close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return which ``rename=`` loads a stored name for the first missing one; '' if none is close to it.
+
+    ``unexpected``: stored names that the template lacks.
+    """
+    name = missing[0]
+    above, _, last = name.rpartition(".")
+    near = [other for other in unexpected if other.rpartition(".")[0] == above or other.rpartition(".")[2] == last]
+    for other in difflib.get_close_matches(name, near[:_MOST_COMPARED], n=1):
+        old, new = other.split("."), name.split(".")
+        while old[-1] == new[-1] and min(len(old), len(new)) > 1:
+            old, new = old[:-1], new[:-1]
+        return f"rename={{{'.'.join(old)!r}: {'.'.join(new)!r}}} loads {other!r} as {name!r}"
+    return ""
 
 
 def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from aio_ckpt._torch import has_load_hooks, is_load_of_torch
+from aio_ckpt._torch import has_load_hooks, is_load_of_torch, loads_by_names
 from aio_ckpt.checkpoint.catalog import Shards, global_shape
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import empty_containers, listed
@@ -22,6 +22,7 @@ from aio_ckpt.leaves.tensor_memory import are_apart, memory_fault, memory_of, ov
 from aio_ckpt.leaves.values import Shard, Target
 from aio_ckpt.match.compounds import match_stateful_compounds
 from aio_ckpt.match.fills import Fill, Fills
+from aio_ckpt.match.modules import ModuleDifferences
 from aio_ckpt.match.options import LoadOptions, ReadContext
 from aio_ckpt.match.rename import branches_of_rank, stored_branch
 from aio_ckpt.match.takers import StatefulTaker
@@ -32,16 +33,17 @@ from aio_ckpt.state.names import NamedNode, below_each, find_named, is_below
 
 def match_stateful(
     checkpoint: Checkpoint, template: Template, fills: Fills, ctx: ReadContext, options: LoadOptions, lacking: list[str]
-) -> tuple[list[StatefulTaker], list[str], list[str]]:
+) -> tuple[list[StatefulTaker], ModuleDifferences, list[str]]:
     """Add what Stateful values take to ``fills``. ``lacking``: see :class:`StatefulTaker`.
 
-    Returns their takers, the names of the values of which nothing is stored, and the faults.
+    Returns their takers, what modules lack or hold differently, and the faults. What is missing includes values of
+    which nothing is stored.
     """
+    modules = ModuleDifferences()
     if not template.stateful:
-        return [], [], []
+        return [], modules, []
     takers: list[StatefulTaker] = []
     rank = ctx.rank
-    missing: list[str] = []
     faults: list[str] = []
     # The catalog lacks the PerRank values of a rank that did not save.
     names = list(filter(checkpoint.holds, checkpoint.names_of(rank)))
@@ -76,16 +78,21 @@ def match_stateful(
             if branch is None and (fault := _branch_fault(prefix, value, checkpoint.compounds(rank))):
                 faults.append(fault)
             tensors = [name for name in below if name in shards]
-            if tensors:  # state_dict() of a data loader, for example, is slow, so it is not called without need
-                found = _tensors_below(prefix, value, tensors, rank=rank)
+            goes_by_names = isinstance(value, torch.nn.Module) and loads_by_names(value)
+            if tensors or goes_by_names:  # state_dict() of a data loader, say, is slow: it is not called without need
+                state_dict = value.state_dict()
+                own = leaves_of(state_dict, prefix, rank=rank)
+                found = {name: leaf for name in tensors if isinstance(leaf := own.get(name), (torch.Tensor, Shard))}
+                if goes_by_names:
+                    modules.add(taker, [f"{prefix and f'{prefix}.'}{key}" for key in state_dict], found)
                 like = _layouts_below(prefix, value, tensors, found)
                 faults += _meta_fault(prefix, value, like | found)
                 if options.skip_mismatched and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-                    taker.kept = {name: own for name, own in found.items() if has_other_shape(own, shards[name])}
+                    taker.kept = {name: kept for name, kept in found.items() if has_other_shape(kept, shards[name])}
                 layouts |= like
                 held |= found
         else:
-            missing.append(prefix)
+            modules.missing.append(prefix)
     faults += match_stateful_compounds(checkpoint, takers, ctx)
     parts: Mapping[str, NamedNode] = {}
     if takers and checkpoint.has_skeleton:
@@ -94,7 +101,7 @@ def match_stateful(
     for taker in takers:
         taker.part = parts.get(taker.branch) if taker.branch is not None else None
     _add_fills(checkpoint, takers, fills, held, layouts, casts=options.cast)
-    return takers, missing, faults
+    return takers, modules, faults
 
 
 def _add_fills(
@@ -152,12 +159,6 @@ def _meta_fault(prefix: str, value: Any, held: Mapping[str, Target]) -> list[str
     return [
         f"{listed(meta)} of {of}, on the meta device, where nothing can be loaded to: {remedy} (.to_empty(device=...))"
     ]
-
-
-def _tensors_below(prefix: str, value: Any, names: Iterable[str], *, rank: int) -> dict[str, Target]:
-    """Return the tensors of ``value.state_dict()`` that have one of ``names``. Calls it once."""
-    leaves = leaves_of(value.state_dict(), prefix, rank=rank)
-    return {name: leaf for name in names if isinstance(leaf := leaves.get(name), (torch.Tensor, Shard))}
 
 
 def _layouts_below(prefix: str, value: Any, names: Iterable[str], held: Mapping[str, Target]) -> dict[str, Target]:

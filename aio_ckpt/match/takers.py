@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from aio_ckpt._torch import has_load_hooks, is_load_of_torch
+from aio_ckpt._torch import is_load_of_torch
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.leaves.compound import CompoundTensor, mark_as_stored, put_together
@@ -24,7 +24,6 @@ from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.leaves.objects import from_tensor, type_name
 from aio_ckpt.leaves.values import LeafKind, OwnedShard, Target, UntrustedObject
 from aio_ckpt.match.options import LoadOptions, ReadContext
-from aio_ckpt.match.rename import prefix_remedy
 from aio_ckpt.runtime.error_notes import mark_modified
 from aio_ckpt.state.build import build_part
 from aio_ckpt.state.dcp_paths import unflatten_dcp
@@ -297,10 +296,10 @@ def _noting_refusal(target: StatefulTaker, state_dict: Any, *, is_modified: bool
         which = f"{checkpoint.path}" if checkpoint.is_plain_dcp else f"step {checkpoint.step} at {checkpoint.path}"
         if is_modified:
             change = "the target was modified: tensors or values were filled before"
-        elif _may_have_begun(target.value, state_dict):
+        elif not (isinstance(target.value, torch.optim.Optimizer) and is_load_of_torch(target.value)):
             change = "the target may be modified: load_state_dict() may have taken a part before it raised"
         else:
-            change = ""
+            change = ""  # an optimizer of torch compares its groups first
         if change:
             mark_modified(error)
         remedy = _remedy(target, state_dict)
@@ -311,29 +310,12 @@ def _noting_refusal(target: StatefulTaker, state_dict: Any, *, is_modified: bool
         raise
 
 
-def _may_have_begun(value: Any, state_dict: Any) -> bool:
-    """Return whether a ``load_state_dict`` that raised may have changed ``value``.
-
-    A module of torch copies what agrees in name and shape and then raises for the rest. An optimizer of torch
-    compares its groups first. Of other code, nothing is known.
-    """
-    if isinstance(value, torch.optim.Optimizer):
-        return not is_load_of_torch(value)
-    if not isinstance(value, torch.nn.Module) or not is_load_of_torch(value):
-        return True
-    own: Mapping[str, Any] = value.state_dict()
-    agree = (
-        getattr(own[key], "shape", None) == getattr(state_dict[key], "shape", None) for key in own if key in state_dict
-    )
-    return any(agree) or any(map(has_load_hooks, value.modules()))
-
-
 def _remedy(target: StatefulTaker, state_dict: Any) -> str:
     """Return the rest of a note: the options of ``load`` by which a module takes what is stored; '' if none helps."""
     if not isinstance(target.value, torch.nn.Module) or not isinstance(state_dict, Mapping):
         return ""
     own: Mapping[str, Any] = target.value.state_dict()
-    remedies = [prefix_remedy(own, state_dict, name=target.name, branch=target.branch)]
+    remedies = []
     if own.keys() - state_dict.keys():
         remedies.append("allow_missing=True leaves what is not stored as it is")
     shapes = [
@@ -342,7 +324,7 @@ def _remedy(target: StatefulTaker, state_dict: Any) -> str:
     ]
     if any(one != other for one, other in shapes):
         remedies.append("skip_mismatched=True leaves tensors of another shape as they are")
-    return "".join(f"; {remedy}" for remedy in remedies if remedy)
+    return "".join(f"; {remedy}" for remedy in remedies)
 
 
 @contextmanager

@@ -74,11 +74,13 @@ def tensor_fault(tensor: Target, shards: Shards, *, casts: bool) -> str | None:
     if bare.dtype is not stored and not (casts and can_cast):
         remedy = ": cast=True converts it" if can_cast else ", which cast=True does not convert" if casts else ""
         return f"is {bare.dtype} in the template and {stored} in the checkpoint{remedy}"
-    shape = global_shape(shards)
-    if full_shape(tensor) != shape:
-        remedy = "leave it out, or skip_mismatched=True leaves it as it is"
-        return f"has shape {full_shape(tensor)} in the template and {shape} in the checkpoint: {remedy}"
-    return memory_fault(bare)
+    return shape_fault(tensor, shards) if full_shape(tensor) != global_shape(shards) else memory_fault(bare)
+
+
+def shape_fault(tensor: Target, shards: Shards) -> str:
+    """Return the fault of a tensor of the template that has another global shape than the stored one."""
+    shapes = f"{full_shape(tensor)} in the template and {global_shape(shards)} in the checkpoint"
+    return f"has shape {shapes}: skip_mismatched=True leaves it as it is"
 
 
 def has_other_shape(tensor: Target, shards: Shards) -> bool:

@@ -42,6 +42,10 @@ def _warn(ctx: ReadContext, checkpoint: Checkpoint, found: Match) -> None:
             checkpoint.path,
             first_of(found.narrowed),
         )
+    if found.converted:
+        _log.warning(
+            "%s: load_state_dict converts to the module's dtype: %s", checkpoint.path, first_of(found.converted)
+        )
     if found.mismatched:
         _log.warning(
             "%s: skip_mismatched=True: of another shape, and left as they are: %s",

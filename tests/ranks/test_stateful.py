@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from aio_ckpt import MissingNameError
+
 SECS = 60.0
 
 
@@ -76,3 +78,27 @@ def test_a_stateful_around_a_sharded_model_is_resumed_on_any_number_of_ranks(
         group = {1: one, 2: two}
         wanted = group[saving].run(save, tmp_path)[0]
         assert group[loading].run(load, tmp_path) == [wanted] * loading
+
+
+def load_deeper(rank: int, count: int, root: Path) -> tuple[str, bool]:
+    """Load into a sharded model with one more layer; its error, and whether the model is as it was."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (count,)))
+    before = weights(model)
+    with engine_on(root, SECS) as engine, pytest.raises(MissingNameError) as caught:
+        engine.load({"model": model})
+    return str(caught.value), weights(model) == before
+
+
+def save_model(rank: int, count: int, root: Path) -> None:
+    model, _ = trained(1, count)
+    with engine_on(root, SECS) as engine:
+        engine.save({"model": model}, step=1).result(SECS)
+
+
+def test_a_sharded_model_that_differs_is_refused_before_anything_is_touched(two: Ranks, tmp_path: Path) -> None:
+    two.run(save_model, tmp_path)
+    for error, is_same in two.run(load_deeper, tmp_path):
+        assert "lacks 2 names: 'model.2.weight', 'model.2.bias'; allow_missing=True" in error
+        assert is_same

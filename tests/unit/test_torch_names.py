@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -263,6 +264,34 @@ def test_a_load_state_dict_of_torch_is_told_from_others() -> None:
     assert not _torch.is_load_of_torch(Own(1, 1))
     assert _torch.is_load_of_torch(torch.nn.Linear(1, 1))
     assert _torch.is_load_of_torch(torch.optim.SGD([torch.zeros(1)]))
+
+
+def test_a_module_that_takes_its_own_names_alone_is_told_from_others() -> None:
+    class OwnLoad(torch.nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None: ...
+
+    class OwnSave(torch.nn.Linear):
+        def _save_to_state_dict(self, *args: Any) -> None: ...
+
+    class OwnState(torch.nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def hooked(register: str) -> torch.nn.Module:
+        module = torch.nn.Linear(1, 1)
+        getattr(module, register)(lambda *_: None)
+        return module
+
+    registers = (
+        "register_load_state_dict_pre_hook",
+        "register_load_state_dict_post_hook",
+        "register_state_dict_post_hook",
+    )
+    others = [*map(hooked, registers), OwnLoad(1, 1), OwnSave(1, 1), OwnState(1, 1), torch.nn.LazyLinear(1)]
+    for other in others:
+        assert not _torch.loads_by_names(torch.nn.Sequential(torch.nn.ReLU(), other)), other
+    plain = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1), torch.nn.LSTM(1, 1))
+    assert _torch.loads_by_names(plain)
+    assert _torch.loads_by_names(torch.compile(plain, backend="eager"))  # type: ignore[arg-type]
 
 
 def test_dcp_makes_what_its_caller_did_not_pass_through_the_named_globals(tmp_path: Path) -> None:

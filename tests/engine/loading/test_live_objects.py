@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from wrapper_tensors import Blockwise, blockwise
 
 from aio_ckpt import SyncCheckpointEngine
-from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError
 
 SECS = 60.0
 
@@ -256,32 +257,72 @@ class Refusing(Box):
         raise ValueError("refused")
 
 
-@pytest.mark.parametrize(("saved", "template", "changed"), [
-    ({"a": nn.Linear(2, 2)}, {"a": nn.Linear(3, 3)}, None),
-    ({"a": nn.Linear(2, 2)}, {"a": nn.Sequential(nn.Linear(2, 2))}, None),
-    ({"a": nn.Linear(2, 2)}, {"a": nn.Linear(2, 3)}, None),
-    ({"a": nn.Linear(2, 2)}, {"a": nn.Linear(3, 2)}, "was modified"),  # the bias fits
-    ({"a": nn.Linear(2, 2)}, {"a": nn.Linear(3, 2).double()}, "may be modified"),  # torch converts the bias
-    ({"a": Box(n=1)}, {"a": Refusing(n=0)}, "may be modified"),
-    ({"a": Box(n=1), "b": nn.Linear(2, 2)}, {"a": Box(n=0), "b": nn.Linear(3, 3)}, "was modified"),
-    ({"n": 1, "b": nn.Linear(2, 2)}, {"n": 0, "b": nn.Linear(3, 3)}, "was modified"),
-])  # fmt: skip
-def test_a_refused_load_says_that_the_target_changed_only_if_it_may_have(
-    engine: SyncCheckpointEngine, saved: dict[str, Any], template: dict[str, Any], changed: str | None
-) -> None:
-    def tensors() -> list[torch.Tensor]:
-        modules = (value for value in template.values() if isinstance(value, nn.Module))
-        return [tensor.detach().clone() for value in modules for tensor in value.state_dict().values()]
+class Hooked(nn.Linear):
+    """Module that may take other names and shapes than it has, as its method is its own."""
 
-    before = tensors()
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+@pytest.mark.parametrize(("saved", "template", "changed"), [
+    ({"a": nn.Linear(2, 2)}, {"a": Hooked(3, 3)}, "may be modified"),
+    ({"a": Box(n=1)}, {"a": Refusing(n=0)}, "may be modified"),
+    ({"a": Box(n=1), "b": nn.Linear(2, 2)}, {"a": Box(n=0), "b": Hooked(3, 3)}, "was modified"),
+    ({"n": 1, "b": nn.Linear(2, 2)}, {"n": 0, "b": Hooked(3, 3)}, "was modified"),
+])  # fmt: skip
+def test_a_refused_load_says_whether_the_target_changed_or_may_have(
+    engine: SyncCheckpointEngine, saved: dict[str, Any], template: dict[str, Any], changed: str
+) -> None:
     engine.save(saved).result(SECS)
     with pytest.raises((RuntimeError, ValueError)) as caught:
         engine.load(template)
     (note,) = [note for note in caught.value.__notes__ if note.startswith("aio_ckpt")]
-    assert f"the target {changed}" in note if changed else "nothing was modified" in note
-    assert getattr(caught.value, "target_modified", False) == (changed is not None)
-    if changed is None:
-        assert all(map(torch.equal, before, tensors()))
+    assert f"the target {changed}" in note
+    assert caught.value.target_modified  # type: ignore[attr-defined]
+
+
+def layers(*widths: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width) for width in widths))
+
+
+@pytest.mark.parametrize("beside", [{}, {"n": 1, "t": torch.ones(3)}])
+@pytest.mark.parametrize(("saved", "template", "words"), [
+    (layers(2, 2), layers(2, 2, 2), "lacks 2 names: 'm.2.weight', 'm.2.bias'; allow_missing=True leaves them"),
+    (layers(2, 2), layers(2), "lacks 2 names: 'm.1.weight', 'm.1.bias', stored for it: rename={'m.1': None} leaves it"),
+    (layers(2, 2), layers(2, 3), "'m.1.weight' has shape (3, 3) in the template and (2, 2) in the checkpoint: skip_"),
+    (nn.Linear(2, 2), nn.Linear(2, 2, bias=False), "lacks 1 name: 'm.bias', stored for it: rename={'m.bias': None}"),
+    (nn.ModuleDict({"a": layers(2)}), nn.ModuleDict({"b": layers(2)}), "rename={'m.a': 'm.b'} loads 'm.a.0.weight' as"),
+])  # fmt: skip
+def test_a_module_that_differs_is_refused_before_anything_is_touched(
+    engine: SyncCheckpointEngine, saved: nn.Module, template: nn.Module, words: str, beside: dict[str, Any]
+) -> None:
+    engine.save({"m": saved, **beside}).result(SECS)
+    before = {name: tensor.clone() for name, tensor in template.state_dict().items()}
+    state = {"m": template, **{name: value * 0 for name, value in beside.items()}}
+    with pytest.raises((MissingNameError, TemplateMismatchError), match=re.escape(words)) as caught:
+        engine.load(state)
+    assert not caught.value.target_modified
+    assert all(torch.equal(before[name], tensor) for name, tensor in template.state_dict().items())
+    assert all(not bool(torch.as_tensor(state[name]).any()) for name in beside)
+
+
+def test_a_module_that_takes_other_names_than_it_has_decides_for_itself(engine: SyncCheckpointEngine) -> None:
+    """A hook of torch's weight_norm reads the names that older versions wrote."""
+    old = {"weight_g": torch.full((2, 1), 3.0), "weight_v": torch.eye(2), "bias": torch.zeros(2)}
+    engine.save({"m": old}).result(SECS)
+    new = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    engine.load({"m": new})
+    assert torch.equal(new.weight, 3 * torch.eye(2))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_module_of_another_dtype_converts_and_the_log_says_so(
+    engine: SyncCheckpointEngine, caplog: pytest.LogCaptureFixture, cast: bool
+) -> None:
+    engine.save({"m": layers(2)}).result(SECS)
+    engine.load({"m": layers(2).bfloat16()}, cast=cast)
+    told = "load_state_dict converts to the module's dtype: 'm.0.weight' (float32 -> bfloat16), 'm.0.bias' (float32 -> "
+    assert (told in caplog.text) == (not cast)
 
 
 def test_a_state_dict_that_is_no_mapping_is_loaded(engine: SyncCheckpointEngine) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import aio_ckpt
 from aio_ckpt import LoadReport, SyncCheckpointEngine
-from aio_ckpt.errors import TemplateMismatchError, UnexpectedNameError
+from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 
 Load = Callable[..., LoadReport]
 
@@ -44,9 +44,8 @@ def test_keys_of_a_module_that_are_not_stored_stay_and_are_reported(tmp_path: Pa
     trained, model = net(), net(adapter=torch.nn.BatchNorm1d(4))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     path = saved(tmp_path / "x", {"model": {"head.weight": trained["head"].weight}}, by)
-    with pytest.raises(RuntimeError, match="Missing key") as caught:
+    with pytest.raises(MissingNameError, match="allow_missing=True leaves them as they are"):
         aio_ckpt.load(path, {"model": net()})
-    assert "allow_missing=True leaves what is not stored as it is" in "".join(caught.value.__notes__)
     report = aio_ckpt.load(path, {"model": model}, allow_missing=True)
     assert report.missing == tuple(f"model.{name}" for name in before if name != "head.weight")
     assert torch.equal(model["head"].weight, trained["head"].weight)
@@ -99,7 +98,11 @@ def test_a_stateful_value_gets_what_is_not_stored_from_itself_and_types_stay(tmp
 
 
 def test_strict_finds_a_name_beside_a_template_that_has_a_name_inside_a_module(tmp_path: Path) -> None:
-    model, more = torch.nn.Linear(2, 2), torch.ones(4)
+    class Taking(torch.nn.Linear):
+        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+            return super().load_state_dict(state_dict, strict=False)
+
+    model, more = Taking(2, 2), torch.ones(4)
     path = saved(tmp_path / "x", {"a": model, "a.extra": more, "zzz": more}, "ours")
     with pytest.raises(UnexpectedNameError, match="zzz"):
         aio_ckpt.load(path, {"a": model, "a.extra": more.clone()}, strict=True)
@@ -132,9 +135,8 @@ def test_keys_of_modules_and_of_optimizers_with_state_stay_if_their_shape_differ
 
     (trained, its), (grown, own) = stepped(10), stepped(12)
     path = saved(tmp_path / "x", {"model": trained, "opt": its}, by)
-    with pytest.raises(RuntimeError, match="size mismatch") as caught:
+    with pytest.raises(TemplateMismatchError, match="skip_mismatched=True leaves it as it is"):
         aio_ckpt.load(path, {"model": net(12)})
-    assert "skip_mismatched=True leaves tensors of another shape" in "".join(caught.value.__notes__)
     words, moments = grown["words"].weight.detach().clone(), own.state[grown["words"].weight]["exp_avg"].clone()
     report = aio_ckpt.load(path, {"model": grown, "opt": own}, skip_mismatched=True)
     assert sorted(report.mismatched) == ["model.words.weight", "opt.state.0.exp_avg", "opt.state.0.exp_avg_sq"]
@@ -157,9 +159,9 @@ def test_a_load_of_an_engine_takes_skip_mismatched(tmp_path: Path) -> None:
 
 
 def refusal(path: Path, model: torch.nn.Module) -> str:
-    with pytest.raises(RuntimeError, match="Missing key") as caught:
+    with pytest.raises(MissingNameError) as caught:
         aio_ckpt.load(path, {"model": model})
-    return "".join(caught.value.__notes__)
+    return str(caught.value)
 
 
 def test_a_note_pairs_only_names_that_differ_by_the_prefix(tmp_path: Path) -> None:
@@ -170,5 +172,5 @@ def test_a_note_pairs_only_names_that_differ_by_the_prefix(tmp_path: Path) -> No
     assert "the template has 'words.weight' where 'module.words.weight' is stored: rename={" in refusal(wrapped, net())
     other = torch.nn.ModuleDict({"tokens": torch.nn.Embedding(10, 4), "out": torch.nn.Linear(4, 4)})
     note = refusal(path, other)
-    assert "'tokens.weight' is not stored, and the template lacks 'head.bias': rename= maps stored names" in note
+    assert "rename={'model.head': 'model.out'}" not in note
     assert "where" not in note

@@ -1,8 +1,8 @@
-"""Narrowing: targets of ``load(cast=True)`` whose dtype has a smaller range than the stored one. Pure."""
+"""Targets of a load that have another dtype than what is stored, and whether its range is smaller. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -12,15 +12,21 @@ _TOLERANCE = 1.01
 """Factor between two ranges that count as equal: bfloat16 ends 0.4 % below float32."""
 
 
-def narrowed(targets: Iterable[tuple[str, torch.dtype]], shards: Mapping[str, Shards]) -> tuple[str, ...]:
-    """Return each target that is narrower than what is stored for it, as ``'name' (stored -> own)``.
+def changed(
+    targets: Iterable[tuple[str, torch.dtype]],
+    shards: Mapping[str, Shards],
+    counts: Callable[[torch.dtype, torch.dtype], bool],
+) -> tuple[str, ...]:
+    """Return each target whose change of dtype counts, as ``'name' (stored -> own)``.
 
-    ``targets``: names and dtypes of the tensors of the template.
+    Args:
+        targets: names and dtypes of the tensors of the template.
+        counts: whether a change from the stored dtype to the template's counts.
     """
     pairs = [(name, shards[name][0].dtype, dtype) for name, dtype in targets]
-    narrow = {pair for pair in {(stored, own) for _, stored, own in pairs} if is_narrower(*pair)}
+    counted = {pair for pair in {(stored, own) for _, stored, own in pairs} if counts(*pair)}
     return tuple(
-        f"{name!r} ({_short(stored)} -> {_short(own)})" for name, stored, own in pairs if (stored, own) in narrow
+        f"{name!r} ({_short(stored)} -> {_short(own)})" for name, stored, own in pairs if (stored, own) in counted
     )
 
 

@@ -1,0 +1,93 @@
+"""What ``load_state_dict`` of a module of torch refuses or converts, found before anything is touched. Pure.
+
+Torch itself copies what agrees in name and shape and raises for the rest, so that the module holds a mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+
+from aio_ckpt.checkpoint.catalog import Shards, global_shape
+from aio_ckpt.checkpoint.rank_names import listed
+from aio_ckpt.leaves.objects import type_name
+from aio_ckpt.leaves.tensor_memory import memory_of
+from aio_ckpt.leaves.values import Target
+from aio_ckpt.match.rename import prefix_remedy
+from aio_ckpt.match.takers import StatefulTaker
+from aio_ckpt.match.tensors import has_other_shape, shape_fault
+from aio_ckpt.state.names import branches_of, prefix_of
+
+_EXTRA_STATE = "_extra_state"
+"""Last part of the name of what ``get_extra_state`` returns. It need not be a tensor, nor be stored."""
+
+
+@dataclass(slots=True)
+class ModuleDifferences:
+    """Differences between the modules of a template and what is stored for them."""
+
+    missing: list[str] = field(default_factory=list)
+    """Names that the checkpoint lacks."""
+    unexpected: list[str] = field(default_factory=list)
+    """Names that a module lacks, and are stored for it."""
+    remedies: list[str] = field(default_factory=list)
+    """What helps against missing names."""
+    faults: list[str] = field(default_factory=list)
+    """Further faults."""
+    converted: list[tuple[str, torch.dtype]] = field(default_factory=list)
+    """Names and dtypes of the tensors that get values of another dtype."""
+
+    def add(self, taker: StatefulTaker, own: Sequence[str], found: Mapping[str, Target]) -> None:
+        """Add the differences of one module whose ``load_state_dict`` goes by names.
+
+        Args:
+            own: names in the template of what its ``state_dict()`` holds.
+            found: those of them that are plain tensors both there and in the checkpoint.
+        """
+        prefix, options, stored = taker.name, taker.options, taker.checkpoint.catalog.shards
+        mine = {*own}
+        given = {part for name in taker.names for part in branches_of(name)}
+        missing = [name for name in own if name not in given and not _is_extra(name)]
+        unexpected = [name for name in taker.names if name in stored and not _is_taken(name, mine)]
+        if missing and not options.allow_missing:
+            self.missing += missing
+            start = len(prefix_of(prefix or None))
+            keys, others = [name[start:] for name in own], [name[start:] for name in taker.names]
+            if remedy := prefix_remedy(keys, others, name=prefix, branch=taker.branch):
+                self.remedies.append(remedy)
+            self.unexpected += unexpected
+        elif unexpected:
+            branch = taker.checkpoint.stored_name(_branch_of(unexpected, taker.names))
+            self.faults.append(
+                f"{prefix or 'the template'!r}, a {type_name(taker.value)}, lacks {listed(unexpected)}, stored for it: "
+                f"rename={{{branch!r}: None}} leaves it out"
+            )
+        for name, tensor in found.items():
+            shards = stored[name]
+            if has_other_shape(tensor, shards):
+                if not (options.skip_mismatched or _is_old_scalar(tensor, shards)):
+                    self.faults.append(f"{name!r} {shape_fault(tensor, shards)}")
+            elif memory_of(tensor).dtype is not shards[0].dtype:
+                self.converted.append((name, memory_of(tensor).dtype))
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _is_taken(name: str, own: Set[str]) -> bool:
+    """Return whether a module has a tensor, or state of its own form, that takes the stored ``name``."""
+    return any(part in own or _is_extra(part) for part in branches_of(name))
+
+
+def _branch_of(unexpected: Sequence[str], names: Iterable[str]) -> str:
+    """Return the longest way up from the first of ``unexpected`` that leads past none of the other ``names``."""
+    kept = {part for name in {*names}.difference(unexpected) for part in branches_of(name)}
+    return [part for part in branches_of(unexpected[0]) if part not in kept][-1]
+
+
+def _is_old_scalar(tensor: Target, shards: Shards) -> bool:
+    """Return whether torch takes the only element of the stored tensor, as PyTorch 0.3 had no scalars."""
+    return not memory_of(tensor).shape and global_shape(shards) == (1,)
