@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
+
+import anyio
 
 from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
@@ -21,7 +24,8 @@ from aio_ckpt.errors import AioCkptError, SaveCancelledError
 from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, Target, amount, title
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.runtime.portal import Lock
-from aio_ckpt.write.full_disk import explain_full_disk
+from aio_ckpt.storage.local import names_in
+from aio_ckpt.write.full_disk import LOOK_SECS, explain_full_disk, is_disk_full
 
 _log = logging.getLogger("aio_ckpt")
 T = TypeVar("T")
@@ -155,29 +159,32 @@ def _took(nbytes: int, secs: float) -> str:
 
 async def explain_failure(error: BaseException, ctx: EngineContext, needed_bytes: int, target: Target) -> None:
     """Add to the text of ``error`` what the save of ``target`` needs, if the disk is full; see explain_full_disk."""
-    await explain_full_disk(
-        error,
-        ctx.storage,
-        ctx.root,
-        needed_bytes,
-        whose="" if ctx.world_size == 1 else f" of rank {ctx.rank} of {ctx.world_size}",
-        remedy=(
-            "delete an older checkpoint: engine.remove(path)"
-            if isinstance(target, Path)
-            else older_step(ctx.config.keep_last)
-        ),
-    )
+    if not is_disk_full(error):
+        return
+    if isinstance(target, Path):
+        remedy = "delete an older checkpoint: engine.remove(path)"
+    else:
+        remedy = older_step(ctx.root, await _steps_in_sight(ctx), ctx.config.keep_last)
+    whose = "" if ctx.world_size == 1 else f" of rank {ctx.rank} of {ctx.world_size}"
+    await explain_full_disk(error, ctx.storage, ctx.root, needed_bytes, whose=whose, remedy=remedy)
 
 
-def older_step(keep_last: int | None) -> str:
-    """Return the remedy of a full disk for the save of a step."""
+async def _steps_in_sight(ctx: EngineContext) -> int:
+    """Return the number of steps in the root; 0 if it cannot be listed in time."""
+    with anyio.move_on_after(LOOK_SECS), contextlib.suppress(AioCkptError):
+        return sum(ctx.names.step(name) is not None for name in await names_in(ctx.storage, ctx.root))
+    return 0
+
+
+def older_step(root: Path, steps: int, keep_last: int | None) -> str:
+    """Return the remedy of a full disk for the save of a step, in a root that holds a number of ``steps``."""
     # Retention deletes only after a commit, which a full disk prevents: keep_last helps the next run only.
-    kept, room = ("N", "N + 2") if keep_last is None else (keep_last, keep_last + 2)
-    return (
-        "if there are several steps, delete an older one: engine.delete(step), or `aio-ckpt prune ROOT "
-        f"--keep-last N --yes` once the trainer has ended. For the next run: keep_last={kept} needs room "
-        f"for {room} steps, as one is deleted while the next is written"
-    )
+    kept, needed = ("N", "N + 2") if keep_last is None else (keep_last, keep_last + 2)
+    room = f"keep_last={kept} needs room for {needed} steps, as one is deleted while the next is written"
+    if steps < 2:
+        return f"save to another disk: there is no older step to delete, and {room}"
+    prune = f"aio-ckpt prune {shlex.quote(str(root))} --keep-last 1 --yes"
+    return f"delete an older step: engine.delete(step), or `{prune}` once the trainer has ended; {room}"
 
 
 # -- counters ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import anyio
 
 from aio_ckpt.engine.job import Job, WriteJob
 from aio_ckpt.engine.job_queue import MAX_CALLS, JobQueue, raise_failure
+from aio_ckpt.engine.outcomes import named
 from aio_ckpt.errors import StallError
 from aio_ckpt.runtime.exit_status import fail_at_exit
 from aio_ckpt.runtime.futures import follow
@@ -28,10 +29,12 @@ def log_if_second_to(error: BaseException | None) -> Iterator[None]:
     """Raise an error of the block, or only log it if ``error`` of the training loop came first."""
     try:
         yield
-    except Exception:
+    except Exception as second:
         if error is None:
             raise
-        _log.exception("a save failed while the trainer was failing")
+        # A failed save was logged when it failed, so one line says that nobody will see this error raised.
+        _log.error("a save failed while the trainer was failing: %s", named(second))
+        _log.debug("where", exc_info=True)
 
 
 class Shutdown:

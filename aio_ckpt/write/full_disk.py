@@ -12,8 +12,13 @@ from aio_ckpt.reports import amount
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.remedies import DISK_FULL
 
-_LOOK_SECS = 2.0
+LOOK_SECS = 2.0
 """Time within which the file system must tell how much is free: the save has failed and others wait for it."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether a write failed because the disk or the quota is full."""
+    return isinstance(error, WriteError) and error.errno in DISK_FULL
 
 
 async def explain_full_disk(
@@ -24,10 +29,10 @@ async def explain_full_disk(
     ``remedy`` stands beside free space. Call it before the files of the save are removed, and before the other ranks
     are told. It raises nothing.
     """
-    if not isinstance(error, WriteError) or error.errno not in DISK_FULL:
+    if not isinstance(error, WriteError) or not is_disk_full(error):
         return
     free_bytes: int | None = None
-    with anyio.move_on_after(_LOOK_SECS):
+    with anyio.move_on_after(LOOK_SECS):
         try:
             free_bytes = await storage.free_bytes(place)
         except Exception:  # noqa: BLE001 - the save has failed already; its own error is the one to tell

@@ -408,10 +408,10 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free_and_what_helps(
         assert isinstance(error, WriteError)
         assert (error.errno, error.filename, error.stage) == (code, "/disk/file", "write")
         sizes = r"needs [\d.]+ kB, [\d.]+ [MGTP]B are free on its file system"
-        room = r"For the next run: keep_last=N needs room for N \+ 2 steps, as one is deleted while the next is written"
+        room = r"keep_last=N needs room for N \+ 2 steps, as one is deleted while the next is written"
         told = (
-            rf"{os.strerror(code)}: this save {sizes}; {remedy}, or if there are several steps, delete an older one: "
-            rf".*\. {room}: '/disk/file'"
+            rf"{os.strerror(code)}: this save {sizes}; {remedy}, or save to another disk: there is no older step to "
+            rf"delete, and {room}: '/disk/file'"
         )
         assert re.search(told, str(error))
         assert re.search(told, caplog.text)
@@ -421,7 +421,7 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free_and_what_helps(
 def test_a_file_system_that_does_not_tell_what_is_free_changes_nothing_else(
     root: Path, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aio_ckpt.write.full_disk._LOOK_SECS", 0.01 if is_late else TIMEOUT)
+    monkeypatch.setattr("aio_ckpt.write.full_disk.LOOK_SECS", 0.01 if is_late else TIMEOUT)
 
     async def free_bytes(self: Storage, path: Path) -> int:
         if is_late:
@@ -441,13 +441,23 @@ def test_errors_of_a_disk_that_is_not_full_stay_as_they_are(root: Path) -> None:
 
 
 def test_the_remedy_of_a_full_disk_names_what_works_without_a_commit() -> None:
-    told = explained("No space", 8_530_000_000, 12, whose=" of rank 3 of 8", is_quota=False, remedy=older_step(3))
+    remedy = older_step(Path("/runs/my run"), 2, 3)
+    told = explained("No space", 8_530_000_000, 12, whose=" of rank 3 of 8", is_quota=False, remedy=remedy)
     assert told == (
-        "No space: this save of rank 3 of 8 needs 8.53 GB, 12 B are free on its file system; free space, or if there "
-        "are several steps, delete an older one: engine.delete(step), or `aio-ckpt prune ROOT --keep-last N --yes` "
-        "once the trainer has ended. For the next run: keep_last=3 needs room for 5 steps, as one is deleted while the "
-        "next is written"
+        "No space: this save of rank 3 of 8 needs 8.53 GB, 12 B are free on its file system; free space, or delete an "
+        "older step: engine.delete(step), or `aio-ckpt prune '/runs/my run' --keep-last 1 --yes` once the trainer has "
+        "ended; keep_last=3 needs room for 5 steps, as one is deleted while the next is written"
     )
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_full_disk_offers_to_delete_a_step_only_if_there_is_an_older_one(root: Path, steps: int) -> None:
+    with gated_engine(root, on_failure="log") as (engine, storage):
+        for number in range(steps):
+            engine.save(weights(number)).result(TIMEOUT)
+        error = str(fail_unseen(engine, storage, full()).exception())
+    assert ("or delete an older step: engine.delete(step)" in error) == (steps == 2)
+    assert ("or save to another disk: there is no older step to delete" in error) == (steps < 2)
 
 
 def test_delete_makes_room_on_a_full_disk_for_the_next_save(root: Path) -> None:
