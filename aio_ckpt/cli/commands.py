@@ -36,6 +36,9 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = commands.main(list(arguments) or ["--help"], prog_name="aio-ckpt", standalone_mode=False)
         sys.stdout.flush()
+    except click.UsageError as error:
+        example = error.ctx.command.epilog if error.ctx else None
+        return _complain(f"{error.format_message().removesuffix('.')}. {example or ''}", error.exit_code)
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
     except click.Abort:

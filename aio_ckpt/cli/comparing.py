@@ -84,7 +84,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.only_in_a or self.only_in_b or self.kinds or self.values)
 
 
-@click.command("diff", epilog="Example: aio-ckpt diff runs/a runs/b --values")
+@click.command("diff", epilog="Example: aio-ckpt diff runs/ckpt/step_000000100 runs/ckpt --values")
 @click.argument("a", type=Directory(may_be_remote=True))
 @click.argument("b", type=Directory(may_be_remote=True))
 @click.option("--values", is_flag=True, help="Read both, and show which values differ, and how far.")

@@ -88,7 +88,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     """Length of all of them, tied ones once, in bytes."""
 
 
-@click.command("inspect", epilog="Example: aio-ckpt inspect runs/ckpt --only model --largest 10")
+@click.command("inspect", epilog="Example: aio-ckpt inspect runs/ckpt/step_000000100 --only model --largest 10")
 @click.argument("path", type=Directory(may_be_remote=True))
 @click.option("--only", multiple=True, metavar="NAME", help="Leaf, branch above leaves, or pattern such as '*.bias'.")
 @click.option("--sort", type=click.Choice([*_KEYS]), default="name", show_default=True, help="Order of the leaves.")

@@ -102,7 +102,7 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
         ("damaged, set aside", found.quarantined),
     ):
         for other in others:
-            screen.line(f"{kind}: {printable(other)}")
+            screen.line(f"{kind} (rm -r deletes it): {printable(other)}")
     if rule is not None and not any(rule.metric in row.metrics for row in found.checkpoints):
         known = sorted({name for row in found.checkpoints for name in row.metrics})
         told = f": give one of {', '.join(map(printable, known))}" if known else ""

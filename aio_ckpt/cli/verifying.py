@@ -39,7 +39,7 @@ class _Verified(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its writer deleted it before it was verified."""
 
 
-@click.command("verify", epilog="Example: aio-ckpt verify runs/ckpt --workers 8")
+@click.command("verify", epilog="Example: aio-ckpt verify runs/ckpt/step_000000100 --workers 8")
 @click.argument("path", type=Directory(may_be_remote=True))
 @click.option(
     "--workers", type=click.IntRange(1, MAX_WORKERS), default=4, show_default=True, help="Reads in flight at once."

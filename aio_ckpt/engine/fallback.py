@@ -201,8 +201,8 @@ class FallbackSearch:
 def nothing_verifies(root: Path, faults: Sequence[str]) -> str:
     """Return the text of the error if no checkpoint is good. ``faults`` tell the damage of each."""
     return (
-        f"no checkpoint under {root} verifies, and nothing was moved: {'; '.join(faults)}. 'aio-ckpt verify {root}' lists "
-        "all that is damaged, and read(step, only=names) gives what is not"
+        f"no checkpoint under {root} verifies, and nothing was moved: {'; '.join(faults)}. 'aio-ckpt verify {root}' "
+        "lists all that is damaged, and read(step, only=names) gives what is not"
     )
 
 

@@ -70,6 +70,15 @@ def test_the_name_of_a_directory_is_no_step(many, capsys, command):
     assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(
+    "arguments", [("inspect", "R", "2"), ("verify", "R", "2"), ("prune", "R"), ("ls", "R", "--bad")]
+)
+def test_a_command_called_the_wrong_way_shows_its_example(many, capsys, arguments):
+    code, out, err = called(capsys, *(many if argument == "R" else argument for argument in arguments))
+    assert (code, out) == (2, "")
+    assert f". Example: aio-ckpt {arguments[0]} runs/ckpt" in err
+
+
 def test_rm_of_the_newest_step_is_possible(many, capsys):
     assert called(capsys, "rm", many, 6, "--allow-newest")[0] == 0
     assert steps(capsys, many) == [1, 2, 3, 4, 5]
