@@ -387,7 +387,7 @@ WITH_MEMBERS: dict[str, type] = {
     "aio_ckpt.progress.ProgressBar": aio_ckpt.progress.ProgressBar,
     "aio_ckpt.dcp.Installation": aio_ckpt.dcp.Installation,
 }
-"""Classes whose methods and properties a user calls. Those of DCP's faces are called by DCP."""
+"""Classes whose methods and properties a user calls. Those of aio_ckpt.dcp are called by DCP."""
 
 NOT_FOR_USERS = {"resolve", "fail", "agree"}
 """Methods that the engine and the adapters call."""

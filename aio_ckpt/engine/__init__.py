@@ -13,7 +13,7 @@ packages below; the engine alone knows their order. ``engine`` wires it together
 - both: ``context``: what all calls share; ``outcomes``: what is logged, explained and counted
 - the end: ``shutdown``
 
-Imports all packages below; never a face.
+Imports all packages below; never an entry point (``dcp``, ``cli``, ``integrations``).
 """
 
 from aio_ckpt.engine.engine import CheckpointEngine

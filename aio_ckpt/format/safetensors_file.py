@@ -61,7 +61,7 @@ PACKED: torch.dtype | None = _DTYPES.get("F4")
 dimension is twice as long as that of the tensor."""
 
 dtype_names: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
-"""Names of the dtypes that such a file can hold and safetensors' torch face reads."""
+"""Names of the dtypes that such a file can hold and safetensors' torch module reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ method to which offset); for several ranks, also the assignment. ``frozen`` find
 and ``trusted`` plans without them.
 ``copy_plan.image_order`` decides where the items stand in the image, not when they are copied; ``layout`` gives each
 its offset. A cached plan holds offsets and rendered bytes, never a tensor. Imports ``format``, ``state`` and
-``memory``; never storage, threads or stores. DCP's planner is called only here, in ``restore`` and in the faces.
+``memory``; never storage, threads or stores. DCP's planner is called only here, in ``restore`` and in ``dcp``.
 """
 
 from aio_ckpt.plan.assignment import assign

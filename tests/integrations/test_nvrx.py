@@ -437,9 +437,9 @@ def names_are_known(rank: int, count: int) -> tuple[str, list[str], list[str], l
         ours = {name: stock(name) for name, place in vars(names.replaced).items() if isinstance(place, Place)}
     unknown = [
         f"{name}.{each}"
-        for name, face in ours.items()
+        for name, own in ours.items()
         for each, value in vars(stock(name)).items()
-        if inspect.isclass(face) and inspect.isfunction(value) and each[0] != "_" and not hasattr(face, each)
+        if inspect.isclass(own) and inspect.isfunction(value) and each[0] != "_" and not hasattr(own, each)
     ]
     return nvidia_resiliency_ext.__version__, list(map(str, missing(names.replaced))), installed.changed, unknown
 

@@ -15,8 +15,8 @@ STEPS = ("steps", "latest_step", "rollback", "protect", "unprotect", "protected_
 METHODS = ("ready", "load", "read", "delete", "close", *STEPS)
 
 
-def own(face: type, name: str) -> Any:
-    return vars(face)[name]
+def own(engine_class: type, name: str) -> Any:
+    return vars(engine_class)[name]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -40,8 +40,8 @@ def test_no_method_of_an_engine_is_left_out_here() -> None:
 
 
 def test_every_call_of_an_engine_has_a_docstring_with_its_arguments_and_their_types() -> None:
-    for face in (BaseEngine, SyncCheckpointEngine, CheckpointEngine):
-        for name, value in vars(face).items():
+    for engine_class in (BaseEngine, SyncCheckpointEngine, CheckpointEngine):
+        for name, value in vars(engine_class).items():
             if name.startswith("_") or not (isinstance(value, property) or inspect.isfunction(value)):
                 continue
             text = value.__doc__ or ""

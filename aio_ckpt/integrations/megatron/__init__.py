@@ -33,7 +33,7 @@ from aio_ckpt.integrations.megatron.names import (
     training,
 )
 from aio_ckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy, our_reader
-from aio_ckpt.integrations.nvrx.faces import faces
+from aio_ckpt.integrations.nvrx.replacements import replacements
 from aio_ckpt.integrations.places import missing
 
 __all__ = ["AsyncCallsQueue", "Installation", "LoadStrategy", "SaveStrategy", "install"]
@@ -140,7 +140,7 @@ class _AsyncStrategy:
 
     def __init__(self, shared: SaverResources, stock: Callable[..., tuple[str, Any]]) -> None:
         self._stock = stock
-        self._names = faces(shared, lambda name: stock("nvrx", name)[1]) | {"AsyncRequest": core.request.value}
+        self._names = replacements(shared, lambda name: stock("nvrx", name)[1]) | {"AsyncRequest": core.request.value}
 
     def __call__(self, async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
         if module is None:

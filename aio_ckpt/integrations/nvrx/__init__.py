@@ -16,8 +16,8 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.installed import same_handle
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.async_calls import AsyncCallsQueue, QueueInstalled
-from aio_ckpt.integrations.nvrx.faces import faces, lend_members
 from aio_ckpt.integrations.nvrx.names import TRIED, changed, holders, replaced
+from aio_ckpt.integrations.nvrx.replacements import lend_members, replacements
 from aio_ckpt.integrations.places import Place, missing
 
 __all__ = ["Installation", "install"]
@@ -64,7 +64,7 @@ class Installation(QueueInstalled):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         originals = {name: place.value for name, place in vars(replaced).items() if isinstance(place, Place)}
-        ours = faces(self._shared, originals.__getitem__)
+        ours = replacements(self._shared, originals.__getitem__)
         self._queue: Any = ours["AsyncCallsQueue"]
         self._queue.owner = self
         self.changed = [*map(str, missing(replaced))] or changed(ours)
@@ -83,9 +83,9 @@ class Installation(QueueInstalled):
                 f"NVRx's own names were imported before install(): {', '.join(held[:3])}: call install() before the "
                 "imports from nvidia_resiliency_ext; with Megatron, only aio_ckpt.integrations.megatron.install()"
             )
-        for name, face in ours.items():
-            lend_members(originals[name], face)
-            self._put(getattr(replaced, name), face)
+        for name, replacement in ours.items():
+            lend_members(originals[name], replacement)
+            self._put(getattr(replaced, name), replacement)
 
     def _queues(self) -> Iterable[AsyncCallsQueue]:
         queues: list[AsyncCallsQueue] = self._queue.get_instances()

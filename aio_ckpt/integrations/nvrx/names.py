@@ -36,13 +36,13 @@ class replaced:  # noqa: N801 - a namespace
 def changed(ours: Mapping[str, Any]) -> list[str]:
     """Return the parameters that the installed NVRx takes and ``ours`` does not."""
     found = []
-    for name, face in ours.items():
+    for name, replacement in ours.items():
         stock = getattr(replaced, name).value
-        pairs = [(getattr(stock, method, None), getattr(face, method, None), method) for method in _CALLED]
-        for of_stock, of_face, method in [(stock, face, "")] if not inspect.isclass(stock) else pairs:
-            if inspect.isroutine(of_stock) and of_face is not None:
+        pairs = [(getattr(stock, method, None), getattr(replacement, method, None), method) for method in _CALLED]
+        for of_stock, of_ours, method in [(stock, replacement, "")] if not inspect.isclass(stock) else pairs:
+            if inspect.isroutine(of_stock) and of_ours is not None:
                 label = f"{name}.{method}" if method else name
-                found += [f"{each} of {label}()" for each in _parameters(of_stock) if each not in _parameters(of_face)]
+                found += [f"{each} of {label}()" for each in _parameters(of_stock) if each not in _parameters(of_ours)]
     return found
 
 

@@ -190,17 +190,17 @@ OPENING: dict[str, tuple[set[str], str, type[AioCkptError]]] = {
 }
 
 
-@pytest.mark.parametrize("face", [CheckpointEngine, SyncCheckpointEngine])
+@pytest.mark.parametrize("engine_class", [CheckpointEngine, SyncCheckpointEngine])
 @pytest.mark.parametrize("argument", OPENING)
 def test_an_engine_is_not_opened_with_an_odd_argument(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, face: type
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, engine_class: type
 ) -> None:
     allowed, named, kind = OPENING[argument]
     monkeypatch.chdir(tmp_path)
     for odd, value in ODD.items():
         if odd not in allowed:
             with pytest.raises(kind, match=named):
-                face(**{"root": tmp_path / "root", argument: value})
+                engine_class(**{"root": tmp_path / "root", argument: value})
     assert not list(tmp_path.iterdir())
 
 
@@ -406,19 +406,19 @@ def test_a_step_of_the_wrong_kind_is_refused_at_once_and_not_after_the_wait_for_
 # -- nothing is left out ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("face", [CheckpointEngine, SyncCheckpointEngine])
-def test_every_public_argument_is_tried_here(face: type) -> None:
+@pytest.mark.parametrize("engine_class", [CheckpointEngine, SyncCheckpointEngine])
+def test_every_public_argument_is_tried_here(engine_class: type) -> None:
     """An argument that is added needs a row above: what it may be, and that everything else is refused by name."""
     arguments = {
         f"{method}({name})"
-        for method, function in inspect.getmembers(face, inspect.isfunction)
+        for method, function in inspect.getmembers(engine_class, inspect.isfunction)
         if not method.startswith("_")
         for name in inspect.signature(function).parameters
         if name != "self"
     }
     of_deepspeed = {"agree(works)", "agree(on_leader)", "agree(what)"}
     assert arguments - ARGUMENTS.keys() == of_deepspeed
-    assert set(inspect.signature(face).parameters) == OPENING.keys()
+    assert set(inspect.signature(engine_class).parameters) == OPENING.keys()
     assert {field.name for field in dataclasses.fields(EngineConfig)} == SETTINGS.keys()
 
 

@@ -151,8 +151,8 @@ async def test_the_end_of_an_engine_has_a_limit_and_says_what_it_waited_for(
     is_async: bool,
 ) -> None:
     monkeypatch.setattr(root_module, "STOP_SECS", 0.3)
-    face = CheckpointEngine if is_async else SyncCheckpointEngine
-    engine = face(root, EngineConfig(), storage=storage)
+    engine_class = CheckpointEngine if is_async else SyncCheckpointEngine
+    engine = engine_class(root, EngineConfig(), storage=storage)
     engine.save(weights(1), 1).result(TIMEOUT)
     monkeypatch.setattr(engine._rescue, "forget", disk.after(engine._rescue.forget))
     disk.hang()

@@ -463,7 +463,7 @@ def test_a_commit_that_ends_well_after_the_deadline_is_no_failure(root: Path) ->
         assert engine.steps().result() == [1, 2]
 
 
-# -- the sync face --------------------------------------------------------------------------------
+# -- the sync engine --------------------------------------------------------------------------------
 
 
 def test_the_sync_face_is_the_same_engine_for_a_classic_loop(root: Path) -> None:

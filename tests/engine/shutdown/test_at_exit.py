@@ -22,8 +22,8 @@ PREAMBLE = """
 
     storage = GatedStorage(Executor("gated", 4))
 
-    def engine_of(face, **config):
-        return face(sys.argv[1], EngineConfig(drain_timeout_secs=float(sys.argv[2]), **config), storage=storage)
+    def engine_of(engine_class, **config):
+        return engine_class(sys.argv[1], EngineConfig(drain_timeout_secs=float(sys.argv[2]), **config), storage=storage)
 
     def state(number, count=1):
         return {str(i): torch.full((1 << 20,), float(number)) for i in range(count)}

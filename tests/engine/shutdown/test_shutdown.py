@@ -281,12 +281,12 @@ async def test_the_trainers_own_error_comes_first_and_pending_saves_end_before_i
 @pytest.mark.parametrize("save_fails", [False, True])
 def test_the_trainers_own_error_ends_a_sync_block_behind_its_pending_saves(root: Path, save_fails: bool) -> None:
     with gated_engine(root) as (engine, storage):
-        face = SyncCheckpointEngine.__new__(SyncCheckpointEngine)
-        face.__dict__ = engine.__dict__
+        engine_class = SyncCheckpointEngine.__new__(SyncCheckpointEngine)
+        engine_class.__dict__ = engine.__dict__
         if save_fails:
             storage.fail("sync", "*", broken())
-        with pytest.raises(TrainerError), face:
-            face.save(weights(1))
+        with pytest.raises(TrainerError), engine_class:
+            engine_class.save(weights(1))
             raise TrainerError
     assert listing(root) == ([] if save_fails else ["step_000000001"])
 

@@ -29,7 +29,7 @@ StockOf = Callable[[str], Any]
 """Function that returns the original of a name. It raises an error if there is none."""
 
 
-def faces(shared: SaverResources, stock_of: StockOf) -> dict[str, Any]:
+def replacements(shared: SaverResources, stock_of: StockOf) -> dict[str, Any]:
     """Return the names. What they cannot serve, such as ``msc://``, goes to the original."""
     bound = {"shared": shared, "stock_of": staticmethod(stock_of)}
 
@@ -47,7 +47,7 @@ def faces(shared: SaverResources, stock_of: StockOf) -> dict[str, Any]:
         A failure is raised by the queue, or by the finalize function, on all ranks. ``enable_cache`` and
         ``metadata_cache`` are accepted. The first rank of the group leads, whatever ``coordinator_rank`` is.
         """
-        if not isinstance(storage_writer, _WriterFace):
+        if not isinstance(storage_writer, _OurWriter):
             plan = stock_of("save_state_dict_async_plan")
             planned: tuple[Any, Any, Any] = plan(
                 state_dict,
@@ -68,34 +68,34 @@ def faces(shared: SaverResources, stock_of: StockOf) -> dict[str, Any]:
         Raises:
             CheckpointException: the save failed; on all ranks alike.
         """
-        if isinstance(storage_writer, _WriterFace):
+        if isinstance(storage_writer, _OurWriter):
             storage_writer.committed()
         else:
             stock_of("save_state_dict_async_finalize")(storage_writer, global_metadata, dist_wrapper)
 
     return {
         "AsyncCallsQueue": type("AsyncCallsQueue", (AsyncCallsQueue,), bound | {"queues": []}),
-        "FileSystemWriterAsync": type("FileSystemWriterAsync", (_WriterFace,), bound),
-        "CachedMetadataFileSystemReader": type("CachedMetadataFileSystemReader", (_ReaderFace,), bound),
+        "FileSystemWriterAsync": type("FileSystemWriterAsync", (_OurWriter,), bound),
+        "CachedMetadataFileSystemReader": type("CachedMetadataFileSystemReader", (_OurReader,), bound),
         "save_state_dict_async_plan": save_state_dict_async_plan,
         "save_state_dict_async_finalize": save_state_dict_async_finalize,
     }
 
 
-def lend_members(stock: Any, face: Any) -> None:
+def lend_members(stock: Any, replacement: Any) -> None:
     """Give a class of ours the static members of the original that it lacks.
 
     NVRx's own objects look for them under the name of their class. Such objects are a writer for ``msc://`` and the
     queue of ``TorchAsyncCheckpoint``.
     """
-    if not isinstance(face, type):
+    if not isinstance(replacement, type):
         return
     for name, value in vars(stock).items():
-        if not hasattr(face, name) and not inspect.isfunction(value):
-            setattr(face, name, value)
+        if not hasattr(replacement, name) and not inspect.isfunction(value):
+            setattr(replacement, name, value)
 
 
-class _WriterFace(Writer):
+class _OurWriter(Writer):
     """Writer of one checkpoint. With ``use_msc``, or for a URL, the original is made.
 
     Only ``path`` and ``overwrite`` have an effect: the threads and the memory are those of all saves.
@@ -182,7 +182,7 @@ class _WriterFace(Writer):
         """Do nothing: no tensor is cached."""
 
 
-class _ReaderFace(Reader):
+class _OurReader(Reader):
     """Reader that verifies. For a URL, the original is made. No metadata is cached: the file may have been replaced."""
 
     shared: ClassVar[SaverResources]
