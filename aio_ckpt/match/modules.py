@@ -5,7 +5,7 @@ Torch itself copies what agrees in name and shape and raises for the rest, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,8 +49,8 @@ class ModuleDifferences:
         prefix, options, stored = taker.name, taker.options, taker.checkpoint.catalog.shards
         mine = {*own}
         given = {part for name in taker.names for part in branches_of(name)}
-        missing = [name for name in own if name not in given and not _is_extra(name)]
-        unexpected = [name for name in taker.names if name in stored and not _is_taken(name, mine)]
+        missing = [name for name in own if name not in given and name.rpartition(".")[2] != _EXTRA_STATE]
+        unexpected = [name for name in taker.names if name in stored and mine.isdisjoint(branches_of(name))]
         if missing and not options.allow_missing:
             self.missing += missing
             start = len(prefix_of(prefix or None))
@@ -71,15 +71,6 @@ class ModuleDifferences:
                     self.faults.append(f"{name!r} {shape_fault(tensor, shards)}")
             elif memory_of(tensor).dtype is not shards[0].dtype:
                 self.converted.append((name, memory_of(tensor).dtype))
-
-
-def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2] == _EXTRA_STATE
-
-
-def _is_taken(name: str, own: Set[str]) -> bool:
-    """Return whether a module has a tensor, or state of its own form, that takes the stored ``name``."""
-    return any(part in own or _is_extra(part) for part in branches_of(name))
 
 
 def _branch_of(unexpected: Sequence[str], names: Iterable[str]) -> str:

@@ -306,6 +306,36 @@ def test_a_module_that_differs_is_refused_before_anything_is_touched(
     assert all(not bool(torch.as_tensor(state[name]).any()) for name in beside)
 
 
+def test_a_scalar_of_a_module_takes_the_only_element_that_is_stored(engine: SyncCheckpointEngine) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, scale: torch.Tensor) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(scale)
+
+    module = Scaled(torch.tensor(0.0))
+    engine.save({"m": Scaled(torch.tensor([2.0]))}).result(SECS)
+    engine.load({"m": module})
+    assert module.scale.item() == 2.0
+
+
+def test_a_module_takes_back_its_extra_state_whatever_leaves_it_has(engine: SyncCheckpointEngine) -> None:
+    class Extra(nn.Linear):
+        extra: Any = None
+
+        def get_extra_state(self) -> Any:
+            return self.extra
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state
+
+    saved, other = (nn.Sequential(Extra(2, 2), Extra(2, 2)) for _ in range(2))
+    saved[0].extra, saved[1].extra = {"scale": torch.full((2,), 3.0), "recipe": "fp8"}, {}
+    engine.save({"m": saved}).result(SECS)
+    engine.load({"m": other})
+    assert torch.equal(other[0].extra["scale"], saved[0].extra["scale"])
+    assert (other[0].extra["recipe"], other[1].extra) == ("fp8", {})
+
+
 def test_a_module_that_takes_other_names_than_it_has_decides_for_itself(engine: SyncCheckpointEngine) -> None:
     """A hook of torch's weight_norm reads the names that older versions wrote."""
     old = {"weight_g": torch.full((2, 1), 3.0), "weight_v": torch.eye(2), "bias": torch.zeros(2)}
