@@ -99,7 +99,9 @@ class RootChanges(LockedCalls):
         coordinator.end_call(topic)
         if busy:
             whose = f"saves of rank {busy}" if len(asked) != 1 else "saves"
-            raise BusyError(f"{kind}({step}): {whose} are pending; await their tickets first")
+            raise BusyError(
+                f"{kind}({step}): {whose} are pending; await their tickets first (error.ticket, if save() raised)"
+            )
         self.queue.steps.change(newest)
         members.newest_step = newest
         return gone

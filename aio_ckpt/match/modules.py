@@ -59,10 +59,10 @@ class ModuleDifferences:
                 self.remedies.append(remedy)
             self.unexpected += unexpected
         elif unexpected:
-            branch = taker.checkpoint.stored_name(_branch_of(unexpected, taker.names))
+            out = ", ".join(f"{taker.checkpoint.stored_name(name)!r}: None" for name in _tops(unexpected, taker.names))
             self.faults.append(
                 f"{prefix or 'the template'!r}, a {type_name(taker.value)}, lacks {listed(unexpected)}, stored for it: "
-                f"rename={{{branch!r}: None}} leaves it out"
+                f"rename={{{out}}} leaves them out"
             )
         for name, tensor in found.items():
             shards = stored[name]
@@ -73,10 +73,11 @@ class ModuleDifferences:
                 self.converted.append((name, memory_of(tensor).dtype))
 
 
-def _branch_of(unexpected: Sequence[str], names: Iterable[str]) -> str:
-    """Return the longest way up from the first of ``unexpected`` that leads past none of the other ``names``."""
+def _tops(unexpected: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Return the fewest names and branches that hold all of ``unexpected`` and none of the other ``names``."""
     kept = {part for name in {*names}.difference(unexpected) for part in branches_of(name)}
-    return [part for part in branches_of(unexpected[0]) if part not in kept][-1]
+    tops = ([part for part in branches_of(name) if part not in kept][-1] for name in unexpected)
+    return [*dict.fromkeys(tops)]
 
 
 def _is_old_scalar(tensor: Target, shards: Shards) -> bool:

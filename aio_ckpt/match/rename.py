@@ -9,21 +9,26 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.rank_names import listed
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, MissingNameError
 from aio_ckpt.state.names import branches_of, node_names
 
-Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
-"""Maps the stored name of a leaf to its name in the template. A mapping may name branches, too."""
+Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
+"""Maps the stored name of a leaf to its name in the template; None leaves it out. A mapping may name branches, too."""
 
 
 def check_rename(rename: object) -> None:
     """Raise ConfigError unless ``rename`` is None, a mapping of names or a function."""
     if isinstance(rename, Mapping):
-        odd = [part for pair in rename.items() for part in pair if not isinstance(part, str)]
+        odd = [name for name in rename if not isinstance(name, str)]
+        odd += [new for new in rename.values() if not isinstance(new, str | None)]
         if not odd:
             return
-        raise ConfigError(f"rename= holds {shown(odd[0])}: give the stored name and the template's, both as text")
+        raise ConfigError(
+            f"rename= holds {shown(odd[0])}: give the stored name and the template's, both as text, or None in the "
+            "place of the latter to leave it out"
+        )
     if rename is not None and (not callable(rename) or isinstance(rename, type)):
         raise ConfigError(f"rename={shown(rename)}: give a mapping from stored names to the template's, or a function")
 
@@ -43,6 +48,9 @@ def renamed(checkpoint: Checkpoint, rename: Rename, rank: int) -> Checkpoint:
     taken: dict[str, str] = {}
     for name in stored:
         new = convert(name)
+        if new is None:
+            names[name] = None
+            continue
         if not isinstance(new, str):
             raise ConfigError(f"rename={shown(rename)} makes {shown(new)} of {name!r}: return the name in the template")
         if new == name:
@@ -54,14 +62,19 @@ def renamed(checkpoint: Checkpoint, rename: Rename, rank: int) -> Checkpoint:
     return replace(checkpoint, names=names)
 
 
-def _by_branches(checkpoint: Checkpoint, rename: Mapping[str, str], stored: Iterable[str]) -> Callable[[str], str]:
+def _by_branches(
+    checkpoint: Checkpoint, rename: Mapping[str, str | None], stored: Iterable[str]
+) -> Callable[[str], str | None]:
     """Return a function that renames by the longest branch that contains the name."""
 
-    def convert(name: str) -> str:
+    def convert(name: str) -> str | None:
         for branch in branches_of(name):
             if branch in rename:
+                new = rename[branch]
+                if new is None:
+                    return None
                 rest = name[len(branch) :] if branch else f".{name}"
-                return (rename[branch] + rest).removeprefix("" if rename[branch] else ".")
+                return (new + rest).removeprefix("" if new else ".")
         return name
 
     there = {branch for name in stored for branch in branches_of(name)}
@@ -107,19 +120,24 @@ _MOST_COMPARED = 1000
 
 
 def close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Return which ``rename=`` loads a stored name for the first missing one; '' if none is close to it.
+    """Return which ``rename=`` loads a stored leaf or branch for the first missing one; if none is close, what is left.
 
     ``unexpected``: stored names that the template lacks.
     """
     name = missing[0]
     above, _, last = name.rpartition(".")
     near = [other for other in unexpected if other.rpartition(".")[0] == above or other.rpartition(".")[2] == last]
-    for other in difflib.get_close_matches(name, near[:_MOST_COMPARED], n=1):
+    # A module in the template is one name, and many below it are stored.
+    beside = (branch for other in unexpected for branch in branches_of(other) if branch.rpartition(".")[0] == above)
+    candidates = [*dict.fromkeys((*near[:_MOST_COMPARED], *beside))][:_MOST_COMPARED]
+    for other in difflib.get_close_matches(name, filter(None, candidates), n=1):
         old, new = other.split("."), name.split(".")
         while old[-1] == new[-1] and min(len(old), len(new)) > 1:
             old, new = old[:-1], new[:-1]
         return f"rename={{{'.'.join(old)!r}: {'.'.join(new)!r}}} loads {other!r} as {name!r}"
-    return ""
+    if not unexpected:
+        return ""
+    return f"it holds {listed(unexpected)}, which the template lacks, and rename= maps stored names to the template's"
 
 
 def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:
@@ -141,6 +159,8 @@ class Branches(NamedTuple):
 
     counts: Mapping[str, int]
     """Stored leaves at or below each name."""
+    left_out: frozenset[str]
+    """Names that hold a leaf, or are one, that ``rename=`` leaves out or gives another name."""
     held: frozenset[str] | None
     """Names of all containers and leaves that the rank saved; None if the checkpoint notes no containers."""
 
@@ -152,7 +172,10 @@ def branches_of_rank(checkpoint: Checkpoint, rank: int) -> Branches | None:
     everything = {*map(checkpoint.stored_name, checkpoint.names_of(rank)), *checkpoint.names}
     counts = Counter(branch for name in everything for branch in branches_of(name))
     held = frozenset(node_names(checkpoint.skeleton(rank), rank=rank)) if checkpoint.has_skeleton else None
-    return Branches(counts, held)
+    left_out = frozenset(
+        branch for name, new in checkpoint.names.items() if new is None for branch in branches_of(name)
+    )
+    return Branches(counts, left_out, held)
 
 
 def stored_branch(checkpoint: Checkpoint, prefix: str, below: Sequence[str], branches: Branches | None) -> str | None:
@@ -160,8 +183,11 @@ def stored_branch(checkpoint: Checkpoint, prefix: str, below: Sequence[str], bra
 
     None if the stored leaves are not one whole branch. ``below``: names of the leaves of this rank below ``prefix``.
     """
-    if branches is None or (stored := [checkpoint.stored_name(name) for name in below]) == below:
+    if branches is None:
         return prefix
+    stored = [checkpoint.stored_name(name) for name in below]
+    if stored == below:
+        return None if prefix in branches.left_out else prefix
     rests = ["" if name == prefix else name.removeprefix(f"{prefix}.") for name in below]
     branch = stored[0].removesuffix(rests[0]).removesuffix(".") if rests[0] else stored[0]
     moved = {_joined(branch, rest) for rest in rests}

@@ -311,7 +311,9 @@ def _noting_refusal(target: StatefulTaker, state_dict: Any, *, is_modified: bool
 
 
 def _remedy(target: StatefulTaker, state_dict: Any) -> str:
-    """Return the rest of a note: the options of ``load`` by which a module takes what is stored; '' if none helps."""
+    """Return the rest of a note: what to give to ``load`` instead; '' if nothing helps."""
+    if isinstance(target.value, torch.optim.Optimizer):
+        return f"; leave {target.name!r} out of the template if it has other parameters than the saved one"
     if not isinstance(target.value, torch.nn.Module) or not isinstance(state_dict, Mapping):
         return ""
     own: Mapping[str, Any] = target.value.state_dict()

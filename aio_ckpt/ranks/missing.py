@@ -86,7 +86,7 @@ class RankWait:
 
     def _silence(self, ranks: Sequence[int], *, is_met: bool) -> PeerFailedError:
         hint = (
-            ": it died, hangs, or never came to this call"
+            ": it died, hangs, or never came to this call, which every rank has to make"
             if is_met
             else f": each rank must open an engine on {self._name} "
             "(a rank that saves alone needs coordinator=SoloCoordinator())"

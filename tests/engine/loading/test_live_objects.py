@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,6 +248,7 @@ def test_what_a_load_state_dict_raises_says_whether_tensors_changed(engine: Sync
     with pytest.raises(ValueError, match="parameter group") as caught:
         engine.load({"optimizer": fewer})
     assert getattr(caught.value, "target_modified", False) == bool(steps)
+    assert "leave 'optimizer' out of the template if it has other parameters" in caught.value.__notes__[-1]
 
 
 class Refusing(Box):
@@ -288,7 +290,7 @@ def layers(*widths: int) -> nn.Module:
 @pytest.mark.parametrize("beside", [{}, {"n": 1, "t": torch.ones(3)}])
 @pytest.mark.parametrize(("saved", "template", "words"), [
     (layers(2, 2), layers(2, 2, 2), "lacks 2 names: 'm.2.weight', 'm.2.bias'; allow_missing=True leaves them"),
-    (layers(2, 2), layers(2), "lacks 2 names: 'm.1.weight', 'm.1.bias', stored for it: rename={'m.1': None} leaves it"),
+    (layers(2, 2), layers(2), "lacks 2 names: 'm.1.weight', 'm.1.bias', stored for it: rename={'m.1': None}"),
     (layers(2, 2), layers(2, 3), "'m.1.weight' has shape (3, 3) in the template and (2, 2) in the checkpoint: skip_"),
     (nn.Linear(2, 2), nn.Linear(2, 2, bias=False), "lacks 1 name: 'm.bias', stored for it: rename={'m.bias': None}"),
     (nn.ModuleDict({"a": layers(2)}), nn.ModuleDict({"b": layers(2)}), "rename={'m.a': 'm.b'} loads 'm.a.0.weight' as"),
@@ -304,6 +306,11 @@ def test_a_module_that_differs_is_refused_before_anything_is_touched(
     assert not caught.value.target_modified
     assert all(torch.equal(before[name], tensor) for name, tensor in template.state_dict().items())
     assert all(not bool(torch.as_tensor(state[name]).any()) for name in beside)
+    if found := re.search(r"rename=(\{.*?\})", str(caught.value)):
+        report = engine.load(state, rename=ast.literal_eval(found[1]))
+        assert all(name.startswith("m.") for name in report.unexpected)
+        stored = {name: tensor for name, tensor in saved.state_dict().items() if f"m.{name}" not in report.unexpected}
+        assert all(map(torch.equal, template.state_dict().values(), stored.values()))
 
 
 def test_a_scalar_of_a_module_takes_the_only_element_that_is_stored(engine: SyncCheckpointEngine) -> None:

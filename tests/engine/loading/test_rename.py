@@ -127,6 +127,37 @@ def test_a_name_that_is_close_to_a_missing_one_is_offered(
         engine.load(tensors(template), rename=rename)
 
 
+def test_a_module_under_another_key_is_offered_the_stored_one(engine: SyncCheckpointEngine) -> None:
+    saved, other = model_of(1), model_of(2)
+    engine.save({"model": saved, "optimizer": torch.optim.AdamW(saved.parameters())}).result(TIMEOUT)
+    with pytest.raises(
+        MissingNameError, match=r"rename=\{'model': 'models'\} loads 'model' as 'models'; allow_missing"
+    ):
+        engine.load({"models": other})
+    with pytest.raises(
+        MissingNameError, match=r"it holds .* names: 'model.0.bias', .*which the template lacks, and rename="
+    ):
+        engine.load({"net": other})
+    engine.load({"models": other}, rename={"model": "models"})
+    assert same(other, saved)
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_none_leaves_a_leaf_or_a_branch_out(engine: SyncCheckpointEngine, by_function: bool) -> None:
+    model = model_of(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.save({"model": model, "optimizer": optimizer, "n": 1}).result(TIMEOUT)
+    names = [name for name in model.state_dict() if not name.startswith("0.")]
+    out = {f"model.{name}": None for name in names}
+    smaller = nn.Sequential(model_of(2)[0])
+    report = engine.load(
+        {"model": smaller, "optimizer": optimizer, "n": 0},
+        rename=(lambda name: out.get(name, name)) if by_function else out,
+    )
+    assert report.unexpected == tuple(sorted(out))
+    assert torch.equal(smaller[0].weight, model[0].weight)
+
+
 def test_a_checkpoint_of_stock_is_renamed(tmp_path: Path) -> None:
     model, other = model_of(1), model_of(2)
     with warnings.catch_warnings():
@@ -170,8 +201,8 @@ def test_two_names_that_become_one_and_a_function_that_returns_no_text_are_refus
     template = {"c": torch.zeros(1)}
     with pytest.raises(ConfigError, match=r"makes one name, 'c', of 'a' and 'b'"):
         engine.load(template, rename=lambda name: "c")
-    with pytest.raises(ConfigError, match=r"makes None of 'a'"):
-        engine.load(template, rename=lambda name: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigError, match=r"makes 3 of 'a'"):
+        engine.load(template, rename=lambda name: 3)  # type: ignore[arg-type,return-value]
     assert not template["c"].any()
 
 

@@ -159,7 +159,9 @@ def test_a_pending_save_refuses_the_deletion(root: Path) -> None:
         gate = storage.hold("sync", "*")
         ticket = engine.save(weights(3), 3)
         gate.wait_reached()
-        with pytest.raises(BusyError, match=r"delete\(1\): saves are pending; await their tickets first"):
+        with pytest.raises(
+            BusyError, match=r"delete\(1\): saves are pending; await their tickets first \(error\.ticket, if"
+        ):
             delete(engine, 1)
         gate.open()
         ticket.result(TIMEOUT)
