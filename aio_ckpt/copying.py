@@ -14,11 +14,11 @@ from typing import TypeAlias
 import anyio
 
 from aio_ckpt.checkpoint.verify import verify_checkpoint
-from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.discovery import checkpoint_at, discover
 from aio_ckpt.commit.in_place import LOCK, PENDING, Check
 from aio_ckpt.commit.owner import pending_path
 from aio_ckpt.commit.publish import publish
+from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.commit.writing import as_writer
 from aio_ckpt.config import EngineConfig
@@ -40,7 +40,7 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.objects import AnyStorage, ObjectStorage, Unpublished
+from aio_ckpt.storage.object_store import AnyStorage, ObjectStorage, Unpublished
 from aio_ckpt.storage.paths import make_dirs
 from aio_ckpt.storage.small_files import read_root, save_of
 

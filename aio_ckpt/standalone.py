@@ -27,7 +27,7 @@ from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.one_call import call_on_own_threads
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.objects import AnyStorage
+from aio_ckpt.storage.object_store import AnyStorage
 
 __all__ = ["load", "read"]
 

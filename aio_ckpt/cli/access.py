@@ -15,7 +15,7 @@ from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import Storage, names_in
-from aio_ckpt.storage.objects import AnyStorage
+from aio_ckpt.storage.object_store import AnyStorage
 from aio_ckpt.storage.small_files import saves_in
 
 T = TypeVar("T")

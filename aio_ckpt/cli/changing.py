@@ -24,8 +24,8 @@ from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
     from aio_ckpt.cli.root_table import RootRow
-    from aio_ckpt.commit.claim import Claim
     from aio_ckpt.commit.retention import Policy
+    from aio_ckpt.commit.root_claim import Claim
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 

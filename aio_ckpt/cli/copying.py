@@ -16,7 +16,7 @@ from aio_ckpt.reports import CopyReport, amount
 
 if TYPE_CHECKING:
     from aio_ckpt.runtime.portal import Executor
-    from aio_ckpt.storage.objects import AnyStorage
+    from aio_ckpt.storage.object_store import AnyStorage
 
 
 @click.command("cp", epilog="Example: aio-ckpt cp runs/ckpt/step_000000100 /backup/ckpt")

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from aio_ckpt.cli.access import all_steps, unless_replaced
-from aio_ckpt.commit.claim import claim_holder
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.commit.retention import best, protected_steps
+from aio_ckpt.commit.root_claim import claim_holder
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, MismatchError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
@@ -38,7 +38,7 @@ from aio_ckpt.format.root_names import (
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in
-from aio_ckpt.storage.objects import AnyStorage
+from aio_ckpt.storage.object_store import AnyStorage
 from aio_ckpt.storage.small_files import read_root
 
 _log = logging.getLogger("aio_ckpt")

@@ -24,7 +24,7 @@ from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, RootError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, new_metadata_name, save_of_file
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, names_in
-from aio_ckpt.storage.lock import ProcessLock
+from aio_ckpt.storage.root_lock import ProcessLock
 from aio_ckpt.storage.small_files import save_of
 
 PENDING = "aio_ckpt.pending-"

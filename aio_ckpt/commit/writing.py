@@ -9,9 +9,9 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit.claim import Claim, lock_root, mount_of_root
 from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.owner import Owner, make_engine_dirs
+from aio_ckpt.commit.root_claim import Claim, lock_root, mount_of_root
 from aio_ckpt.commit.trash import check_engine_dirs
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import RootError

@@ -32,7 +32,7 @@ from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.image import Image, lease_image
 from aio_ckpt.snapshot.save_progress import CapturedRun
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.objects import AnyStorage
+from aio_ckpt.storage.object_store import AnyStorage
 from aio_ckpt.storage.paths import checked_path
 from aio_ckpt.write.throttle import WriteThrottle
 

@@ -9,7 +9,8 @@ packages below; the engine alone knows their order. ``engine`` wires it together
   a save captures of frozen leaves; ``unchanged``: what the last commit tells of them; ``job_queue``: the pending
   jobs, their waits, and their end by Ctrl-C; ``known_steps``: the default step; ``root``: lock, retention,
   protection
-- a load: ``load`` shows its stages; ``fallback``: which checkpoint verifies; ``group_load``: the same on all ranks
+- a load: ``loader`` shows its stages; ``fallback``: which checkpoint verifies; ``group_load``: the same on all ranks
+- several ranks: ``agreement``: what they agree on before a capture
 - both: ``context``: what all calls share; ``outcomes``: what is logged, explained and counted
 - the end: ``shutdown``
 

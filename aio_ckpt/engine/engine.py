@@ -19,9 +19,9 @@ import torch
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_callback, check_flag, check_kind
 from aio_ckpt.commit import step_numbers
-from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.agreement import Agreement
@@ -74,7 +74,7 @@ from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.mounts import Mount
-from aio_ckpt.storage.objects import AnyStorage, store_of
+from aio_ckpt.storage.object_store import AnyStorage, store_of
 from aio_ckpt.ticket import Milestone, PendingCall, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
 

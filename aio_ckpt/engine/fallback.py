@@ -65,7 +65,7 @@ async def newest_good(
         try:
             for candidate in await candidates(ctx, wanted):
                 try:
-                    value = await search.use(candidate, use)
+                    value = await search.read_twice(candidate, use)
                 except (CorruptCheckpointError, FormatVersionError) as error:
                     if not (wanted.is_newest and fallback):
                         name_checkpoint(error, candidate.path)
@@ -119,7 +119,7 @@ class FallbackSearch:
     is_modified: bool = False
     """Whether any reading has begun to fill the template."""
 
-    async def use(self, candidate: discovery.CommittedCheckpoint, use: Use[T]) -> T:
+    async def read_twice(self, candidate: discovery.CommittedCheckpoint, use: Use[T]) -> T:
         """Call ``use`` with a checkpoint, and once more if it does not verify, because the transfer may have been bad.
 
         Raises:

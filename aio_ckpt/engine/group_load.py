@@ -258,7 +258,7 @@ class LoadMember:
                 self._candidate = (await candidates(ctx, self._wanted))[0]
         except CheckpointNotFoundError as error:  # retention has deleted it meanwhile
             raise ChangedError(str(error)) from error
-        self._loaded = await self.search.use(self._candidate, self._fill)
+        self._loaded = await self.search.read_twice(self._candidate, self._fill)
         self.search.is_modified = True
         return _Message(_Outcome.READ, self._loaded.checkpoint.identity)
 

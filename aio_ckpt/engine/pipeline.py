@@ -15,7 +15,6 @@ from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import path_checkpoints, publish
-from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.manifests import (
     MetadataFile,
     object_entries,
@@ -26,6 +25,7 @@ from aio_ckpt.commit.manifests import (
     written_names,
 )
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import settle_failure
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target

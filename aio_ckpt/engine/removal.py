@@ -13,8 +13,8 @@ from typing import TypeAlias
 import anyio
 
 from aio_ckpt.commit import path_checkpoints
-from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import RemoveJob, sent_path

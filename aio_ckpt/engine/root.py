@@ -18,11 +18,11 @@ from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt.commit import discovery, path_checkpoints, retention
-from aio_ckpt.commit.claim import Claim, lock_root, longest_silence, mount_of_root
 from aio_ckpt.commit.copies import record_rollback
 from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.owner import make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.root_claim import Claim, lock_root, longest_silence, mount_of_root
 from aio_ckpt.commit.trash import Trash, check_engine_dirs
 from aio_ckpt.config import EngineConfig, Mirror
 from aio_ckpt.engine.context import EngineContext
@@ -35,9 +35,9 @@ from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start_beside_or_here
 from aio_ckpt.runtime.waiting import WaitWarning, call_within, disk_warning
-from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
 from aio_ckpt.storage.paths import checked_path
+from aio_ckpt.storage.root_lock import RootLock
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

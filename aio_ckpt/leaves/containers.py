@@ -27,7 +27,7 @@ import torch
 
 from aio_ckpt._torch import PYTREE_NODES
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, SourceChangedError
-from aio_ckpt.leaves.harmless import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
+from aio_ckpt.leaves.allowed_types import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
 from aio_ckpt.leaves.objects import decode_object, encode_object, type_name
 
 Notes: TypeAlias = "tuple[tuple[str, Any], ...]"

@@ -17,7 +17,7 @@ from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.safe_pickle import Allowed, RefusedError, SafeUnpickler
 from aio_ckpt.format.tensor_pickle import STORAGES, StorageRef, storage_ref, tensor_view
 from aio_ckpt.format.tensor_zip import check_bounds
-from aio_ckpt.leaves.harmless import (
+from aio_ckpt.leaves.allowed_types import (
     FILLS,
     HARMLESS,
     ClassNotImportedError,

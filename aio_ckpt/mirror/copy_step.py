@@ -12,16 +12,16 @@ import anyio
 
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.commit import discovery
-from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.copies import abandoned_copies
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.retention import Policy, Retention
+from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.writing import writing
 from aio_ckpt.copying import copy_as_writer, make_root
 from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.objects import AnyStorage
+from aio_ckpt.storage.object_store import AnyStorage
 from aio_ckpt.storage.small_files import save_of
 
 _log = logging.getLogger("aio_ckpt")

@@ -19,7 +19,7 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.commit import discovery
-from aio_ckpt.commit.claim import longest_silence
+from aio_ckpt.commit.root_claim import longest_silence
 from aio_ckpt.config import EngineConfig, Mirror
 from aio_ckpt.errors import (
     CheckpointExistsError,
@@ -39,7 +39,7 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.storage.mounts import OBJECT_STORE
-from aio_ckpt.storage.objects import AnyStorage
+from aio_ckpt.storage.object_store import AnyStorage
 from aio_ckpt.ticket import Milestone
 
 _THREADS = 8

@@ -13,9 +13,9 @@ import msgspec
 from isal import isal_zlib
 
 from aio_ckpt.commit import publish
-from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, pending_path
+from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import SETTLE_SECS
 from aio_ckpt.commit.writing import writing
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError

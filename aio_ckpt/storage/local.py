@@ -36,8 +36,8 @@ from aio_ckpt.storage.data_file import (
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.freshness import found_afresh
-from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import make_dirs
+from aio_ckpt.storage.root_lock import RootLock
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -15,11 +15,11 @@ from other_owner import owner_elsewhere
 from saved_files import ROOT_MANIFEST, root_manifest
 
 from aio_ckpt.cli import commands as cli
-from aio_ckpt.commit import claim as claims
+from aio_ckpt.commit import root_claim as claims
 from aio_ckpt.commit.owner import encoded_owner
 from aio_ckpt.format.root_names import CLAIM_FILE
-from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.mounts import Mount
+from aio_ckpt.storage.root_lock import RootLock
 from aio_ckpt.sync import SyncCheckpointEngine
 
 

@@ -27,7 +27,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.objects import ObjectStorage
+from aio_ckpt.storage.object_store import ObjectStorage
 from bench.common.seaweedfs import SECRET
 from tests.remote.fault_proxy import Fault
 

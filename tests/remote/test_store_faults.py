@@ -17,16 +17,16 @@ from other_owner import claim_of_another_host
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit import leftovers
+from aio_ckpt.commit import root_claim as claims
 from aio_ckpt.errors import AioCkptError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import save_of_file, save_of_metadata
 from aio_ckpt.format.root_manifest import decode_root
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage import objects
+from aio_ckpt.storage import object_store
 from aio_ckpt.storage.mounts import OBJECT_STORE
-from aio_ckpt.storage.objects import ObjectStorage
+from aio_ckpt.storage.object_store import ObjectStorage
 
 ROOT, BEST = "s3://bucket/run", "s3://bucket/best"
 TIMEOUT = 30.0
@@ -199,9 +199,9 @@ async def test_of_two_engines_that_set_a_dead_claim_aside_one_gets_it(bucket: Me
 def test_a_request_that_hangs_ends_before_its_writer_counts_as_dead() -> None:
     place = RemotePath.of("s3://bucket/run")
     assert place is not None
-    retry, silence = objects.open_store(place).retry_config, claims.longest_silence(OBJECT_STORE)
-    assert retry["retry_timeout"].total_seconds() == objects.RETRY_SECS
-    assert silence > objects.RETRY_SECS + objects.REQUEST_SECS + 2 * claims.HEARTBEAT_SECS
+    retry, silence = object_store.open_store(place).retry_config, claims.longest_silence(OBJECT_STORE)
+    assert retry["retry_timeout"].total_seconds() == object_store.RETRY_SECS
+    assert silence > object_store.RETRY_SECS + object_store.REQUEST_SECS + 2 * claims.HEARTBEAT_SECS
 
 
 @pytest.mark.parametrize("is_overwrite", [False, True])

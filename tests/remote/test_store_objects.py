@@ -21,8 +21,8 @@ from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngin
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, ReadError, RootError
 from aio_ckpt.remote_path import RemotePath, place_of
 from aio_ckpt.snapshot.save_progress import CapturedChunks
+from aio_ckpt.storage.object_store import REQUEST_SECS, RETRY_SECS, AnyStorage
 from aio_ckpt.storage.object_upload import ObjectUpload
-from aio_ckpt.storage.objects import REQUEST_SECS, RETRY_SECS, AnyStorage
 from bench.common.seaweedfs import KEY, SECRET
 
 TIMEOUT = 60.0

@@ -12,7 +12,7 @@ from warm_python import WarmPython
 HOLDER = """
     import sys
     from pathlib import Path
-    from aio_ckpt.storage.lock import RootLock
+    from aio_ckpt.storage.root_lock import RootLock
 
     with RootLock(Path(sys.argv[1])):
         print("held", flush=True)

@@ -11,7 +11,7 @@ import pytest
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
-from aio_ckpt.storage import objects
+from aio_ckpt.storage import object_store
 
 Fault = Literal["", "failed", "lost", "dead"]
 """What happens to a call: nothing; it fails and does nothing; it is done, and its answer is lost; neither it nor any
@@ -34,7 +34,7 @@ class MemoryBucket:
         self._is_dead = False
         self._put = obstore.put
         self._mutex = threading.Lock()
-        monkeypatch.setattr(objects, "open_store", lambda _: self.store)
+        monkeypatch.setattr(object_store, "open_store", lambda _: self.store)
         for name in (*_CHANGES, *_READS):
             monkeypatch.setattr(obstore, name, self._called(name, getattr(obstore, name)))
 

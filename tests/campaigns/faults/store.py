@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.root_lock import RootLock
 from tests.support import forwarding_storage as forwarding
 from tests.support.forwarding_storage import ForwardingStorage
 

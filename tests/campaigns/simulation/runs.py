@@ -22,9 +22,9 @@ import anyio.abc
 import torch
 
 from aio_ckpt.commit import discovery
-from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.capture_session import CaptureSession

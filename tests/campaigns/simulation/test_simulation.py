@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aio_ckpt.commit import publish
-from aio_ckpt.commit.claim import Claim
+from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.format.checkpoint_files import root_manifest_name
 from aio_ckpt.memory.lifetime import Lease

@@ -28,7 +28,7 @@ from aio_ckpt.runtime.portal import ON_SUBMIT, Executor, run_blocking
 from aio_ckpt.storage.data_file import DataFile, ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import FileStatus, Storage
-from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.root_lock import RootLock
 
 __all__ = [
     "Chances",

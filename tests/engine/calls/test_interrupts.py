@@ -25,7 +25,7 @@ from aio_ckpt.plan import local_plan as plan
 from aio_ckpt.runtime import deadline, futures, portal
 from aio_ckpt.snapshot import capture as snapshot
 from aio_ckpt.snapshot import image, save_progress
-from aio_ckpt.storage import lock as rootlock
+from aio_ckpt.storage import root_lock as rootlock
 
 TIMEOUT = 30.0
 COUNT = 40_000

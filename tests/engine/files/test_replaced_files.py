@@ -26,7 +26,7 @@ from aio_ckpt.commit.publish_files import LOCK
 from aio_ckpt.errors import AioCkptError, RootError, StallError, WriteError
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.root_lock import RootLock
 
 T = TypeVar("T")
 NAME = "m.safetensors"
@@ -281,7 +281,7 @@ def test_files_of_two_engines_at_one_path_never_stand_under_one_index(tmp_path: 
 HOLDER = """
     import sys
     from pathlib import Path
-    from aio_ckpt.storage.lock import RootLock
+    from aio_ckpt.storage.root_lock import RootLock
 
     lock = RootLock(Path(sys.argv[1]))
     print("held", flush=True)

@@ -19,10 +19,10 @@ from saved_files import data_file, rank_manifest, root_manifest
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
-from aio_ckpt.commit.claim import Claim
 from aio_ckpt.commit.discovery import discover
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
+from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import (
     CorruptCheckpointError,

@@ -20,7 +20,7 @@ from saved_files import RANK_MANIFEST, ROOT_MANIFEST
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.root_lock import RootLock
 
 T = TypeVar("T")
 MIB = 1 << 20

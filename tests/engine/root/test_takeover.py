@@ -19,8 +19,8 @@ from other_owner import claim_of_another_host
 from saved_files import data_file
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit import claim as claims
 from aio_ckpt.commit import retention
+from aio_ckpt.commit import root_claim as claims
 from aio_ckpt.errors import RootError
 from aio_ckpt.format.root_names import CLAIM_FILE, LOCK_FILE, PENDING_DIR
 from aio_ckpt.runtime.portal import Executor

@@ -28,7 +28,7 @@ from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import data_file_name, rank_manifest_name, root_manifest_name, trailer
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.root_lock import RootLock
 
 T = TypeVar("T")
 META = ".metadata"

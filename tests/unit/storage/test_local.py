@@ -35,7 +35,7 @@ from aio_ckpt.storage import local as storage
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.direct_io import RWF_DONTCACHE
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.root_lock import RootLock
 
 PAGE = 4096
 TIMEOUT = 20.0
@@ -995,7 +995,7 @@ HOLDER = """
     import sys
     from pathlib import Path
     from aio_ckpt.errors import RootError
-    from aio_ckpt.storage.lock import RootLock
+    from aio_ckpt.storage.root_lock import RootLock
 
     try:
         with RootLock(Path(sys.argv[1])):
@@ -1053,7 +1053,7 @@ def test_a_forked_child_neither_holds_nor_drops_its_parents_lock(tmp_path: Path)
         import os, sys
         from pathlib import Path
         from aio_ckpt.errors import RootError
-        from aio_ckpt.storage.lock import RootLock
+        from aio_ckpt.storage.root_lock import RootLock
 
         lock = RootLock(Path(sys.argv[1]))
         pid = os.fork()

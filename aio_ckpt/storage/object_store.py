@@ -29,9 +29,9 @@ from aio_ckpt.storage.data_file import DataFile, ReadFile, translate_errors
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_file
 from aio_ckpt.storage.local import Coro, FileStatus, Storage
-from aio_ckpt.storage.lock import ProcessLock, RootLock
 from aio_ckpt.storage.object_errors import DoubtfulError, raising_os_errors, text_of
 from aio_ckpt.storage.object_upload import PART_BYTES, ObjectUpload
+from aio_ckpt.storage.root_lock import ProcessLock, RootLock
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

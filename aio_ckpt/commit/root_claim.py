@@ -21,9 +21,9 @@ from aio_ckpt.errors import MismatchError, RootError, WriteError
 from aio_ckpt.format.root_names import CLAIM_FILE, LOCK_FILE, PENDING_DIR, TRASH_DIR
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, read_small_file
-from aio_ckpt.storage.lock import ProcessLock, RootLock
 from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
 from aio_ckpt.storage.remedies import DISK_FULL
+from aio_ckpt.storage.root_lock import ProcessLock, RootLock
 
 HEARTBEAT_SECS = 10.0
 """Time between two heartbeats of a claim."""
@@ -31,7 +31,7 @@ SILENCE_SECS = 3 * HEARTBEAT_SECS
 """Time without a heartbeat of an engine that seems dead, after which it is."""
 _STORE_SILENCE_SECS = 12 * HEARTBEAT_SECS
 """The same in an object store, where a heartbeat alone tells. A request that hangs must have ended by then, see
-:data:`~aio_ckpt.storage.objects.RETRY_SECS`."""
+:data:`~aio_ckpt.storage.object_store.RETRY_SECS`."""
 _BEATS_A_LOOK = 6
 """Heartbeats after which the claim is read: a writer that was taken over must not renew the claim of another one."""
 _POLL_SECS = 1.0
