@@ -24,7 +24,7 @@ from aio_ckpt.format.root_manifest import (
     encode_root,
 )
 from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.plan.local_plan import Plan
+from aio_ckpt.plan.save_plan import Plan
 from aio_ckpt.write.result import WriteResult
 
 _VERSIONS = {

@@ -19,7 +19,7 @@ from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_pickle
 from aio_ckpt.format.rank_manifest import ObjectEntry
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.plan.local_plan import PlannedImage, placement_of, plan_image, tied_names
+from aio_ckpt.plan.save_plan import PlannedImage, placement_of, plan_image, tied_names
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, partition
 from aio_ckpt.state.flatten import FlatState
 

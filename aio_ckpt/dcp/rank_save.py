@@ -33,7 +33,7 @@ from aio_ckpt.format.checkpoint_files import (
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry
-from aio_ckpt.plan.local_plan import tensor_entry
+from aio_ckpt.plan.save_plan import tensor_entry
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.snapshot.image import Image

@@ -22,7 +22,7 @@ from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.memory.lifetime import Lease
-from aio_ckpt.plan.local_plan import ImagePlan, PlannedImage
+from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import image_bytes_of
 

@@ -20,7 +20,8 @@ from aio_ckpt.engine.job import SaveCall, SaveJob, sent_target
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError
 from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.plan.local_plan import Plan, PlanCache, PlannedSave, narrow
+from aio_ckpt.plan.plan_cache import PlanCache
+from aio_ckpt.plan.save_plan import Plan, PlannedSave, narrow
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import Room, SaveRound

@@ -14,7 +14,8 @@ from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.frozen import FrozenLeaves
-from aio_ckpt.plan.local_plan import ImagePlan, PlanCache, PlannedImage, PlannedSave
+from aio_ckpt.plan.plan_cache import PlanCache
+from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, PlannedSave
 from aio_ckpt.reports import Target, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.log_records import log_step

@@ -24,8 +24,8 @@ from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, index_name
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.plan.file_plan import FileContent, FilePlans, torch_content
-from aio_ckpt.plan.local_plan import PlannedImage, collector_paused
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions, safetensors_content
+from aio_ckpt.plan.save_plan import PlannedImage, collector_paused
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.remote_path import RemotePath

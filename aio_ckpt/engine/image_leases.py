@@ -11,7 +11,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import ReadError, StallError
 from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.plan.local_plan import Plan, PlannedImage, PlannedSave, parameters_of
+from aio_ckpt.plan.save_plan import Plan, PlannedImage, PlannedSave, parameters_of
 from aio_ckpt.plan.trusted import TrustedPlan, Versions
 from aio_ckpt.reports import Target, title
 from aio_ckpt.runtime.deadline import Deadline

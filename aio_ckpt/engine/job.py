@@ -22,7 +22,7 @@ from aio_ckpt.commit.user_files import check_files
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.file_plan import FileContent
-from aio_ckpt.plan.local_plan import Plan
+from aio_ckpt.plan.save_plan import Plan
 from aio_ckpt.plan.trusted import Versions
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums

@@ -40,7 +40,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.mirror import Mirroring
-from aio_ckpt.plan.local_plan import PlannedImage
+from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import Room, SaveState

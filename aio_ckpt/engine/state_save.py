@@ -26,7 +26,7 @@ from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import AioCkptError, StepOrderError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.plan.local_plan import PlannedSave
+from aio_ckpt.plan.save_plan import PlannedSave
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.reports import Target
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.layout import ImageLayout
-from aio_ckpt.plan.local_plan import Plan
+from aio_ckpt.plan.save_plan import Plan
 from aio_ckpt.plan.trusted import Versions
 from aio_ckpt.write.frozen import FrozenFile
 from aio_ckpt.write.result import WriteResult

@@ -9,6 +9,7 @@ its offset. A cached plan holds offsets and rendered bytes, never a tensor. Impo
 """
 
 from aio_ckpt.plan.assignment import assign
-from aio_ckpt.plan.local_plan import PlanCache, PlannedSave
+from aio_ckpt.plan.plan_cache import PlanCache
+from aio_ckpt.plan.save_plan import PlannedSave
 
 __all__ = ["PlanCache", "PlannedSave", "assign"]

@@ -18,7 +18,7 @@ from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.root_names import SEGMENTS_FILE, StepNames
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.arena import SharedMemoryFactory
-from aio_ckpt.plan.local_plan import Plan
+from aio_ckpt.plan.save_plan import Plan
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.rescue.orphans import (
     Decision,

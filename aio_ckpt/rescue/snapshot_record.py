@@ -24,7 +24,7 @@ from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import ImageLayout, TensorItem, cut_chunks
-from aio_ckpt.plan.local_plan import Plan
+from aio_ckpt.plan.save_plan import Plan
 from aio_ckpt.rescue.segment import SharedSegment, StoredSegment
 from aio_ckpt.snapshot.image import Image
 

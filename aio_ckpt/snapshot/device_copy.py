@@ -19,7 +19,7 @@ from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.memory.copies import Copies, DeviceMemory
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable
 from aio_ckpt.plan.layout import ImageLayout
-from aio_ckpt.plan.local_plan import ImagePlan
+from aio_ckpt.plan.save_plan import ImagePlan
 from aio_ckpt.snapshot.gather import LeafGroups, by_dtype
 
 _ALIGNMENT = 512

@@ -12,7 +12,7 @@ from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.plan.copy_plan import GatherRun
 from aio_ckpt.plan.layout import ImageLayout
-from aio_ckpt.plan.local_plan import ImagePlan
+from aio_ckpt.plan.save_plan import ImagePlan
 
 LeafGroups: TypeAlias = tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]
 """Per dtype, views into memory of a device, and the leaf that is copied to each view."""

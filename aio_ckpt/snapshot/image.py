@@ -15,7 +15,7 @@ from aio_ckpt.memory.arena import ArenaKind
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager
 from aio_ckpt.plan.layout import Chunk, file_chunks
-from aio_ckpt.plan.local_plan import ImagePlan, PlannedImage
+from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

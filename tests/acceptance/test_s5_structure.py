@@ -16,7 +16,8 @@ from tree_states import same
 
 from aio_ckpt import CheckpointEngine, SaveReport, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, PlanChangedError
-from aio_ckpt.plan.local_plan import PlanCache, PlannedSave
+from aio_ckpt.plan.plan_cache import PlanCache
+from aio_ckpt.plan.save_plan import PlannedSave
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.writer import FileWriter

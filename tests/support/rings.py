@@ -16,7 +16,8 @@ from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.copy_plan import ChunkCopies, CopyPlan, CopyTable
 from aio_ckpt.plan.layout import file_chunks
-from aio_ckpt.plan.local_plan import ImagePlan, PlanCache, PlannedImage, PlannedSave
+from aio_ckpt.plan.plan_cache import PlanCache
+from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, PlannedSave
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.image import Image

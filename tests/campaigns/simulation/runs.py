@@ -45,7 +45,7 @@ from aio_ckpt.leaves.objects import ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 from aio_ckpt.plan import layout
-from aio_ckpt.plan.local_plan import PlanCache
+from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.ranks.exchange import SoloCoordinator
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Topic

@@ -21,7 +21,7 @@ from aio_ckpt.engine import state_save as saver
 from aio_ckpt.engine.job import SaveJob, WriteJob
 from aio_ckpt.errors import SaveCancelledError
 from aio_ckpt.memory import lifetime
-from aio_ckpt.plan import local_plan as plan
+from aio_ckpt.plan import save_plan as plan
 from aio_ckpt.runtime import deadline, futures, portal
 from aio_ckpt.snapshot import capture as snapshot
 from aio_ckpt.snapshot import image, save_progress

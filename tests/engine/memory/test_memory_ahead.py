@@ -28,7 +28,7 @@ from aio_ckpt.format.root_names import LOCK_FILE
 from aio_ckpt.memory import lifetime
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan import copy_plan as copy_methods
-from aio_ckpt.plan import local_plan as plan
+from aio_ckpt.plan import save_plan as plan
 
 
 class Mappings:

@@ -26,7 +26,8 @@ from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.format.root_manifest import FileEntry, decode_root
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder, decode_object
 from aio_ckpt.plan.layout import file_chunks
-from aio_ckpt.plan.local_plan import Plan, PlanCache
+from aio_ckpt.plan.plan_cache import PlanCache
+from aio_ckpt.plan.save_plan import Plan
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import skeleton_names
 from aio_ckpt.state.skeleton import decode_skeleton

@@ -19,7 +19,7 @@ from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import CopyVectors, copy_all
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.copy_plan import ChunkCopies, CopyPlan, CopyTable, GatherRun
-from aio_ckpt.plan.local_plan import PlannedImage
+from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import CopyEngines, CopyOrder, capture
 

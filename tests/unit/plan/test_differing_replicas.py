@@ -15,7 +15,7 @@ from aio_ckpt.errors import DuplicateNameError, EmptyStateError
 from aio_ckpt.plan import assignment
 from aio_ckpt.plan.assignment import Boxes, unpacked
 from aio_ckpt.plan.differing_replicas import Tolerance, have_to_be_equal, may_differ, replicated_items, unequal_replicas
-from aio_ckpt.plan.local_plan import PlanCache
+from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
 from aio_ckpt.ranks.save_ledger import ContentSums, Ledger, PlanMsg, Vote, extents_crc32
 from aio_ckpt.state.flatten import flatten

@@ -32,7 +32,7 @@ from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan.local_plan import PlannedSave
+from aio_ckpt.plan.save_plan import PlannedSave
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.image import Image, lease_image, ring_slots

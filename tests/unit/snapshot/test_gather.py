@@ -15,7 +15,7 @@ from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan import copy_plan as copy_methods
-from aio_ckpt.plan import local_plan as plan
+from aio_ckpt.plan import save_plan as plan
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot import gather
 from aio_ckpt.snapshot.capture import CopyEngines, capture

@@ -31,7 +31,7 @@ from aio_ckpt.memory.arena import POISON
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan import layout
 from aio_ckpt.plan.layout import Chunk, ImageLayout, Placement, file_chunks, lay_out
-from aio_ckpt.plan.local_plan import PlannedSave
+from aio_ckpt.plan.save_plan import PlannedSave
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.local import Storage

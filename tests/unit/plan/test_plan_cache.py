@@ -26,11 +26,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aio_ckpt import PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
-from aio_ckpt.plan import local_plan as plan_module
-from aio_ckpt.plan import structure
+from aio_ckpt.plan import plan_cache, structure
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
-from aio_ckpt.plan.local_plan import Plan, PlanCache, PlannedSave, narrow
+from aio_ckpt.plan.plan_cache import PlanCache
+from aio_ckpt.plan.save_plan import Plan, PlannedSave, narrow
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
 from aio_ckpt.state.flatten import FlatState, flatten
 
@@ -463,7 +463,7 @@ def test_an_empty_view_of_a_freed_storage_is_fine():
 def test_planning_anew_pauses_the_garbage_collector_and_leaves_it_as_it_was(
     monkeypatch: pytest.MonkeyPatch, is_on: bool, fails: bool
 ) -> None:
-    inside, inner = list[bool](), plan_module.make_plan
+    inside, inner = list[bool](), plan_cache.make_plan
 
     def watched(*arguments: Any, **options: Any) -> Plan:
         inside.append(gc.isenabled())
@@ -471,7 +471,7 @@ def test_planning_anew_pauses_the_garbage_collector_and_leaves_it_as_it_was(
             raise SourceChangedError("while it is planned")
         return inner(*arguments, **options)
 
-    monkeypatch.setattr(plan_module, "make_plan", watched)
+    monkeypatch.setattr(plan_cache, "make_plan", watched)
     (gc.enable if is_on else gc.disable)()
     try:
         with pytest.raises(SourceChangedError) if fails else contextlib.nullcontext():
@@ -489,6 +489,6 @@ def test_new_addresses_are_looked_at_with_the_garbage_collector_paused(monkeypat
         inside.append(gc.isenabled())
         return partition(*arguments)
 
-    monkeypatch.setattr(plan_module, "partition", watched)
+    monkeypatch.setattr(plan_cache, "partition", watched)
     found = resolve(cache, {"a": W.clone()})
     assert (found.plan_hit, found.fingerprint_hit, inside, gc.isenabled()) == (True, False, [False], True)
