@@ -1,6 +1,6 @@
 """Store what stands in a state: objects, containers of any type, keys, tensors that consist of other tensors. Pure.
 
-In: one value of a state. Out: its bytes or parts, and a note of its type (``objects``, ``containers``,
+In: one value of a state. Out: its bytes or parts, and a note of its type (``objects``, ``arrays``, ``containers``,
 ``compound``, ``keys``).
 
 In: bytes or parts, and a note. Out: the value, made without running code unless its type is trusted

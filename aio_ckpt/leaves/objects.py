@@ -1,4 +1,4 @@
-"""Objects (every leaf that is no tensor) to and from bytes, without running code when they are read.
+"""Objects (every leaf that is no tensor and no array) to and from bytes, without running code when they are read.
 
 The bytes are those of ``torch.save``, so stock ``dcp.load`` gives the very values. A restricted unpickler reads them:
 it makes harmless values (:mod:`aio_ckpt.leaves.allowed_types`), tensors, and values of the types that the user allowed.
@@ -20,8 +20,6 @@ from typing import Any
 
 # numpy.ma is imported here, because numpy would import it at first use, on a thread. A fork during such an import would
 # keep its locks for ever.
-import numpy as np
-import numpy.ma
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
@@ -29,19 +27,9 @@ from aio_ckpt.format.safe_pickle import RefusedError
 from aio_ckpt.format.scalar_zip import SCALAR_TYPES, NotScalarError, read_scalar, render_pickle, render_scalar
 from aio_ckpt.format.tensor_zip import records_of
 from aio_ckpt.leaves.object_unpickler import read_object_pickle
-from aio_ckpt.leaves.values import LeafKind, Shard
 
 MAX_DEPTH = 200
 """Most containers inside each other. Deeper nesting counts as a cycle."""
-
-TORCH_ARRAY_DTYPES: frozenset[np.dtype[Any]] = frozenset(
-    np.dtype(name)
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-)
-"""numpy dtypes (native byte order) whose elements a tensor holds bit for bit."""
 
 _IMMUTABLE = frozenset({NoneType, bool, int, float, complex, str, bytes})
 _REMEDY = (
@@ -160,30 +148,6 @@ def _read_untrusted(data: bytes) -> object:
         return torch.frombuffer(bytearray(record), dtype=torch.uint8).untyped_storage() if record else _NO_STORAGE
 
     return read_object_pickle(bytes(records.get("data.pkl", b"")), storage_of)
-
-
-def as_tensor(value: object, kind: LeafKind) -> torch.Tensor:
-    """Return the tensor that stores a TENSOR, ARRAY or SCALAR_ARRAY leaf, with equal shape and elements.
-
-    An array shares its memory with the result. It is copied if it is read-only or unaligned, or if torch lacks its
-    strides (negative, or no multiple of the element). A scalar is copied. For a Shard, the result is its tensor.
-    """
-    if kind is LeafKind.TENSOR and isinstance(value, (torch.Tensor, Shard)):
-        return value.tensor if isinstance(value, Shard) else value
-    if kind is LeafKind.SCALAR_ARRAY and isinstance(value, np.generic):
-        return torch.from_numpy(np.array(value))
-    if kind is LeafKind.ARRAY and isinstance(value, np.ndarray):
-        odd = any(stride < 0 or stride % value.itemsize for stride in value.strides)
-        return torch.from_numpy(value.copy() if odd or not value.flags.behaved else value)
-    raise UnsupportedLeafError(f"a {type_name(value)} is no {kind.name} leaf")
-
-
-def from_tensor(tensor: torch.Tensor, kind: LeafKind) -> object:
-    """Return the leaf that a tensor stores: the tensor itself, an array over its memory, or a numpy scalar."""
-    if kind is LeafKind.TENSOR:
-        return tensor
-    array = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
-    return array if kind is LeafKind.ARRAY else array[()]
 
 
 def type_name(value: object) -> str:

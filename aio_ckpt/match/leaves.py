@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.leaves.objects import TORCH_ARRAY_DTYPES, as_tensor, type_name
+from aio_ckpt.leaves.arrays import TORCH_ARRAY_DTYPES, as_tensor
+from aio_ckpt.leaves.objects import type_name
 from aio_ckpt.leaves.tensor_memory import memory_of, overlaps_itself
 from aio_ckpt.leaves.values import LeafKind, Target
 from aio_ckpt.match.fills import Fill, Fills

@@ -21,7 +21,7 @@ from aio_ckpt._torch import SHARDS_DIFFER
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.constants import TensorSpec
-from aio_ckpt.leaves.objects import as_tensor
+from aio_ckpt.leaves.arrays import as_tensor
 from aio_ckpt.leaves.tensor_memory import extent_bytes, local_memory, needed_bytes
 from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.flatten import FlatState

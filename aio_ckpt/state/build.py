@@ -11,10 +11,10 @@ import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
 from aio_ckpt.format.safe_pickle import check_key
+from aio_ckpt.leaves.arrays import from_tensor
 from aio_ckpt.leaves.compound import CompoundTensor, plain_form, put_together, put_together_like
 from aio_ckpt.leaves.containers import Form, Opened, decode_metadata, open_container
 from aio_ckpt.leaves.keys import HELD_KEYS, Key, key_text, thaw_key
-from aio_ckpt.leaves.objects import from_tensor
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.names import NamedNode, children_of, containers_of, is_selected
 from aio_ckpt.state.skeleton import KEYED, MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton

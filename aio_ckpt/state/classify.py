@@ -11,8 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt.errors import UnsupportedLeafError
+from aio_ckpt.leaves.arrays import TORCH_ARRAY_DTYPES
 from aio_ckpt.leaves.containers import form_of, is_mapping, is_opened, is_transparent, parts_of
-from aio_ckpt.leaves.objects import MAX_DEPTH, TORCH_ARRAY_DTYPES
+from aio_ckpt.leaves.objects import MAX_DEPTH
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
 from aio_ckpt.state.skeleton import MAPPINGS, Container
 

@@ -28,7 +28,8 @@ from aio_ckpt.format import rank_manifest as manifest
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
 from aio_ckpt.format.tensor_table import TensorEntry
-from aio_ckpt.leaves.objects import as_tensor, encode_object
+from aio_ckpt.leaves.arrays import as_tensor
+from aio_ckpt.leaves.objects import encode_object
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.dcp_paths import dcp_paths
 from aio_ckpt.state.flatten import flatten

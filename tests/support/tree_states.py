@@ -13,7 +13,8 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from aio_ckpt.leaves.objects import as_tensor, decode_object, encode_object
+from aio_ckpt.leaves.arrays import as_tensor
+from aio_ckpt.leaves.objects import decode_object, encode_object
 from aio_ckpt.leaves.values import LeafKind, PerRank
 from aio_ckpt.state.build import build, build_part
 from aio_ckpt.state.check_leaves import check_leaves

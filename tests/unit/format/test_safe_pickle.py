@@ -38,7 +38,7 @@ from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.format.root_manifest import decode_root
-from aio_ckpt.leaves.objects import decode_object, encode_object
+from aio_ckpt.leaves.objects import (decode_object, encode_object)
 from aio_ckpt.state.skeleton import decode_skeleton
 
 decode_object(encode_object("warm", io.BytesIO(b"x")), name="warm", trusted=False)

@@ -38,7 +38,8 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
 )
 from aio_ckpt.format.scalar_zip import render_pickle
-from aio_ckpt.leaves.objects import ObjectEncoder, as_tensor, decode_object, encode_object, from_tensor, is_immutable
+from aio_ckpt.leaves.arrays import as_tensor, from_tensor
+from aio_ckpt.leaves.objects import ObjectEncoder, decode_object, encode_object, is_immutable
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.flatten import flatten
 
