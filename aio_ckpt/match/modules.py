@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from aio_ckpt.checkpoint.catalog import Shards, global_shape
-from aio_ckpt.checkpoint.rank_names import listed
+from aio_ckpt.checkpoint.rank_names import first_of, listed
 from aio_ckpt.leaves.objects import type_name
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.leaves.values import Target
@@ -59,7 +59,8 @@ class ModuleDifferences:
                 self.remedies.append(remedy)
             self.unexpected += unexpected
         elif unexpected:
-            out = ", ".join(f"{taker.checkpoint.stored_name(name)!r}: None" for name in _tops(unexpected, taker.names))
+            tops = _tops(unexpected, taker.names, below=prefix)
+            out = first_of([f"{taker.checkpoint.stored_name(name)!r}: None" for name in tops])
             self.faults.append(
                 f"{prefix or 'the template'!r}, a {type_name(taker.value)}, lacks {listed(unexpected)}, stored for it: "
                 f"rename={{{out}}} leaves them out"
@@ -73,9 +74,12 @@ class ModuleDifferences:
                 self.converted.append((name, memory_of(tensor).dtype))
 
 
-def _tops(unexpected: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the fewest names and branches that hold all of ``unexpected`` and none of the other ``names``."""
-    kept = {part for name in {*names}.difference(unexpected) for part in branches_of(name)}
+def _tops(unexpected: Sequence[str], names: Iterable[str], *, below: str) -> list[str]:
+    """Return the fewest names and branches that hold all of ``unexpected`` and none of the other ``names``.
+
+    ``below``: name of the module that holds them all.
+    """
+    kept = {part for name in {*names}.difference(unexpected) for part in branches_of(name)} | {*branches_of(below)}
     tops = ([part for part in branches_of(name) if part not in kept][-1] for name in unexpected)
     return [*dict.fromkeys(tops)]
 
