@@ -711,7 +711,8 @@ class CheckpointEngine(BaseEngine):
             cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
                 Values beyond the range of the template's dtype are not kept; a warning names such tensors.
             rename: what the template calls a stored leaf: a mapping from stored names of leaves or branches, or a
-                function from the stored name of each leaf. A renamed leaf takes the place of one of that name.
+                function from the stored name of each leaf. A renamed leaf takes the place of one of that name. None in
+                the place of a name leaves the leaf or branch out.
             progress: function that gets a :class:`Progress` of this rank: at each change of the stage, and at most ten
                 times a second between. It runs on a thread of the engine, one call at a time, and calls no engine. The
                 load waits for it. If it raises, that is logged once, it is not called again, and the load goes on. In
