@@ -64,8 +64,8 @@ def load(
         cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
             Values beyond the range of the template's dtype are not kept; a warning names such tensors.
         rename: names in the template of stored leaves: a mapping from stored names of leaves or branches, or a function
-            from the stored name of each leaf. A renamed leaf takes the place of one of that name. None in the place of a
-            name leaves the leaf or branch out.
+            from the stored name of each leaf. A renamed leaf takes the place of one of that name. None in the place of
+            a name leaves the leaf or branch out.
         progress: function that gets a :class:`Progress`, as for :meth:`CheckpointEngine.load`.
         config: only ``trusted_objects``, ``verify``, ``workers`` and ``direct_io`` are used.
 
