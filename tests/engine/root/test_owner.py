@@ -400,8 +400,8 @@ COPIER = """
     import shutil, sys, torch
     from pathlib import Path
     from aio_ckpt import SyncCheckpointEngine
-    from aio_ckpt.commit import claim
-    claim.HEARTBEAT_SECS = 0.2
+    from aio_ckpt.commit import root_claim
+    root_claim.HEARTBEAT_SECS = 0.2
     root = Path(sys.argv[1])
     with SyncCheckpointEngine(root) as engine:
         engine.save({"w": torch.ones(10)}, step=1).result(30)
