@@ -127,7 +127,7 @@ class Checkpoint:
         return {new: stored for stored, new in self.names.items() if new is not None}
 
     def as_named(self, stored: Iterable[str]) -> list[str]:
-        """Return the names in the template of stored ones. A stored name is left out if another leaf took it."""
+        """Return the names in the template of stored ones, less those that ``rename=`` leaves out or gave to others."""
         named = (self.names.get(name, name) for name in stored)
         return [name for name in named if name is not None]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
-from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, printable
+from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, counted, plural, printable
 from aio_ckpt.cli.listing import best_rule
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ProtectedStepError, StepOrderError
@@ -261,15 +261,13 @@ async def _check_data(
     from aio_ckpt.checkpoint.verify import verify_checkpoint
     from aio_ckpt.cli.access import READERS
 
-    path, done = root / names.name(newest.step), 0
-
-    def on_read(more: int) -> None:
-        nonlocal done
-        done += more
-        on_progress(min(done, newest.nbytes), newest.nbytes)
-
     faults = await verify_checkpoint(
-        storage, path, step=newest.step, executor=executor, readers=READERS, on_progress=on_read
+        storage,
+        root / names.name(newest.step),
+        step=newest.step,
+        executor=executor,
+        readers=READERS,
+        on_progress=counted(0, newest.nbytes, newest.nbytes, on_progress),
     )
     if faults:
         raise _damaged_newest(root, newest, str(faults[0]))

@@ -188,6 +188,21 @@ def bytes_progress(screen: Screen, label: str) -> Iterator[OnProgress]:
         yield on_progress
 
 
+def counted(begin: int, most: int, total: int, on_progress: OnProgress) -> Callable[[int], None]:
+    """Return a function that takes the number of bytes read since its last call, of one checkpoint.
+
+    It reports to ``on_progress``: ``begin`` bytes were done before this checkpoint, which has ``most``.
+    """
+    done = 0
+
+    def on_read(more: int) -> None:
+        nonlocal done
+        done = min(done + more, most)  # a checkpoint that was replaced meanwhile is read again
+        on_progress(begin + done, total)
+
+    return on_read
+
+
 def pace_words(done: int, total: int, secs: float) -> str:
     """Return how much of how much, how fast, and how long it will still take: ``1 GB of 3 GB, 1 GB/s, 2 s left``."""
     rate = done / secs if secs > 0 else 0.0

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from aio_ckpt.cli.arguments import Directory, json_option, step_dir_option
-from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, printable
+from aio_ckpt.cli.console import Screen, bytes_progress, counted, plural, printable
 from aio_ckpt.cli.listing import advice
 from aio_ckpt.config import MAX_WORKERS
 from aio_ckpt.errors import AioCkptError, ReadError
@@ -69,7 +69,7 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
         total, done = sum(sizes), 0
         sound: set[SharedFile] = set()
         for checkpoint, nbytes in zip(found, sizes, strict=True):
-            on_read = _from(done, nbytes, total, on_progress)
+            on_read = counted(done, nbytes, total, on_progress)
             results.append(await _verify(storage, executor, checkpoint, names, nbytes, workers, on_read, sound))
             done += nbytes
             on_progress(done, total)  # files that hold no data, and what could not be read, count as done
@@ -85,18 +85,6 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
     if bad and not as_json:
         _advise(path, results, names, screen)
     return 1 if bad else 0
-
-
-def _from(begin: int, most: int, total: int, on_progress: OnProgress) -> Callable[[int], None]:
-    """Return a function that takes the number of bytes read since its last call, of one checkpoint."""
-    done = 0
-
-    def on_read(more: int) -> None:
-        nonlocal done
-        done = min(done + more, most)  # a checkpoint that was replaced meanwhile is read again
-        on_progress(begin + done, total)
-
-    return on_read
 
 
 async def _verify(

@@ -124,7 +124,8 @@ def close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
     ``unexpected``: stored names that the template lacks.
     """
-    name = missing[0]
+    name, wanted = missing[0], {*missing}
+    unexpected = [other for other in unexpected if other not in wanted]  # those that rename= itself leaves out
     above, _, last = name.rpartition(".")
     near = [other for other in unexpected if other.rpartition(".")[0] == above or other.rpartition(".")[2] == last]
     # A module in the template is one name, and many below it are stored.
@@ -160,7 +161,7 @@ class Branches(NamedTuple):
     counts: Mapping[str, int]
     """Stored leaves at or below each name."""
     left_out: frozenset[str]
-    """Names that hold a leaf, or are one, that ``rename=`` leaves out or gives another name."""
+    """Names that hold a leaf, or are one, that ``rename=`` leaves out, or whose place another leaf took."""
     held: frozenset[str] | None
     """Names of all containers and leaves that the rank saved; None if the checkpoint notes no containers."""
 

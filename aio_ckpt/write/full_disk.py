@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import TypeGuard
 
 import anyio
 
@@ -16,7 +17,7 @@ LOOK_SECS = 2.0
 """Time within which the file system must tell how much is free: the save has failed and others wait for it."""
 
 
-def is_disk_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> TypeGuard[WriteError]:
     """Return whether a write failed because the disk or the quota is full."""
     return isinstance(error, WriteError) and error.errno in DISK_FULL
 
@@ -29,7 +30,7 @@ async def explain_full_disk(
     ``remedy`` stands beside free space. Call it before the files of the save are removed, and before the other ranks
     are told. It raises nothing.
     """
-    if not isinstance(error, WriteError) or not is_disk_full(error):
+    if not is_disk_full(error):
         return
     free_bytes: int | None = None
     with anyio.move_on_after(LOOK_SECS):

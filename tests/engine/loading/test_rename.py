@@ -155,6 +155,8 @@ def test_none_leaves_a_leaf_or_a_branch_out(engine: SyncCheckpointEngine, by_fun
         rename=(lambda name: out.get(name, name)) if by_function else out,
     )
     assert report.unexpected == tuple(sorted(out))
+    with pytest.raises(MissingNameError, match=r"lacks 1 name: 'n'; it holds \d+ names: 'model\.0\.bias', "):
+        engine.load({"n": 0}, rename={"n": None})
     assert torch.equal(smaller[0].weight, model[0].weight)
 
 
