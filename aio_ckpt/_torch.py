@@ -132,7 +132,7 @@ def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
 def unowned_bytes(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Return the bytes at ``address`` as a tensor that does not keep them allocated.
 
-    If ``_construct_storage_from_data_pointer`` moves: views of the allocated tensor, made anew in each save.
+    If ``_construct_storage_from_data_pointer`` moves: views of the tensors themselves, made anew in each save.
     """
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -11,21 +12,17 @@ import torch
 from aio_ckpt import _torch
 from aio_ckpt.memory.host_copy import CopyVectors, copy_all, memmove
 
-FOREACH_DTYPES = frozenset(
-    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
-)
-"""Dtypes of which :func:`aio_ckpt._torch.foreach_copy` copies many tensors in one launch."""
-
-Groups: TypeAlias = Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
-"""Pairs of (targets, sources). All tensors of a pair have one dtype; a target has the shape of its source."""
+Groups: TypeAlias = Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""Pairs of (targets, sources), as :func:`groups_by_address` makes them."""
 
 _OPENMP_PAYS_THREADS = 8
 """From this number of threads on, torch copies faster than one memmove (16 threads: 41 against 12 GB/s). With two
 threads, its barriers contend with the threads that write (240 to 440 ms a GiB, against 120 to 260 by memmove)."""
 
 
-_HALVES = frozenset((torch.float16, torch.bfloat16))
-"""Dtypes copied as int16: torch copies them by way of float32, which changes the bits of a NaN."""
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""Dtype of each element size, in bytes. Integers are copied bit for bit; torch copies float16 and bfloat16 by way of
+float32, which changes the bits of a NaN."""
 _UNLIMITED_BYTES = 1 << 62
 
 
@@ -37,9 +34,6 @@ class DeviceMemory:
     """Memory that no process and no caching allocator holds."""
     total_bytes: int
     """All memory of the device."""
-    releases: int
-    """Number of times that the caching allocator has given memory back to the device. If the number has not changed,
-    the allocator still holds what it held."""
 
 
 class CopyEvent:
@@ -91,8 +85,9 @@ class Copies:
             target.copy_(source)
 
     def copy_groups(self, groups: Groups) -> None:
-        """Copy each group of (targets, sources) within the device."""
-        foreach_copy(groups)
+        """Copy each target's source to it, within the device."""
+        for targets, sources in groups:
+            _torch.foreach_copy(targets, sources)
 
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         """Return ``source`` as a contiguous tensor without conj and neg bits, computed in the order of the copies."""
@@ -104,28 +99,45 @@ class Copies:
 
     def memory_info(self) -> DeviceMemory:
         """Return how much memory of the device is free. Host memory counts as without a limit."""
-        return DeviceMemory(free_bytes=_UNLIMITED_BYTES, total_bytes=_UNLIMITED_BYTES, releases=0)
+        return DeviceMemory(free_bytes=_UNLIMITED_BYTES, total_bytes=_UNLIMITED_BYTES)
+
+    def releases(self) -> int:
+        """Return how many times the device's caching allocator has given memory back to the device.
+
+        If the number has not changed, the allocator still holds what it held.
+        """
+        return 0
 
     def record_event(self) -> CopyEvent:
         """Return an event after all copies that were issued so far."""
         return CopyEvent()
 
 
-def foreach_copy(groups: Groups) -> None:
-    """Copy each group, in few launches where torch can."""
-    with torch.no_grad():
-        for targets, sources in groups:
-            if targets and targets[0].dtype in _HALVES:
-                _torch.foreach_copy(_as_integers(targets), _as_integers(sources))
-            elif targets and targets[0].dtype in FOREACH_DTYPES:
-                _torch.foreach_copy(list(targets), list(sources))
-            else:
-                for target, source in zip(targets, sources, strict=True):
-                    target.copy_(source)
+def groups_by_address(device: torch.device, copies: Iterable[tuple[int, int, int]]) -> Groups:
+    """Return the groups of copies within ``device``, each (target address, source address, bytes).
+
+    The tensors of the groups keep no memory allocated. They have the longest elements that the addresses allow, because
+    torch launches a kernel for each 20 million elements or so.
+    """
+    by_size: dict[int, list[tuple[int, int, int]]] = {}
+    for target, source, nbytes in copies:
+        if nbytes:
+            by_size.setdefault(math.gcd(target, source, nbytes, max(_INTEGERS)), []).append((target, source, nbytes))
+    with torch.inference_mode(mode=False):  # outside of inference mode, a tensor made inside cannot be written to
+        return [
+            (
+                _unowned_views(device, size, [(target, nbytes) for target, _, nbytes in rows]),
+                _unowned_views(device, size, [(source, nbytes) for _, source, nbytes in rows]),
+            )
+            for size, rows in by_size.items()
+        ]
 
 
-def _as_integers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.view(torch.int16) for tensor in tensors]
+def _unowned_views(device: torch.device, size: int, spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Return the memory of each span (address, bytes) as a flat tensor of integers of ``size`` bytes."""
+    first, last = min(address for address, _ in spans), max(address + nbytes for address, nbytes in spans)
+    memory = _torch.unowned_bytes(first, last - first, device).view(_INTEGERS[size])
+    return [torch.as_strided(memory, (nbytes // size,), (1,), (address - first) // size) for address, nbytes in spans]
 
 
 def pack_part(target: torch.Tensor, source: torch.Tensor, first: int) -> None:

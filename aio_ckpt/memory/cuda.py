@@ -13,7 +13,7 @@ import torch
 
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.memory.copies import Copies, CopyEvent, DeviceMemory, Groups, foreach_copy
+from aio_ckpt.memory.copies import Copies, CopyEvent, DeviceMemory, Groups
 from aio_ckpt.memory.cuda_driver import batch_copy
 from aio_ckpt.memory.host_copy import CopyVectors
 
@@ -97,7 +97,7 @@ class CudaCopies(Copies):
     def copy_groups(self, groups: Groups) -> None:
         """Issue the copies. The caller must keep the sources alive until a later event is reached."""
         with self._on_side():
-            foreach_copy(groups)
+            super().copy_groups(groups)
 
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         """Compute the tensor on the side stream."""
@@ -113,10 +113,13 @@ class CudaCopies(Copies):
             return None
 
     def memory_info(self) -> DeviceMemory:
-        """Ask the driver and torch's caching allocator, which takes about 0.1 ms."""
+        """Ask the driver, which takes about 0.1 ms."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
-        return DeviceMemory(free_bytes=free_bytes, total_bytes=total_bytes, releases=stats.get("num_device_free", 0))
+        return DeviceMemory(free_bytes=free_bytes, total_bytes=total_bytes)
+
+    def releases(self) -> int:
+        """Ask torch's caching allocator."""
+        return int(torch.cuda.memory_stats_as_nested_dict(self._device).get("num_device_free", 0))
 
     def record_event(self) -> CopyEvent:
         """Return an event of the side stream."""

@@ -12,7 +12,6 @@ import torch
 
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.format.tensor_zip import is_dense
-from aio_ckpt.memory.copies import FOREACH_DTYPES
 from aio_ckpt.memory.host_copy import CopyVectors
 from aio_ckpt.plan.layout import ImageLayout, Piece, TensorItem
 from aio_ckpt.plan.structure import Structure
@@ -164,7 +163,7 @@ def plan_copies(
         is_plain = not structure.conj[leaf] and not structure.neg[leaf]
         if not (is_plain and is_dense(tuple(structure.shapes[leaf]), structure.strides[leaf])):
             return by_torch
-        if piece.nbytes == raw_bytes and structure.dtypes[leaf] in FOREACH_DTYPES and gathers(device, raw_bytes):
+        if piece.nbytes == raw_bytes and gathers(device, raw_bytes):
             return "gathered", device
         is_moved = raw_bytes <= SMALL_COPY_BYTES if device.type == "cpu" else can_copy_by_address(device)
         return ("by address", device) if is_moved else by_torch

@@ -19,7 +19,7 @@ from aio_ckpt.plan.layout import Chunk, Piece
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses, flat_bytes, has_stored_bytes
 from aio_ckpt.snapshot.device_copy import DeviceCopier
-from aio_ckpt.snapshot.gather import GatherBuffers, LeafGroups
+from aio_ckpt.snapshot.gather import GatherBuffers
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.save_progress import CapturedRun
 
@@ -141,7 +141,7 @@ class Capture:
         if device_copy is not None:
             found, self._device_memory = device_copy
             for device, groups in found.groups.items():
-                self._assemble(self._copies_from(device), groups)
+                self._copies_from(device).copy_groups(groups)
             issued, copied = found.issued, found.leaves
         later = [leaves for leaves in (self._guarded - copied, copied) if leaves]
         self._copy_order, self._last_phase = engines.order(copies, issued, later), len(later)
@@ -260,12 +260,8 @@ class Capture:
             return
         start = run.start + self._shift(chunk)
         target = self._image.lease.arena.tensor[start : start + run.stop - run.start]
-        self._assemble(copies, gathered.groups)
+        copies.copy_groups(gathered.groups)
         copies.copy(target, gathered.memory)
-
-    def _assemble(self, copies: Copies, groups: LeafGroups) -> None:
-        tensors = self._planned.tensors
-        copies.copy_groups([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
 
     def _copy(self, chunk: Chunk, pieces: Sequence[Piece]) -> None:
         shift = self._shift(chunk)

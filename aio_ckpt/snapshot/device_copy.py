@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aio_ckpt import _torch
 from aio_ckpt.format.tensor_table import IntArray
-from aio_ckpt.memory.copies import Copies, DeviceMemory
+from aio_ckpt.memory.copies import Copies, DeviceMemory, Groups, groups_by_address
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable
 from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.save_plan import ImagePlan
-from aio_ckpt.snapshot.gather import LeafGroups, by_dtype
 
 _ALIGNMENT = 512
 _MIN_LEAF_BYTES = 256 << 10
@@ -38,7 +36,7 @@ _CopiesFrom = Callable[[torch.device], Copies]
 class DeviceCopy:
     """Places of the device copies of one layout, and the moves from there to the host. It holds no memory of a device.
 
-    Its views are valid as long as the memory at ``spans`` is allocated.
+    Its groups are valid as long as the sources and the memory at ``spans`` are allocated.
     """
 
     copies: CopyPlan
@@ -47,8 +45,8 @@ class DeviceCopy:
     """Address and length of the memory on each device."""
     leaves: frozenset[int]
     """Leaves that have a copy."""
-    groups: Mapping[torch.device, LeafGroups]
-    """Views of the copies on each device, by dtype."""
+    groups: Mapping[torch.device, Groups]
+    """Copies within each device."""
     issued: Mapping[torch.device, CopyTable]
     """Copies to the host, as in ``copies``. The source of a leaf that has a device copy is that copy."""
 
@@ -60,7 +58,7 @@ class DeviceCopier:
         """Limit the copies to ``max_bytes`` on each device; 0: no copies, None: as much as is free."""
         self._max_bytes = max_bytes
         self._kept: dict[torch.device, tuple[int, int]] = {}
-        """Per device, (bytes of the last copy, :attr:`DeviceMemory.releases` at that time). The caching allocator keeps
+        """Per device, (bytes of the last copy, :meth:`Copies.releases` at that time). The caching allocator keeps
         these bytes for the next copy."""
         self._lengths: tuple[ImageLayout | None, Mapping[torch.device, IntArray]] = None, {}
         """(newest layout, per device the bytes of the copy of each tensor; 0 for a small tensor)."""
@@ -92,15 +90,16 @@ class DeviceCopier:
     def _buffer(self, device: torch.device, wanted_bytes: int, copies: Copies) -> torch.Tensor | None:
         if self._max_bytes is not None:
             wanted_bytes = min(wanted_bytes, self._max_bytes)
-        found = copies.memory_info()
-        kept_bytes, releases = self._kept.pop(device, (0, 0))
-        if releases != found.releases:
+        kept_bytes, last_releases = self._kept.pop(device, (0, 0))
+        releases = copies.releases()
+        if releases != last_releases:
             kept_bytes = 0
-        nbytes = copy_budget_bytes(wanted_bytes, kept_bytes, found) // _ALIGNMENT * _ALIGNMENT
-        with torch.inference_mode(mode=False):  # outside of inference mode, a tensor made inside cannot be written to
-            buffer = copies.allocate(nbytes) if nbytes else None
+        if wanted_bytes > kept_bytes:
+            wanted_bytes = copy_budget_bytes(wanted_bytes, kept_bytes, copies.memory_info())
+        nbytes = wanted_bytes // _ALIGNMENT * _ALIGNMENT
+        buffer = copies.allocate(nbytes) if nbytes else None
         if buffer is not None:
-            self._kept[device] = max(nbytes, kept_bytes), found.releases
+            self._kept[device] = max(nbytes, kept_bytes), releases
         return buffer
 
     def _placed(self, plan: ImagePlan, spans: Mapping[torch.device, tuple[int, int]]) -> DeviceCopy:
@@ -113,12 +112,15 @@ class DeviceCopier:
         if known is not None and known.copies is plan.copies and known.spans == spans:
             return known
         addresses = np.array(plan.fingerprint, dtype=np.uint64)
-        groups: dict[torch.device, LeafGroups] = {}
+        groups: dict[torch.device, Groups] = {}
         placed: list[int] = []
         for device, (begin, nbytes) in spans.items():
-            starts = _starts(plan.copies.issued[device].leaves, self._lengths[1][device], nbytes)
-            with torch.inference_mode(mode=False):
-                groups[device] = by_dtype(_views(plan, _torch.unowned_bytes(begin, nbytes, device), starts))
+            table = plan.copies.issued[device]
+            starts = _starts(table.leaves, self._lengths[1][device], nbytes)
+            rows = zip(table.leaves.tolist(), table.vectors.tolist(), strict=True)
+            groups[device] = groups_by_address(
+                device, [(begin + starts[leaf], source, nbytes) for leaf, (_, source, nbytes) in rows if leaf in starts]
+            )
             for leaf, start in starts.items():
                 addresses[leaf] = begin + start
             placed += starts
@@ -145,10 +147,8 @@ def copy_budget_bytes(wanted_bytes: int, kept_bytes: int, memory: DeviceMemory) 
 
     The allocator still keeps ``kept_bytes`` of the last copies. They count as free.
     """
-    if wanted_bytes <= kept_bytes:
-        return wanted_bytes
     margin_bytes = max(int(memory.total_bytes * _MARGIN_SHARE), _MIN_MARGIN_BYTES)
-    return max(min(wanted_bytes, memory.free_bytes - margin_bytes), kept_bytes, 0)
+    return min(wanted_bytes, max(memory.free_bytes - margin_bytes, kept_bytes, 0))
 
 
 def _copy_lengths(table: CopyTable) -> IntArray:
@@ -166,18 +166,3 @@ def _starts(leaves: IntArray, lengths: IntArray, room_bytes: int) -> dict[int, i
             starts[leaf] = end
             end += nbytes
     return starts
-
-
-def _views(plan: ImagePlan, memory: torch.Tensor, starts: Mapping[int, int]) -> dict[int, torch.Tensor]:
-    """Return, for each leaf, a view of its copy with the leaf's dtype, shape and strides."""
-    structure = plan.structure
-    typed = {dtype: memory.view(dtype) for dtype in {structure.dtypes[leaf] for leaf in starts}}
-    return {
-        leaf: torch.as_strided(
-            typed[structure.dtypes[leaf]],
-            structure.shapes[leaf],
-            structure.strides[leaf],
-            start // structure.dtypes[leaf].itemsize,
-        )
-        for leaf, start in starts.items()
-    }

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
 from aio_ckpt.format.constants import align_up
-from aio_ckpt.memory.copies import Copies
-from aio_ckpt.plan.copy_plan import GatherRun
-from aio_ckpt.plan.layout import ImageLayout
+from aio_ckpt.memory.copies import Copies, Groups, groups_by_address
+from aio_ckpt.plan.copy_plan import CopyPlan, GatherRun
 from aio_ckpt.plan.save_plan import ImagePlan
-
-LeafGroups: TypeAlias = tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]
-"""Per dtype, views into memory of a device, and the leaf that is copied to each view."""
 
 _RUN_ALIGNMENT = 512
 
@@ -26,36 +21,34 @@ class GatherTarget:
 
     memory: torch.Tensor
     """Bytes of the run."""
-    groups: LeafGroups
-    """Views into ``memory``, and the leaf that is copied to each."""
+    groups: Groups
+    """Copies of the pieces to ``memory``, valid as long as the sources are allocated."""
 
 
 class GatherBuffers:
-    """Gather buffers of one engine, one for each device, laid out for the newest layout.
+    """Gather buffers of one engine, one for each device, for the copies of the newest save.
 
     Runs take turns in a buffer. All copies of a device are in the order of one stream, so a run is moved to the host
     before a later run is gathered in its place. The object holds its own memory, and never a source.
     """
 
     def __init__(self) -> None:
-        self._layout: ImageLayout | None = None
+        self._copies: CopyPlan | None = None
         self._targets: dict[torch.device, dict[GatherRun, GatherTarget] | None] = {}
 
     def target(self, plan: ImagePlan, run: GatherRun, copies: Copies) -> GatherTarget | None:
         """Return the memory in which ``run`` of ``plan`` is gathered; None if the device lacks the memory."""
-        if self._layout is not plan.layout:
-            self._layout, self._targets = plan.layout, {}
+        if self._copies is not plan.copies:
+            self._copies, self._targets = plan.copies, {}
         found = self._targets
         if run.device not in found:
-            # Outside of inference mode, a tensor that was made inside cannot be written to.
-            with torch.inference_mode(mode=False):
-                found[run.device] = _lay_out(plan, run.device, copies)
+            found[run.device] = _lay_out(plan, run.device, copies)
         targets = found[run.device]
         return None if targets is None else targets[run]
 
     def clear(self) -> None:
         """Drop the memory, which the next save allocates again. By stream order, the issued copies are done first."""
-        self._layout, self._targets = None, {}
+        self._copies, self._targets = None, {}
 
 
 def _lay_out(plan: ImagePlan, device: torch.device, copies: Copies) -> dict[GatherRun, GatherTarget] | None:
@@ -64,7 +57,7 @@ def _lay_out(plan: ImagePlan, device: torch.device, copies: Copies) -> dict[Gath
     memory = copies.allocate(nbytes)
     if memory is None:
         return None
-    return {run: _target(plan.layout, run, memory, start) for run, start in zip(runs, starts, strict=True)}
+    return {run: _target(plan.fingerprint, run, memory, start) for run, start in zip(runs, starts, strict=True)}
 
 
 def _ring_offsets(lengths: Sequence[int], buffer_bytes: int) -> tuple[list[int], int]:
@@ -80,24 +73,9 @@ def _ring_offsets(lengths: Sequence[int], buffer_bytes: int) -> tuple[list[int],
     return starts, end
 
 
-def _target(layout: ImageLayout, run: GatherRun, memory: torch.Tensor, start: int) -> GatherTarget:
-    views: dict[int, torch.Tensor] = {}
-    for piece, leaf in zip(run.pieces, run.leaves, strict=True):
-        spec = layout.items[piece.item].spec
-        views[leaf] = view_at(memory, start + piece.image_start - run.start, spec.dtype, spec.shape, spec.stride)
-    return GatherTarget(memory=memory[start : start + run.stop - run.start], groups=by_dtype(views))
-
-
-def view_at(
-    memory: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
-) -> torch.Tensor:
-    """Return a tensor in ``memory`` (uint8) that begins at byte ``start``, a multiple of the element size."""
-    return torch.as_strided(memory.view(dtype), shape, stride, start // dtype.itemsize)
-
-
-def by_dtype(views: Mapping[int, torch.Tensor]) -> LeafGroups:
-    """Return the views of leaves in groups of one dtype, as :meth:`Copies.copy_groups` takes them."""
-    groups: dict[torch.dtype, dict[int, torch.Tensor]] = {}
-    for leaf, view in views.items():
-        groups.setdefault(view.dtype, {})[leaf] = view
-    return tuple((tuple(group.values()), tuple(group)) for group in groups.values())
+def _target(fingerprint: Sequence[int], run: GatherRun, memory: torch.Tensor, start: int) -> GatherTarget:
+    part = memory[start : start + run.stop - run.start]
+    first = part.data_ptr() - run.start
+    pieces = zip(run.pieces, run.leaves, strict=True)
+    copies = [(first + piece.image_start, fingerprint[leaf], piece.nbytes) for piece, leaf in pieces]
+    return GatherTarget(memory=part, groups=groups_by_address(run.device, copies))

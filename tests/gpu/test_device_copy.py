@@ -195,7 +195,7 @@ def test_where_there_is_room_for_a_part_that_part_is_copied(tmp_path: Path, monk
     monkeypatch.setattr(
         CudaCopies,
         "memory_info",
-        lambda _: DeviceMemory(free_bytes=margin + 1100 * MIB, total_bytes=total, releases=0),
+        lambda _: DeviceMemory(free_bytes=margin + 1100 * MIB, total_bytes=total),
     )
     state = ones(8, 256 * MIB, 1.0)
     with SyncCheckpointEngine(tmp_path) as engine:
