@@ -18,6 +18,7 @@ from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveCall, SaveJob, sent_target
 from aio_ckpt.engine.job_queue import JobQueue
+from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.plan_cache import PlanCache
@@ -69,6 +70,7 @@ class Agreement:
     portal: Portal
     queue: JobQueue
     cache: PlanCache
+    root_session: RootSession
     trash: Trash
     saves: int = 0
     """Calls of ``save()``, the same number on every rank in the same call."""
@@ -163,7 +165,7 @@ class Agreement:
         assert whole.local is not None  # there are several ranks
         limit_secs = deadline.left_secs(2 * self.ctx.members.stall_secs)
         message = PlanMsg(sent_target(target, self.ctx.root), whole.local, content)
-        assign = functools.partial(_assign_under_one_root, self.ctx, numbered, target, message)
+        assign = functools.partial(_assign_under_one_root, self.ctx, self.root_session, numbered, target, message)
         try:
             reply = self.portal.call(assign, timeout=limit_secs, what="save()")
         except StallError:
@@ -176,11 +178,12 @@ class Agreement:
 
 
 async def _assign_under_one_root(
-    ctx: EngineContext, numbered: NumberedCall, target: Target, message: PlanMsg
+    ctx: EngineContext, root_session: RootSession, numbered: NumberedCall, target: Target, message: PlanMsg
 ) -> AssignReply:
     """Do :meth:`SaveRound.assign`. The leader makes the pending directory before, and the other ranks must see it."""
     pending = ctx.pending_path(numbered.number)
     if ctx.members.is_leader:
+        await root_session.renew()
         await ctx.storage.begin_dir(pending, ctx.final_path(target), ctx.save_id(numbered.number))
     reply = await numbered.round.assign(message)
     if not ctx.members.is_leader:

@@ -201,6 +201,7 @@ class BaseEngine:
         pipeline = SavePipeline(
             ctx=ctx,
             runner=runner,
+            root_session=self._root_session,
             claim=claim,
             quarantine=self._quarantine,
             unchanged=unchanged,
@@ -220,7 +221,14 @@ class BaseEngine:
             leases=ImageLeases(ctx=ctx, portal=portal, session=session, unchanged=unchanged),
             root_session=self._root_session,
             queue=queue,
-            agreement=Agreement(ctx=ctx, portal=portal, queue=queue, cache=session.cache, trash=self._trash),
+            agreement=Agreement(
+                ctx=ctx,
+                portal=portal,
+                queue=queue,
+                cache=session.cache,
+                root_session=self._root_session,
+                trash=self._trash,
+            ),
             pipeline=pipeline,
             statistics=self._recorder.statistics,
             earlier_steps=self._earlier_steps,
@@ -313,7 +321,8 @@ class BaseEngine:
             UnsupportedLeafError, UnsafeObjectError, SourceChangedError: a bad leaf; nothing was touched.
             BudgetExceededError: the system refuses the staging memory.
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
-            RootError: the root is not writable, or another writer holds it.
+            RootError: the root is not writable, or another writer holds it. The ticket raises it if a later save finds
+                that the lock was lost.
             StallError: ``deadline_secs`` passed before everything was captured, or the disk stalled meanwhile.
             WriteError: the disk failed before everything was captured.
             DuplicateNameError: ranks hold different parameters, or states of optimizers, under one name. The ticket

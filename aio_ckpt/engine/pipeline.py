@@ -30,6 +30,7 @@ from aio_ckpt.commit.trash import settle_failure
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
 from aio_ckpt.engine.outcomes import explain_failure
+from aio_ckpt.engine.root import RootSession
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, WriteError
@@ -79,6 +80,7 @@ class SavePipeline:
 
     ctx: EngineContext
     runner: JobRunner
+    root_session: RootSession
     claim: Claim
     """Read before each commit: a writer that was taken over commits nothing."""
     quarantine: Quarantine
@@ -116,8 +118,11 @@ class SavePipeline:
     # -- write ----------------------------------------------------------------------------------------
 
     async def _make_pending(self, job: SaveJob) -> None:
-        job.begin("making its directory")
         storage = self.ctx.storage
+        if job.round.is_leader:
+            job.begin("looking at the lock of the root")
+            await self.root_session.renew()
+        job.begin("making its directory")
         if not job.round.is_leader:  # thousands of mkdirs of one name are slow
             if self.ctx.mount.is_shared:
                 await anyio.sleep(_HEAD_START_SECS)

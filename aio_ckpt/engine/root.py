@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -33,6 +34,7 @@ from aio_ckpt.remote_path import Place, RemotePath, check_place, find_remote, pl
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
+from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start_beside_or_here
 from aio_ckpt.runtime.waiting import WaitWarning, call_within, disk_warning
 from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
@@ -194,10 +196,17 @@ class RootSession:
         )
         self._passes: list[Future[None]] = []
         self._lock: RootLock | None = None
+        self._renewal: Future[bool] | None = None
+        """Newest renewal of the lock, in a thread."""
         self._lock_call: Future[Any] | None = None
         """Call of the lock that a save gave up waiting for, in a thread that the disk holds."""
 
     # -- the lock -------------------------------------------------------------------------------------
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this engine has taken the lock."""
+        return self._lock is not None
 
     def become_writer(self, learn: Callable[[Callable[[], list[int]]], None], deadline: Deadline) -> None:
         """Take the root's lock, before the first change under the root.
@@ -210,23 +219,26 @@ class RootSession:
             StallError: the deadline of the save passed. The next save begins anew.
         """
         if self._lock is not None:
-            try:
-                self._renew(self._lock, deadline)
-            except BaseException as error:
-                note_stage(error, "open")
-                raise
+            self._call(self.renew, what="looking at the lock", deadline=deadline)
             return
         self._check_open()
         ctx, lock = self._ctx, None
         try:
             self._call(self._make_root, what="making the root", deadline=deadline)
-            mount = self._mount(deadline)
+            look = functools.partial(mount_of_root, ctx.storage, ctx.root)
+            mount = self._call(look, what="looking at the root", deadline=deadline)
             take = functools.partial(lock_root, ctx.storage, ctx.root, mount)
             lock = self._call_lock(take, "taking the lock", deadline)
-            self._make_directories(deadline)
-            self._take_claim(lock, mount, deadline)
+            self._call(make_engine_dirs, ctx.storage, ctx.root, what="making its own directories", deadline=deadline)
+            self._call(
+                functools.partial(self._take_claim, lock, mount, deadline),
+                what="claiming the root",
+                idle_secs=lambda: self._claim.idle_secs,
+                more_secs=longest_silence(mount),
+                deadline=deadline,
+            )
             self._quarantine.claim = self._claim
-            self._set_aside(deadline)
+            self._call(self._set_aside, what="setting damaged checkpoints aside", deadline=deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
             self._call(self._rescue.reclaim, what="clearing segments of dead writers", deadline=deadline)
             learn(functools.partial(self.all_steps, deadline))
@@ -242,32 +254,38 @@ class RootSession:
         if cleared:
             _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
 
-    def _renew(self, lock: RootLock, deadline: Deadline) -> None:
-        if self._call_lock(lock.renew, "looking at the lock", deadline):  # the root may be a new one
-            self._make_directories(deadline)
-            self._take_claim(lock, self._mount(deadline), deadline)
-        if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of this save
-            self._set_aside(deadline)
+    async def renew(self) -> None:
+        """Make sure, on the loop, that the lock is still held, before a change under the root.
 
-    def _mount(self, deadline: Deadline) -> Mount:
-        return self._call(
-            mount_of_root, self._ctx.storage, self._ctx.root, what="looking at the root", deadline=deadline
-        )
+        Raises:
+            RootError: another writer holds it now.
+        """
+        ctx, lock = self._ctx, self._lock
+        try:
+            if lock is not None and await self._renew(lock):  # the root may be a new one
+                await make_engine_dirs(ctx.storage, ctx.root)
+                await self._take_claim(lock, await mount_of_root(ctx.storage, ctx.root), NO_DEADLINE)
+            if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of a save
+                await self._set_aside()
+        except BaseException as error:
+            note_stage(error, "open")
+            raise
 
-    def _take_claim(self, lock: RootLock, mount: Mount, deadline: Deadline) -> None:
+    async def _renew(self, lock: RootLock) -> bool:
+        # One thread at a time: a disk that does not answer would hold one for each save.
+        if self._renewal is None or self._renewal.done():
+            self._renewal = self._ctx.executor.submit(lock.renew)
+        renewal = self._renewal
+        await asyncio.wrap_future(follow(renewal))
+        return renewal.result()
+
+    async def _take_claim(self, lock: RootLock, mount: Mount, deadline: Deadline) -> None:
         """Claim the root on all hosts, and keep the claim alive.
 
         Raises:
             RootError: an engine on another host writes here.
         """
-        left_secs = deadline.left_secs(math.inf)
-        self._call(
-            functools.partial(self._claim.take, mount, is_locked=lock.is_granted, limit_secs=left_secs),
-            what="claiming the root",
-            idle_secs=lambda: self._claim.idle_secs,
-            more_secs=longest_silence(mount),
-            deadline=deadline,
-        )
+        await self._claim.take(mount, is_locked=lock.is_granted, limit_secs=deadline.left_secs(math.inf))
         if self._heartbeat is None:
             self._heartbeat = self._portal.submit(self._claim.keep)
 
@@ -351,15 +369,9 @@ class RootSession:
         if self._portal.is_closed:  # nothing would release the lock
             raise EngineClosedError("the engine was closed: open a new one")
 
-    def _make_directories(self, deadline: Deadline) -> None:
-        ctx, what = self._ctx, "making the directories of its own"
-        self._call(make_engine_dirs, ctx.storage, ctx.root, what=what, deadline=deadline)
-
-    def _set_aside(self, deadline: Deadline) -> None:
-        ctx, what = self._ctx, "setting damaged checkpoints aside"
-        limit_secs = ctx.config.stall_timeout_secs
-        enforce = self._quarantine.enforce
-        self._call(enforce, ctx.storage, ctx.root, self._claim, limit_secs, what=what, deadline=deadline)
+    async def _set_aside(self) -> None:
+        ctx = self._ctx
+        await self._quarantine.enforce(ctx.storage, ctx.root, self._claim, ctx.config.stall_timeout_secs)
 
     async def _clear(self) -> list[str]:
         ctx = self._ctx

@@ -189,7 +189,7 @@ class StateSaves(LockedCalls):
     def _claim_target(self, numbered: NumberedCall) -> Target:
         """Lock the root, and return the path or step to save at: by default, the next step."""
         call, step = numbered.call, numbered.step
-        if self.ctx.members.is_leader:
+        if self.ctx.members.is_leader and not self.root_session.is_writer:
             self.root_session.become_writer(self.queue.steps.learn, call.deadline)
         if call.takes_step:
             self._tell_earlier_steps(step)

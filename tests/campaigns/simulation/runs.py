@@ -36,6 +36,7 @@ from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.removal import Remover
+from aio_ckpt.engine.root import RootSession
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
@@ -266,6 +267,7 @@ class World:
         self.portal.attach(self.loop, group, self.threads)
         pipeline = SavePipeline(
             ctx=self.ctx,
+            root_session=mock.create_autospec(RootSession, instance=True),
             claim=self.claim(),
             runner=JobRunner(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
             quarantine=Quarantine(),

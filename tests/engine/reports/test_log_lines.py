@@ -66,6 +66,7 @@ def test_the_stages_of_a_save_are_logged_at_debug_in_their_order(root: Path, cap
     own_thread = {"save() returns", "everything is staged"}
     assert own_thread <= set(stages)
     assert [stage for stage in stages if stage not in own_thread] == [
+        "looking at the lock of the root",
         "making its directory",
         "reserving room for its data",
         "writing its data",

@@ -446,7 +446,7 @@ def test_a_root_that_was_removed_and_made_anew_is_saved_into(tmp_path: Path) -> 
         engine.save(weights(1), 1).result(TIMEOUT)
         shutil.rmtree(root)
         with pytest.raises(RootError, match=r"the root is gone .*: bring it back, or give another root"):
-            engine.save(weights(2), 2)
+            engine.save(weights(2), 2).result(TIMEOUT)
         root.mkdir()
         engine.save(weights(3), 3).result(TIMEOUT)
         assert engine.steps() == [3]
