@@ -49,6 +49,7 @@ from aio_ckpt.engine.root import (
 from aio_ckpt.engine.root_changes import RootChanges
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.shutdown import Shutdown
+from aio_ckpt.engine.start_job import JobStarter
 from aio_ckpt.engine.state_save import StateSaves
 from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import EngineClosedError, StallError
@@ -209,9 +210,8 @@ class BaseEngine:
         )
         self._recorder = OutcomeRecorder(ctx, session, self._root_session)
         remover = Remover(ctx=ctx, claim=claim, quarantine=self._quarantine, trash=self._trash)
-        self._queue = queue = JobQueue(
-            ctx, portal, runner, self._quarantine, remover, session, self._recorder, mirroring
-        )
+        self._queue = queue = JobQueue(ctx, portal, self._quarantine, remover, self._recorder, mirroring)
+        starter = JobStarter(ctx=ctx, portal=portal, queue=queue, session=session, runner=runner)
         self._earlier_steps = EarlierSteps(ctx.root)
         self._state_saves = StateSaves(
             call_lock=call_lock,
@@ -229,12 +229,13 @@ class BaseEngine:
                 root_session=self._root_session,
                 trash=self._trash,
             ),
+            starter=starter,
             pipeline=pipeline,
             statistics=self._recorder.statistics,
             earlier_steps=self._earlier_steps,
             is_urgent=self._preemption.poll,
         )
-        self._file_saves = FileSaves(ctx, call_lock, session, queue, FilePipeline(ctx=ctx, runner=runner))
+        self._file_saves = FileSaves(ctx, call_lock, queue, starter, FilePipeline(ctx=ctx, runner=runner))
         self._root_changes = RootChanges(
             call_lock=call_lock,
             ctx=ctx,

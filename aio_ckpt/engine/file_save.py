@@ -15,11 +15,11 @@ from pathlib import Path
 from aio_ckpt.checks import MAX_SECS, check_path, shown
 from aio_ckpt.commit.path_checkpoints import file_refusal
 from aio_ckpt.engine.call_lock import CallLock, LockedCalls
-from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import TEMPORARY, FilePipeline
 from aio_ckpt.engine.job import FileJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
+from aio_ckpt.engine.start_job import JobStarter
 from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, index_name
 from aio_ckpt.memory.kind import StagingChoice
@@ -43,12 +43,13 @@ class FileSaves(LockedCalls):
     """Caller's half of the files of one engine."""
 
     def __init__(
-        self, ctx: EngineContext, call_lock: CallLock, session: CaptureSession, queue: JobQueue, pipeline: FilePipeline
+        self, ctx: EngineContext, call_lock: CallLock, queue: JobQueue, starter: JobStarter, pipeline: FilePipeline
     ) -> None:
         super().__init__(call_lock=call_lock)
         self._ctx = ctx
         self._queue = queue
-        self._lifetime = session.lifetime
+        self._starter = starter
+        self._lifetime = starter.session.lifetime
         # A snapshot that can be rescued belongs to a step, so a file needs no memory with a name.
         staging = "auto" if ctx.config.shm_path is not None else ctx.config.staging
         self._staging = StagingChoice(staging)
@@ -96,7 +97,7 @@ class FileSaves(LockedCalls):
                 content=content,
             )
         )
-        self._queue.start(job, self._pipeline, self._parts(job))
+        self._starter.start(job, self._pipeline, self._parts(job))
         return job.ticket
 
     def _parts(self, job: FileJob) -> Iterator[tuple[PlannedImage, Part]]:

@@ -1,7 +1,4 @@
-"""The pending saves of one engine: room, start, settlement, and failures that nobody awaited.
-
-:meth:`JobQueue.start` runs the capture on the caller's thread and submits the pipeline to the loop.
-"""
+"""The pending saves of one engine: room, order, settlement, and failures that nobody awaited."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -23,39 +20,31 @@ from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.path_checkpoints import is_same_place
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
-from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import Job, RemoveJob, SaveJob, WriteJob
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.outcomes import OutcomeRecorder, logged_errors, named
 from aio_ckpt.engine.removal import Remover
-from aio_ckpt.engine.run_job import JobRunner, Pipeline
 from aio_ckpt.errors import (
     BusyError,
     ConfigError,
     EngineClosedError,
     PeerFailedError,
     SaveCancelledError,
-    StallError,
 )
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.mirror import Mirroring
-from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import Room, SaveState
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import SaveReport, title
 from aio_ckpt.runtime.deadline import Deadline
-from aio_ckpt.runtime.error_notes import note_stage, note_ticket
-from aio_ckpt.runtime.futures import failed, follow
-from aio_ckpt.runtime.log_records import is_logged
+from aio_ckpt.runtime.error_notes import note_ticket
+from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
-from aio_ckpt.snapshot.capture import Capture, capture
-from aio_ckpt.snapshot.save_progress import CapturedRun
 from aio_ckpt.ticket import Milestone, SaveTicket, settle
-from aio_ckpt.write.part import Part
 
 J = TypeVar("J", bound=Job)
 W = TypeVar("W", bound=WriteJob)
@@ -68,9 +57,9 @@ MAX_CALLS = sys.maxsize
 
 
 class JobQueue:
-    """The table of pending saves, of steps, paths and files: their room, order, start, settlement, and failures.
+    """The table of pending saves, of steps, paths and files: their room, order, settlement, and failures.
 
-    Invariant: a save is in the table from :meth:`start` until it is settled. The table holds at most ``max_in_flight``
+    Invariant: a save is in the table from :meth:`add` until it is settled. The table holds at most ``max_in_flight``
     saves, and as many files. A failure that no waiter has seen stays here until it is raised once.
     """
 
@@ -78,18 +67,14 @@ class JobQueue:
         self,
         ctx: EngineContext,
         portal: Portal,
-        runner: JobRunner,
         quarantine: Quarantine,
         remover: Remover,
-        session: CaptureSession,
         recorder: OutcomeRecorder,
         mirroring: Mirroring | None,
     ) -> None:
         self._ctx = ctx
         self._portal = portal
-        self._runner = runner
         self._remover = remover
-        self._session = session
         self._recorder = recorder
         self._mirroring = mirroring
         self._max = ctx.config.max_in_flight
@@ -237,7 +222,7 @@ class JobQueue:
             self._mirroring.check_thread(what)
 
     def enter(self, job: W) -> W:
-        """Give a new save its ticket and its turn. :meth:`start` puts it into the table and runs it."""
+        """Give a new save its ticket and its turn. :meth:`add` puts it into the table."""
 
         def cancel() -> bool:
             return self._portal.call(job.cancel, timeout=self._ctx.config.stall_timeout_secs, what="cancel()")
@@ -272,96 +257,20 @@ class JobQueue:
         self._ctx.members.coordinator.begin_call(Topic(kind, self._calls), step=step if type(step) is int else None)
         return self._calls
 
-    def start(self, job: W, pipeline: Pipeline[W], parts: Iterable[tuple[PlannedImage, Part]]) -> None:
-        """Run ``pipeline`` and capture each part in its turn. The first chunks are written while later ones are copied.
+    def add(self, job: WriteJob) -> None:
+        """Put a save into the table."""
+        with self._lock:
+            self.check_open()  # again: close() waits only for saves that are in the table then
+            self._jobs.append(job)
+            if isinstance(job, SaveJob):
+                self._newest = weakref.ref(job.ticket)
 
-        ``parts`` yields each part with its plan, and may wait for memory before. If this raises, the save is settled:
-        nothing is visible and the ticket holds the error.
-        """
-        copies: list[tuple[Capture, Part]] = []
-        copied: list[Future[None]] = []
-        try:
-            with self._lock:  # inside the try: a save in the table that is never settled would block all later ones
-                self.check_open()  # again: close() waits only for saves that are in the table then
-                self._jobs.append(job)
-                if isinstance(job, SaveJob):
-                    self._newest = weakref.ref(job.ticket)
-            for planned, part in parts:
-                job.parts.append(part)
-                part.image.lease.hold(part)
-                work = self._capture(job, pipeline, planned, part)
-                copies.append((work, part))
-                if work.is_done:
-                    _end_copies(work, part)
-                else:  # each part by itself, because the next one may need the memory
-                    copied.append(self._portal.executor.submit(_end_copies, work, part))
-            if is_logged(logging.DEBUG):
-                job.debug(f"{job.kind}() returns")
-            _after_all(copied, functools.partial(_staged, job, copied))
-        except BaseException as error:
-            for work, part in copies:
-                _end_copies(work, part)  # no copy may still use the arena when it is given back
-            for part in job.parts:
-                part.image.lease.release(part)
-            self._give_up(job, error)
-            raise
-
-    def _capture(self, job: W, pipeline: Pipeline[W], planned: PlannedImage, part: Part) -> Capture:
-        """Issue the copies of a part. The first chunks that are captured submit the pipeline."""
-        image, plan = part.image, planned.plan
-
-        def captured(runs: Sequence[CapturedRun]) -> None:
-            if job.is_submitted:
-                self._portal.post(job.captured, part, runs)
-                return
-            # The loop takes the GIL when it is woken. So it is woken once, when there is something to write.
-            part.chunks.add(runs)
-            self._portal.submit(self._runner.run, job, pipeline, on_done=lambda done: self._settle(job, done))
-            job.is_submitted = True
-
-        def issued(work: Capture) -> None:
-            job.events += work.source_events
-            self._session.guards.wait_for(work.source_events)
-            job.timer.reached("blocked")  # now: the loop wakes next and may settle the save before this thread goes on
-
-        return capture(
-            planned,
-            image,
-            self._session.copy_engines,
-            guarded=self._session.guards.leaves(plan.fingerprint, plan.structure),
-            on_captured=captured,
-            on_issued=issued,
-            stall_timeout_secs=self._runner.slot_timeout_secs(image.slots * image.chunk_bytes),
-        )
-
-    def _give_up(self, job: WriteJob, error: BaseException) -> None:
-        """End a save whose call is about to raise ``error``, at whatever stage it is."""
-        timeout_secs = self._ctx.config.stall_timeout_secs
-        # Only the call itself raises Ctrl-C. The pipeline and later saves get a SaveCancelledError.
-        interrupted = SaveCancelledError(f"{job.kind}() of {job.title} was interrupted by {type(error).__name__}")
-        cause = error if isinstance(error, Exception) else interrupted
-        note_stage(cause, CALL_STAGE)
-        try:
-            self._portal.call(self._stop, job, cause, timeout=timeout_secs, what=f"{job.kind}()")
-        except (EngineClosedError, StallError):  # no pipeline runs any more
-            self._settle(job, failed(cause))
-        with contextlib.suppress(StallError):
-            job.ticket.exception(timeout_secs)
-        with self._lock:  # the call raises it; a kept traceback would keep the caller's state alive
+    def forget_failure(self, job: WriteJob) -> None:
+        """Drop the failure of a save: its own call raises it."""
+        with self._lock:  # a kept traceback would keep the caller's state alive
             self._unreported = [entry for entry in self._unreported if entry[1] is not job.ticket]
 
-    async def _stop(self, job: WriteJob, cause: Exception) -> None:
-        """Stop a save, on the loop: only there it is certain whether the pipeline has begun.
-
-        If so, that settles the save.
-        """
-        job.stall.fail(cause)
-        if job.scope is None:  # the pipeline has not begun
-            for part in job.parts:
-                part.image.lease.close()
-            self._settle(job, failed(cause))
-
-    def _settle(self, job: WriteJob, done: Future[SaveReport]) -> None:
+    def settle(self, job: WriteJob, done: Future[SaveReport]) -> None:
         """Settle a save whose pipeline has ended or will never begin: first the table, then the ticket.
 
         The first call counts.
@@ -557,26 +466,3 @@ def note_failure(error: BaseException, failed: SaveTicket) -> None:
 def _was_raised_elsewhere(error: BaseException) -> bool:
     """Return whether ``save()`` raised ``error`` on another rank. Raised here again, it would be sent there again."""
     return isinstance(error, PeerFailedError) and error.stage == CALL_STAGE
-
-
-def _end_copies(work: Capture, part: Part) -> None:
-    """Wait for the copies of a part, and end the hold of its memory for them."""
-    work.finish()
-    part.image.lease.release(part)
-
-
-def _after_all(futures: Sequence[Future[None]], then: Callable[[], None]) -> None:
-    """Call ``then`` once all ``futures`` are done: now, or on the thread of the last one."""
-    if futures:
-        futures[0].add_done_callback(lambda _: _after_all(futures[1:], then))
-    else:
-        then()
-
-
-def _staged(job: WriteJob, copied: Sequence[Future[None]]) -> None:
-    """Note that all copies of a save are done. If one failed, its pipeline fails, too, and settles the ticket."""
-    if all(copy.exception() is None for copy in copied):
-        job.timer.reached("staged")
-        if is_logged(logging.DEBUG):
-            job.debug("everything is staged")
-        job.ticket.staged.resolve(None)

@@ -23,6 +23,7 @@ from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import Statistics
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession
+from aio_ckpt.engine.start_job import JobStarter
 from aio_ckpt.errors import AioCkptError, StepOrderError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.leaves.objects import ObjectBytes
@@ -48,6 +49,7 @@ class StateSaves(LockedCalls):
     root_session: RootSession
     queue: JobQueue
     agreement: Agreement
+    starter: JobStarter
     pipeline: SavePipeline
     statistics: Statistics
     earlier_steps: EarlierSteps
@@ -155,7 +157,7 @@ class StateSaves(LockedCalls):
             )
             # Before the start: an error after it would be raised while the save goes on.
             self.session.map_next(leased.planned.plan, objects, leased.tail_bytes)
-            self.queue.start(job, self.pipeline, [(leased.planned, part)])
+            self.starter.start(job, self.pipeline, [(leased.planned, part)])
         except Exception:
             image.lease.close()  # again: without memory, start() may have failed to close it
             raise

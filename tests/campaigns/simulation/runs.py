@@ -38,6 +38,7 @@ from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.removal import Remover
 from aio_ckpt.engine.root import RootSession
 from aio_ckpt.engine.run_job import JobRunner
+from aio_ckpt.engine.start_job import JobStarter
 from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.checkpoint_files import data_file_name
@@ -237,12 +238,13 @@ class World:
     async def train(self) -> None:
         """A few saves, then everything that must hold."""
         async with anyio.create_task_group() as group:
-            queue, pipeline = await self.open(group)
+            starter, pipeline = await self.open(group)
+            queue = starter.queue
             for number in range(1, self.rng.randrange(2, 6)):
                 while (settled := queue.settled_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
                 await self._learn(queue)
-                attempt = self._save(queue, pipeline, number)
+                attempt = self._save(starter, pipeline, number)
                 if self.rng.random() < 0.2:
                     group.start_soon(self._cancel, attempt, self.rng.expovariate(10.0))
                 if self.rng.random() < 0.5:
@@ -262,7 +264,7 @@ class World:
         """The claim that this writer makes."""
         return Claim(self.storage, ROOT, self.ctx.owner, stale_after_secs=self.ctx.config.stale_after_secs)
 
-    async def open(self, group: anyio.abc.TaskGroup) -> tuple[JobQueue, SavePipeline]:
+    async def open(self, group: anyio.abc.TaskGroup) -> tuple[JobStarter, SavePipeline]:
         """The engine of a writer that has the root."""
         self.portal.attach(self.loop, group, self.threads)
         pipeline = SavePipeline(
@@ -284,7 +286,9 @@ class World:
         session = CaptureSession(self.ctx, None)
         quarantine, runner = pipeline.quarantine, pipeline.runner
         remover = Remover(ctx=self.ctx, claim=pipeline.claim, quarantine=quarantine, trash=runner.trash)
-        return JobQueue(self.ctx, self.portal, runner, quarantine, remover, session, outcomes, None), pipeline
+        queue = JobQueue(self.ctx, self.portal, quarantine, remover, outcomes, None)
+        starter = JobStarter(ctx=self.ctx, portal=self.portal, queue=queue, session=session, runner=runner)
+        return starter, pipeline
 
     async def _learn(self, queue: JobQueue) -> None:
         while not queue.steps.are_known:
@@ -295,9 +299,10 @@ class World:
                 continue
             queue.steps.learn(lambda: [checkpoint.step for checkpoint in found])  # noqa: B023 - called at once
 
-    def _save(self, queue: JobQueue, pipeline: SavePipeline, number: int) -> Attempt:
+    def _save(self, starter: JobStarter, pipeline: SavePipeline, number: int) -> Attempt:
         rng, now = self.rng, self.loop.time()
         committed = [a.save.stored_step for a in self.attempts if a.save.ticket.committed.state == "reached"]
+        queue = starter.queue
         overwrite = bool(committed) and not queue.pending_count and rng.random() < 0.2
         state = self._state(number)
         flat = flatten(state, rank=0)
@@ -348,7 +353,7 @@ class World:
         self.attempts.append(attempt)
         save.settled.add_done_callback(lambda _: self._ended(attempt))
         self.portal.post_after(rng.expovariate(100.0))
-        queue.start(save, pipeline, [(planned, part)])
+        starter.start(save, pipeline, [(planned, part)])
         for value in state.values():  # what a trainer does next must not reach the checkpoint
             if isinstance(value, torch.Tensor):
                 value.fill_(-1)

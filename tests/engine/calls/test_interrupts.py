@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
-from aio_ckpt.engine import agreement, capture_session, engine, file_save, job_queue
+from aio_ckpt.engine import agreement, capture_session, engine, file_save, job_queue, start_job
 from aio_ckpt.engine import root as keeper
 from aio_ckpt.engine import state_save as saver
 from aio_ckpt.engine.job import SaveJob, WriteJob
@@ -49,6 +49,7 @@ TRACED = {
         save_progress,
         rootlock,
         snapshot,
+        start_job,
     )
 }
 FOREIGN = {"Condition.__enter__", "Condition.__exit__"}
@@ -183,7 +184,7 @@ def test_a_save_that_ctrl_c_ends_while_it_copies_is_cancelled_and_leaves_no_file
     with SyncCheckpointEngine(tmp_path) as opened:
         with monkeypatch.context() as patch:
             patch.setattr(job_queue.JobQueue, "enter", remember)
-            patch.setattr(job_queue, "capture", interrupted)
+            patch.setattr(start_job, "capture", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 opened.save({"a": torch.zeros(5000)})
         assert isinstance(entered[0].ticket.exception(TIMEOUT), SaveCancelledError)
