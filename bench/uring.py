@@ -27,7 +27,7 @@ import anyio
 import torch
 from isal import isal_zlib
 
-from aio_ckpt.plan.layout import chunk_bytes_for
+from aio_ckpt.plan.chunks import chunk_bytes_for
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.direct_io import RWF_DONTCACHE

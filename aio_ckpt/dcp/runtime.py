@@ -23,7 +23,7 @@ from aio_ckpt.errors import ConfigError, RootError
 from aio_ckpt.memory.available import default_budget_bytes, ranks_on_host
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan.layout import chunk_bytes_for
+from aio_ckpt.plan.chunks import chunk_bytes_for
 from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal

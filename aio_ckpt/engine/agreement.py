@@ -1,7 +1,4 @@
-"""What the ranks agree on before a save is captured: its number, room for it, and which rank writes what.
-
-With one rank, each of these is this rank's own decision.
-"""
+"""What several ranks agree on before a save is captured: room for it, and which rank writes what."""
 
 from __future__ import annotations
 
@@ -16,40 +13,18 @@ from isal import isal_zlib
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.job import SaveCall, SaveJob, sent_target
+from aio_ckpt.engine.job import NumberedCall, SaveJob, sent_target
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.plan_cache import PlanCache
-from aio_ckpt.plan.save_plan import Plan, PlannedSave, narrow
-from aio_ckpt.ranks.messages import Topic
+from aio_ckpt.plan.save_plan import PlannedSave, narrow
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
-from aio_ckpt.ranks.save_round import Room, SaveRound
+from aio_ckpt.ranks.save_round import Room
 from aio_ckpt.reports import Target
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.replica_sums import content_sums
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumberedCall:
-    """One call of ``save()``, with what makes it the same call on every rank."""
-
-    call: SaveCall
-    step: int | None
-    """Step that the caller gave."""
-    number: int
-    """Number of the call."""
-    round: SaveRound
-
-    @property
-    def target(self) -> Target | None:
-        """Step or path that the caller gave."""
-        return self.call.path or self.step
-
-    def accepted(self) -> NumberedCall:
-        """Return the call itself, or raise the error of a refused one."""
-        return self if self.call.refuse is None else replace(self, call=self.call.refuse())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +39,7 @@ class Admission:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Agreement:
-    """Agreement of the ranks on the saves of one engine. Its caller holds the engine's lock."""
+    """Agreement of several ranks on the saves of one engine. Its caller holds the engine's lock."""
 
     ctx: EngineContext
     portal: Portal
@@ -72,20 +47,8 @@ class Agreement:
     cache: PlanCache
     root_session: RootSession
     trash: Trash
-    saves: int = 0
-    """Calls of ``save()``, the same number on every rank in the same call."""
     outdated_share: bytes = b""
     """Identity of a share of this rank after whose assignment another rank planned anew."""
-
-    def begin(self, call: SaveCall, step: int | None) -> NumberedCall:
-        """Give a call of ``save()`` its number."""
-        number = self.queue.next_number("save", step)
-        self.saves += 1
-        if call.takes_step:
-            self.queue.count_call(number, step)
-        topic = Topic("save", number)
-        round_ = SaveRound(self.ctx.members, self.ctx.executor, topic=topic)
-        return NumberedCall(call=call, step=step, number=number, round=round_)
 
     def admit(self, numbered: NumberedCall, when_busy: BusyPolicy) -> Admission:
         """Wait for room.
@@ -98,8 +61,6 @@ class Agreement:
             PeerFailedError: another rank has refused the call, or is lost.
         """
         queue, target, deadline = self.queue, numbered.target, numbered.call.deadline
-        if not self.ctx.members.are_several:
-            return Admission(queue.wait_for_room(SaveJob, target, when_busy, deadline), numbered.number - 1)
         began, has_room, through = time.perf_counter(), True, queue.settled_by_now
         if when_busy != "wait":  # if the leader has room, every rank has, or will have once a message has arrived
             queue.check_open()
@@ -128,26 +89,23 @@ class Agreement:
             if await numbered.round.refuse(error):
                 self.trash.add(self.ctx.pending_path(numbered.number))
 
-        if self.ctx.members.are_several:
-            with contextlib.suppress(EngineClosedError):
-                self.portal.submit(refuse)
+        with contextlib.suppress(EngineClosedError):
+            self.portal.submit(refuse)
 
-    def content(self, planned: PlannedSave, objects: ObjectBytes) -> ContentSums:
+    def content(self, planned: PlannedSave, objects: ObjectBytes, count: int) -> ContentSums:
         """Return the checksums of all that this rank holds, by which the leader compares replicas.
 
         Tensors are summed if this rank plans anew or another rank has, and in saves 1, 2, 4, 8, ... of the engine:
-        contents that are equal at first (moments of zero, layers of one seed) differ soon after. The number of saves is
-        equal on all ranks. A tensor that no other rank holds is not summed: on a device, to read the whole state costs
-        training more than the save does.
+        contents that are equal at first (moments of zero, layers of one seed) differ soon after. ``count`` numbers the
+        saves, on all ranks alike. A tensor that no other rank holds is not summed: on a device, to read the whole state
+        costs training more than the save does.
         """
         plan = planned.plan
-        if plan.local is None:  # there is one rank
-            return ContentSums(b"")
         crc32s = [isal_zlib.crc32(objects.region[start : start + nbytes]) for start, nbytes in objects.spans]
         is_due = self.ctx.members.is_comparison_due
         if is_due:  # a rank that planned anew may hold what no other rank held when this share was assigned
             self.outdated_share = plan.share_id
-        is_summed, sums = is_due or not plan.share_id or self.saves & (self.saves - 1) == 0, b""
+        is_summed, sums = is_due or not plan.share_id or count & (count - 1) == 0, b""
         if is_summed:
             is_all = plan.share_id in {b"", self.outdated_share}
             replicated = range(len(plan.held)) if is_all else plan.replicated
@@ -189,8 +147,3 @@ async def _assign_under_one_root(
     if not ctx.members.is_leader:
         await ctx.members.check_root(ctx.storage, ctx.root, pending)
     return reply
-
-
-def lacks_share(plan: Plan) -> bool:
-    """Return whether other ranks hold shards, too, and it is not agreed yet which rank writes what."""
-    return plan.local is not None and not plan.share_id

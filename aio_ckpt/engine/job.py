@@ -122,6 +122,27 @@ class SaveCall:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberedCall:
+    """One call of ``save()``, with what makes it the same call on every rank."""
+
+    call: SaveCall
+    step: int | None
+    """Step that the caller gave."""
+    number: int
+    """Number of the call."""
+    round: SaveRound
+
+    @property
+    def target(self) -> Target | None:
+        """Step or path that the caller gave."""
+        return self.call.path or self.step
+
+    def accepted(self) -> NumberedCall:
+        """Return the call itself, or raise the error of a refused one."""
+        return self if self.call.refuse is None else replace(self, call=self.call.refuse())
+
+
 Reached: TypeAlias = Literal["blocked", "staged", "written", "synced", "agreed", "dir_synced"]
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aio_ckpt.commit import step_numbers
-from aio_ckpt.engine.agreement import Admission, Agreement, NumberedCall, lacks_share
+from aio_ckpt.engine.agreement import Admission, Agreement
 from aio_ckpt.engine.call_lock import LockedCalls
 from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.image_leases import ImageLeases, Leased
-from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
+from aio_ckpt.engine.job import NumberedCall, SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import Statistics
@@ -28,7 +28,9 @@ from aio_ckpt.errors import AioCkptError, StepOrderError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.save_plan import PlannedSave
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import ContentSums
+from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import Target
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Portal
@@ -55,6 +57,8 @@ class StateSaves(LockedCalls):
     earlier_steps: EarlierSteps
     is_urgent: Callable[[], bool]
     """Whether the process is to end soon. A save is not skipped then: there may be no other."""
+    saves: int = 0
+    """Calls of ``save()``, the same number on every rank in the same call."""
 
     def meet(self) -> None:
         """Begin to wait for the other ranks and to look for earlier steps, in the background."""
@@ -93,7 +97,7 @@ class StateSaves(LockedCalls):
         """
         self.call_lock.check("save()")
         with self.call_lock.mutex:
-            numbered, failed = self.agreement.begin(call, step), None
+            numbered, failed = self._number(call, step), None
             try:
                 if not self.ctx.members.are_several:  # at once: there is no rank to tell
                     numbered = numbered.accepted()
@@ -101,13 +105,22 @@ class StateSaves(LockedCalls):
                 failed = self.queue.take_unreported(admission.settled_through)
                 ticket = self._save(state, numbered, admission.waited_secs)
             except BaseException as error:
-                self.agreement.refuse(numbered, error)
+                if self.ctx.members.are_several:
+                    self.agreement.refuse(numbered, error)
                 if failed is not None:
                     note_failure(error, failed)
                 raise
         if failed is not None:
             raise_failure(failed, made=ticket)
         return ticket
+
+    def _number(self, call: SaveCall, step: int | None) -> NumberedCall:
+        number = self.queue.next_number("save", step)
+        self.saves += 1
+        if call.takes_step:
+            self.queue.count_call(number, step)
+        round_ = SaveRound(self.ctx.members, self.ctx.executor, topic=Topic("save", number))
+        return NumberedCall(call=call, step=step, number=number, round=round_)
 
     def _admit(self, numbered: NumberedCall) -> Admission:
         """Wait until the ranks have met and there is room."""
@@ -118,7 +131,10 @@ class StateSaves(LockedCalls):
         self.queue.take_steps()
         # Under the lock no other call leases: a lease that no pending save owns was lost by Ctrl-C.
         self.session.lifetime.close_lost(self.queue.leases)
-        return self.agreement.admit(numbered, when_busy)
+        if self.ctx.members.are_several:
+            return self.agreement.admit(numbered, when_busy)
+        waited_secs = self.queue.wait_for_room(SaveJob, numbered.target, when_busy, numbered.call.deadline)
+        return Admission(waited_secs, settled_through=numbered.number - 1)
 
     def _save(self, state: object, numbered: NumberedCall, waited_secs: float | None) -> SaveTicket:
         """Plan, lease and capture. ``waited_secs``: how long the call waited for room; None if it is to be skipped."""
@@ -127,14 +143,16 @@ class StateSaves(LockedCalls):
         self._check_target(numbered)
         if waited_secs is None:
             return self._skipped(numbered)
-        call, agreement = numbered.call, self.agreement
+        call = numbered.call
         flat, planned = self.session.plan(state)
         plan_secs = time.perf_counter() - call.started - waited_secs
         encoded = self.session.encode(flat, planned)
-        content = agreement.content(planned, encoded)
+        content = ContentSums(b"")
+        if planned.plan.local is not None:  # there are several ranks
+            content = self.agreement.content(planned, encoded, self.saves)
         target = self._claim_target(numbered)
-        if lacks_share(planned.plan):
-            planned = agreement.assign(planned, content, target, numbered)
+        if planned.plan.lacks_share:
+            planned = self.agreement.assign(planned, content, target, numbered)
             content = ContentSums(content.objects)
         objects = _own_objects(encoded, [name for name, _ in planned.objects], planned.plan.object_names)
         timeout_secs = self.pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes)
@@ -269,8 +287,7 @@ class StateSaves(LockedCalls):
             self._tell_earlier_steps(step)
             self.session.copy_engines.prepare(planned.plan)
             # How much memory this rank's share takes is known once the ranks have agreed, in the first save.
-            is_unknown = lacks_share(planned.plan)
-            mapped = None if is_unknown else self.session.map_ahead(planned.plan, objects, arenas=1)
+            mapped = None if planned.plan.lacks_share else self.session.map_ahead(planned.plan, objects, arenas=1)
         milestone: Milestone[None] = Milestone("prepare()", self.portal.check_thread)
         if mapped is None:
             milestone.resolve(None)

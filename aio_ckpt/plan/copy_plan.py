@@ -13,8 +13,10 @@ import torch
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.host_copy import CopyVectors
-from aio_ckpt.plan.layout import ImageLayout, Piece, TensorItem
+from aio_ckpt.plan.chunks import Piece
+from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.structure import Structure
+from aio_ckpt.plan.tensor_item import TensorItem
 
 SMALL_COPY_BYTES = 256 << 10
 """Largest host copy that is one ``memmove`` with the GIL held. Torch makes larger ones, on many threads."""

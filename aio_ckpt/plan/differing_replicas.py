@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.assignment import Boxes, packed
-from aio_ckpt.plan.layout import TensorItem
 from aio_ckpt.plan.shard_table import Flags, ShardTable, malformed
 from aio_ckpt.plan.structure import Structure
+from aio_ckpt.plan.tensor_item import TensorItem
 from aio_ckpt.state.flatten import FlatState
 
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})

@@ -24,8 +24,9 @@ from aio_ckpt.format.tensor_table import IntArray, are_sizes
 from aio_ckpt.leaves.arrays import as_tensor
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.assignment import Assignment
-from aio_ckpt.plan.layout import ImageLayout, TensorItem
+from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardInfo, ShardTable, TensorSignature, padded
+from aio_ckpt.plan.tensor_item import TensorItem
 from aio_ckpt.state.dcp_paths import dcp_paths
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.skeleton import decode_skeleton

@@ -29,9 +29,11 @@ from aio_ckpt.format.safetensors_file import (
 )
 from aio_ckpt.format.tensor_zip import row_major_stride
 from aio_ckpt.leaves.tensor_memory import span_of
+from aio_ckpt.plan.chunks import chunk_bytes_within, cut_chunks
 from aio_ckpt.plan.file_plan import FileContent, FilePart, FilePlans
-from aio_ckpt.plan.layout import ImageLayout, TensorItem, chunk_bytes_within, cut_chunks
+from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.structure import Structure
+from aio_ckpt.plan.tensor_item import TensorItem
 
 FileRename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 """Maps the name of a tensor to its name in the file; a mapping leaves other names as they are."""

@@ -25,9 +25,10 @@ from aio_ckpt.plan.copy_plan import CopyPlan, image_order, plan_copies
 from aio_ckpt.plan.differing_replicas import Tolerance, tolerances
 from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
-from aio_ckpt.plan.layout import ImageLayout, Placement, TensorItem, lay_out
+from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.shard_table import LocalPlan
 from aio_ckpt.plan.structure import Structure, partition
+from aio_ckpt.plan.tensor_item import Placement, TensorItem
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.skeleton import encode_skeleton
 
@@ -89,6 +90,11 @@ class Plan(ImagePlan):
     source_bytes: list[int]
     """Storage length of every tensor leaf, of the save at these addresses. A storage that was freed and
     allocated again may be shorter at its old address."""
+
+    @property
+    def lacks_share(self) -> bool:
+        """Whether other ranks hold shards, too, and it is not agreed yet which rank writes what."""
+        return self.local is not None and not self.share_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

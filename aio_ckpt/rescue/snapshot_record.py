@@ -23,8 +23,10 @@ from aio_ckpt.format.rank_manifest import RankManifest, decode_rank, encode_rank
 from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.plan.layout import ImageLayout, TensorItem, cut_chunks
+from aio_ckpt.plan.chunks import cut_chunks
+from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.save_plan import Plan
+from aio_ckpt.plan.tensor_item import TensorItem
 from aio_ckpt.rescue.segment import SharedSegment, StoredSegment
 from aio_ckpt.snapshot.image import Image
 

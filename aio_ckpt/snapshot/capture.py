@@ -14,8 +14,8 @@ from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.memory.copies import Copies, CopyEvent, pack_part
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import copy_all, first_unreadable
+from aio_ckpt.plan.chunks import Chunk, Piece
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable, GatherRun
-from aio_ckpt.plan.layout import Chunk, Piece
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses, flat_bytes, has_stored_bytes
 from aio_ckpt.snapshot.device_copy import DeviceCopier

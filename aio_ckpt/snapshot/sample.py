@@ -12,8 +12,8 @@ from isal import isal_zlib
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import CopyStreams
-from aio_ckpt.plan.layout import TensorItem
 from aio_ckpt.plan.structure import flat_bytes
+from aio_ckpt.plan.tensor_item import TensorItem
 from aio_ckpt.snapshot.image import Image
 
 _BLOCKS = 64

@@ -9,7 +9,8 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.plan.layout import Chunk, ImageLayout
+from aio_ckpt.plan.chunks import Chunk
+from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.runtime.portal import run_blocking, watch_submissions
 from aio_ckpt.storage.clone import Stamp
 from aio_ckpt.storage.local import Storage

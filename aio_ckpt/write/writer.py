@@ -19,7 +19,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from isal import isal_zlib
 
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.plan.layout import Chunk, ImageLayout, Piece
+from aio_ckpt.plan.chunks import Chunk, Piece
+from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.snapshot.image import Image

@@ -13,7 +13,7 @@ import torch
 from saved_files import data_file, rank_manifest
 
 from aio_ckpt.format.rank_manifest import RankManifest, decode_rank
-from aio_ckpt.plan import layout
+from aio_ckpt.plan import chunks
 
 MIB = 1 << 20
 
@@ -23,7 +23,7 @@ CHUNK_BYTES = 4 * MIB
 
 def pin_chunk_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 MiB, whatever the engine is tuned to: tests count them."""
-    monkeypatch.setattr(layout, "chunk_bytes_for", lambda raw_bytes: CHUNK_BYTES)
+    monkeypatch.setattr(chunks, "chunk_bytes_for", lambda raw_bytes: CHUNK_BYTES)
 
 
 def uniform(count: int, nbytes: int, value: float) -> dict[str, torch.Tensor]:

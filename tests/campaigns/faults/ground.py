@@ -24,7 +24,7 @@ from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.checkpoint_files import save_of_file, save_of_metadata
 from aio_ckpt.format.root_names import ENGINE_DIR, LOCK_FILE, StepNames
-from aio_ckpt.plan import layout
+from aio_ckpt.plan import chunks
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
@@ -65,7 +65,7 @@ def is_state(found: object, value: int) -> bool:
 @contextlib.contextmanager
 def small_chunks() -> Iterator[None]:
     """Chunks of 64 KiB instead of 4 MiB and more, so that a tiny state has several."""
-    with mock.patch.object(layout, "chunk_bytes_for", return_value=CHUNK_BYTES):
+    with mock.patch.object(chunks, "chunk_bytes_for", return_value=CHUNK_BYTES):
         yield
 
 

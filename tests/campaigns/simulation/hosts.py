@@ -19,7 +19,7 @@ from aio_ckpt.commit.retention import Policy, Retention
 from aio_ckpt.engine.fallback import Wanted
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError
-from aio_ckpt.plan import layout
+from aio_ckpt.plan import chunks
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.storage.mounts import Mount
 from tests.campaigns.simulation.runs import (
@@ -196,7 +196,7 @@ def simulate_a_reader(seed: int) -> tuple[int, int]:
     Raises:
         BrokenPromiseError, DeadlockError: something that must hold does not; the seed replays it.
     """
-    with mock.patch.object(layout, "chunk_bytes_for", return_value=CHUNK_BYTES), virtual_loop() as loop:
+    with mock.patch.object(chunks, "chunk_bytes_for", return_value=CHUNK_BYTES), virtual_loop() as loop:
         world = _WriterAndReader(seed, loop)
         anyio.run(world.train, backend="asyncio", backend_options={"loop_factory": lambda: loop})
         return world.loads, world.seen.old_answers
@@ -208,6 +208,6 @@ def simulate_a_takeover(seed: int) -> str:
     Raises:
         BrokenPromiseError, DeadlockError: something that must hold does not; the seed replays it.
     """
-    with mock.patch.object(layout, "chunk_bytes_for", return_value=CHUNK_BYTES), virtual_loop() as loop:
+    with mock.patch.object(chunks, "chunk_bytes_for", return_value=CHUNK_BYTES), virtual_loop() as loop:
         run = anyio.run(_take_over, seed, loop, backend="asyncio", backend_options={"loop_factory": lambda: loop})
         return run.outcomes[-1]

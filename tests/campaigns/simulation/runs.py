@@ -46,7 +46,7 @@ from aio_ckpt.format.root_names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR, Step
 from aio_ckpt.leaves.objects import ObjectEncoder
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
-from aio_ckpt.plan import layout
+from aio_ckpt.plan import chunks
 from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.ranks.exchange import SoloCoordinator
 from aio_ckpt.ranks.membership import Membership
@@ -457,7 +457,7 @@ def simulate(seed: int) -> Run:
     Raises:
         BrokenPromiseError, DeadlockError: something that must hold does not; the seed replays it.
     """
-    with mock.patch.object(layout, "chunk_bytes_for", return_value=CHUNK_BYTES), virtual_loop() as loop:
+    with mock.patch.object(chunks, "chunk_bytes_for", return_value=CHUNK_BYTES), virtual_loop() as loop:
         world = World(seed, loop)
         anyio.run(world.train, backend="asyncio", backend_options={"loop_factory": lambda: loop})
         world.run.trace = world.storage.trace

@@ -27,7 +27,7 @@ from tree_states import same
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import UnsupportedLeafError
 from aio_ckpt.format.tensor_pickle import storable_dtype
-from aio_ckpt.plan.layout import chunk_bytes_for
+from aio_ckpt.plan.chunks import chunk_bytes_for
 
 ALL_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 OPAQUE_DTYPES = [dtype for dtype in ALL_DTYPES if re.search(r"\.(u?int[1-7]$|bits)", str(dtype))]

@@ -11,7 +11,8 @@ import torch
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.plan.frozen import FrozenLeaves
-from aio_ckpt.plan.layout import ImageLayout, Placement, lay_out
+from aio_ckpt.plan.layout import ImageLayout, lay_out
+from aio_ckpt.plan.tensor_item import Placement
 
 MIB = 1 << 20
 NOTHING = frozenset[str]()

@@ -12,14 +12,9 @@ from property_examples import examples
 
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, RAW_ALIGN_BYTES, TensorSpec, align_up
 from aio_ckpt.format.tensor_zip import render
-from aio_ckpt.plan.layout import (
-    ImageLayout,
-    Placement,
-    chunk_bytes_for,
-    chunk_bytes_within,
-    file_chunks,
-    lay_out,
-)
+from aio_ckpt.plan.chunks import chunk_bytes_for, chunk_bytes_within
+from aio_ckpt.plan.layout import ImageLayout, file_chunks, lay_out
+from aio_ckpt.plan.tensor_item import Placement
 
 MIB = 1 << 20
 

@@ -29,9 +29,11 @@ from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.memory.arena import POISON
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan import layout
-from aio_ckpt.plan.layout import Chunk, ImageLayout, Placement, file_chunks, lay_out
+from aio_ckpt.plan import chunks
+from aio_ckpt.plan.chunks import Chunk
+from aio_ckpt.plan.layout import ImageLayout, file_chunks, lay_out
 from aio_ckpt.plan.save_plan import PlannedSave
+from aio_ckpt.plan.tensor_item import Placement
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.local import Storage
@@ -99,7 +101,7 @@ def small_layout(sizes: list[int], chunk_bytes: int) -> ImageLayout:
         spec = TensorSpec(torch.uint8, (nbytes,), (1,))
         placements.append(Placement(index, (f"t{index}",), (0,), spec, tensor_zip.render(spec)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "chunk_bytes_for", lambda raw_bytes: chunk_bytes)
+        patch.setattr(chunks, "chunk_bytes_for", lambda raw_bytes: chunk_bytes)
         return lay_out(placements, budget_bytes=sys.maxsize)
 
 
