@@ -32,8 +32,8 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.state.names import compound_notes, skeleton_names
 from aio_ckpt.state.skeleton import Skeleton, decode_skeleton, may_hold_compounds
-from aio_ckpt.storage.local import Storage, read_small_file
-from aio_ckpt.storage.small_files import read_root_of, save_of, saves_in
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.small_files import read_root_of, read_small_file, save_of, saves_in
 
 V = TypeVar("V")
 MAX_BLOCK_BYTES = 16 << 20

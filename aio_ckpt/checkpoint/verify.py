@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from aio_ckpt.checkpoint.catalog import StoredObject, UnparsedItem
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
-from aio_ckpt.checkpoint.foreign_items import Ends, check_inside, check_zip, parse_item, parse_or_object, read_ends
+from aio_ckpt.checkpoint.foreign_items import check_zip, parse_item, parse_or_object
+from aio_ckpt.checkpoint.locate import Ends, check_inside, read_ends
 from aio_ckpt.checkpoint.open import Checkpoint, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.checkpoint.requests import REQUEST_BYTES_MAX, ReadRequest, ReassemblyBuffer, Row, cut_requests
@@ -38,8 +39,8 @@ from aio_ckpt.format.tensor_table import TensorEntry
 from aio_ckpt.format.tensor_zip import fill_crc, render
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state.skeleton import decode_skeleton
-from aio_ckpt.storage.local import Storage, read_small_file
-from aio_ckpt.storage.small_files import read_root_of, saves_in
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.small_files import read_root_of, read_small_file, saves_in
 
 _PART_BYTES = 2 << 20
 """Most bytes of a file that are summed at once."""

@@ -256,7 +256,7 @@ def _blocks(path: Path, stored: StoredObject) -> Iterator[bytes]:
         MismatchError: the object lies outside of its file.
         ReadError: the system failed.
     """
-    from aio_ckpt.checkpoint.foreign_items import check_inside
+    from aio_ckpt.checkpoint.locate import check_inside
     from aio_ckpt.storage.data_file import translate_errors
 
     with translate_errors(ReadError, path), path.open("rb") as file:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, read_save_id
 from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
-from aio_ckpt.storage.local import Storage, names_in, read_small_file
+from aio_ckpt.storage.local import Storage, names_in
+from aio_ckpt.storage.small_files import read_small_file
 
 _RECORD = "copies"
 """End of the name of a file with the ids of the saves that a rollback found in the mirror, one a line."""

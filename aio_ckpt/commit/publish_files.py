@@ -22,7 +22,8 @@ import anyio
 from aio_ckpt.commit.trash import SETTLE_SECS
 from aio_ckpt.errors import AioCkptError, RootError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, SafetensorsIndex, index_name, parse_index
-from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.small_files import read_small_file
 
 LOCK = ".aio_ckpt-file.lock"
 """Lock file of a directory, there while safetensors files are renamed into it."""

@@ -20,10 +20,11 @@ from aio_ckpt.commit.owner import MAX_OWNER_BYTES, Owner, decoded_owner, encoded
 from aio_ckpt.errors import MismatchError, RootError, WriteError
 from aio_ckpt.format.root_names import CLAIM_FILE, LOCK_FILE, PENDING_DIR, TRASH_DIR
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
 from aio_ckpt.storage.remedies import DISK_FULL
 from aio_ckpt.storage.root_lock import ProcessLock, RootLock
+from aio_ckpt.storage.small_files import read_small_file
 
 HEARTBEAT_SECS = 10.0
 """Time between two heartbeats of a claim."""

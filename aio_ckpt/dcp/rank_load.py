@@ -23,12 +23,12 @@ from aio_ckpt.checkpoint.fetch import fetch, synchronize
 from aio_ckpt.checkpoint.foreign_items import (
     check_object_zip,
     descriptors_of,
-    locate,
     parse_or_object,
     place_of,
     stored_at,
     unparsed_item_of,
 )
+from aio_ckpt.checkpoint.locate import locate
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.dcp.runtime import Runtime, peers_on_host

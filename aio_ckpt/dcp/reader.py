@@ -30,7 +30,8 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.runtime.error_notes import naming_checkpoint
-from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.small_files import read_small_file
 
 
 class Reader(DirectoryReplacement, StorageReader):

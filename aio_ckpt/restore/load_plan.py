@@ -12,11 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import create_chunk_list
-from aio_ckpt.checkpoint import foreign_items
 from aio_ckpt.checkpoint.catalog import Item, StoredObject, global_shape
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.foreign_items import parse_item
+from aio_ckpt.checkpoint.locate import locate
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.checkpoint.requests import ReadRequest
@@ -99,9 +99,7 @@ async def _locate(
                 f"{each.file}: {each.name!r} was written through a stream extension of DCP, which DCP's calls alone "
                 "undo: load it by dcp.load with an aio_ckpt.dcp.Reader"
             )
-    located = await foreign_items.locate(
-        files, stored, catalog.files, parse_item, executor=ctx.executor, readers=ctx.readers
-    )
+    located = await locate(files, stored, catalog.files, parse_item, executor=ctx.executor, readers=ctx.readers)
     if not checkpoint.is_plain_dcp:
         return shards, held  # type: ignore[return-value]  # no UnparsedItem in ours
     parsed = {id(before): item for before, item in zip(stored, located, strict=True) if isinstance(item, Item)}

@@ -46,7 +46,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
-_MAX_SMALL_FILE_BYTES = 4 << 30
 _REMOVERS, _FILES_A_REMOVER = 4, 16
 """Most threads that remove the files of one directory, and the files for which a further one is worth it."""
 _NO_RENAMEAT2 = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -427,18 +426,4 @@ async def sync_or_undo(storage: Storage, move: Callable[[Path, Path], Awaitable[
             error.add_note(f"what was renamed to {dst} may still become visible, whole: undoing that failed: {undoing}")
             if isinstance(error, AioCkptError):
                 error.in_doubt = True
-        raise
-
-
-async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes | None:
-    """Return the bytes of a manifest or of ``.metadata``; None if there is no such file.
-
-    Raises:
-        MismatchError: the file is longer than ``max_bytes``; no memory was taken for it.
-    """
-    try:
-        return await storage.read_file(path, max_bytes=max_bytes)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return None
         raise

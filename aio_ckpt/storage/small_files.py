@@ -14,7 +14,9 @@ from aio_ckpt.format.checkpoint_files import (
     save_of_root_manifest,
 )
 from aio_ckpt.format.root_manifest import RootManifest, decode_root
-from aio_ckpt.storage.local import Storage, names_in, read_small_file
+from aio_ckpt.storage.local import Storage, names_in
+
+_MAX_SMALL_FILE_BYTES = 4 << 30
 
 
 async def save_of(storage: Storage, checkpoint: Path) -> str | None:
@@ -67,3 +69,17 @@ async def saves_in(storage: Storage, directory: Path) -> list[str]:
             raise
         return []
     return [save_id for save_id in found if save_id is not None]
+
+
+async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes | None:
+    """Return the bytes of a manifest or of ``.metadata``; None if there is no such file.
+
+    Raises:
+        MismatchError: the file is longer than ``max_bytes``; no memory was taken for it.
+    """
+    try:
+        return await storage.read_file(path, max_bytes=max_bytes)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
