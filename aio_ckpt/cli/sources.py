@@ -30,8 +30,8 @@ from aio_ckpt.errors import (
     WriteError,
 )
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
+from aio_ckpt.format.restricted_unpickler import RefusedError
 from aio_ckpt.format.root_names import StepNames
-from aio_ckpt.format.safe_pickle import RefusedError
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
 from aio_ckpt.leaves.object_unpickler import read_object_pickle
 from aio_ckpt.match.options import ReadContext

@@ -5,9 +5,9 @@ packages below; the engine alone knows their order. ``engine`` wires it together
 
 - a save: ``state_save`` on the caller's thread, ``run_job`` and ``pipeline`` on the loop; a file: ``file_save`` and
   ``file_pipeline``; ``remove()``: ``root_changes`` and ``removal``; ``job``: what passes between both threads
-- all of them: ``call_lock``: one call at a time; ``capture_session``: plans and memory; ``image_leases``: what
-  a save captures of frozen leaves; ``unchanged``: what the last commit tells of them; ``job_queue``: the pending
-  jobs, their waits, and their end by Ctrl-C; ``known_steps``: the default step; ``root``: lock, retention,
+- all of them: ``call_lock``: one call at a time; ``capture_session``: plans and memory; ``trusted_leaves``: which
+  frozen leaves need no capture; ``unchanged``: what the last commit tells of them; ``start_job``: capture, and start of
+  the pipeline; ``job_queue``: the pending jobs, their waits and their end; ``known_steps``: the default step; ``root``: lock, retention,
   protection
 - a load: ``loader`` shows its stages; ``fallback``: which checkpoint verifies; ``group_load``: the same on all ranks
 - several ranks: ``agreement``: what they agree on before a capture

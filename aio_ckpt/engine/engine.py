@@ -30,7 +30,6 @@ from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import FilePipeline
 from aio_ckpt.engine.file_save import FileSaves
-from aio_ckpt.engine.image_leases import ImageLeases
 from aio_ckpt.engine.job import SaveCall
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.known_steps import EarlierSteps
@@ -51,6 +50,7 @@ from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.start_job import JobStarter
 from aio_ckpt.engine.state_save import StateSaves
+from aio_ckpt.engine.trusted_leaves import TrustedLeaves
 from aio_ckpt.engine.unchanged import UnchangedLeaves
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.root_names import StepNames
@@ -218,7 +218,7 @@ class BaseEngine:
             ctx=ctx,
             portal=portal,
             session=session,
-            leases=ImageLeases(ctx=ctx, portal=portal, session=session, unchanged=unchanged),
+            trusted=TrustedLeaves(ctx=ctx, portal=portal, session=session, unchanged=unchanged),
             root_session=self._root_session,
             queue=queue,
             agreement=Agreement(

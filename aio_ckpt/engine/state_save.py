@@ -16,7 +16,6 @@ from aio_ckpt.engine.agreement import Admission, Agreement
 from aio_ckpt.engine.call_lock import LockedCalls
 from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.image_leases import ImageLeases, Leased
 from aio_ckpt.engine.job import NumberedCall, SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
 from aio_ckpt.engine.known_steps import EarlierSteps
@@ -24,6 +23,7 @@ from aio_ckpt.engine.outcomes import Statistics
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession
 from aio_ckpt.engine.start_job import JobStarter
+from aio_ckpt.engine.trusted_leaves import Leased, TrustedLeaves
 from aio_ckpt.errors import AioCkptError, StepOrderError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.leaves.objects import ObjectBytes
@@ -47,7 +47,7 @@ class StateSaves(LockedCalls):
     ctx: EngineContext
     portal: Portal
     session: CaptureSession
-    leases: ImageLeases
+    trusted: TrustedLeaves
     root_session: RootSession
     queue: JobQueue
     agreement: Agreement
@@ -156,7 +156,7 @@ class StateSaves(LockedCalls):
             content = ContentSums(content.objects)
         objects = _own_objects(encoded, [name for name, _ in planned.objects], planned.plan.object_names)
         timeout_secs = self.pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes)
-        leased = self.leases.lease(
+        leased = self.trusted.lease(
             flat, planned, objects, target, slot_timeout_secs=timeout_secs, deadline=call.deadline
         )
         image, layout = leased.image, leased.planned.plan.layout

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.constants import MAX_BYTES
-from aio_ckpt.format.safe_pickle import Allowed, RefusedError, SafeUnpickler, check_key, make_set
+from aio_ckpt.format.restricted_unpickler import Allowed, RefusedError, RestrictedUnpickler, check_key, make_set
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -245,7 +245,7 @@ _FILLS: dict[type, Callable[[Any, Any], None]] = {
 }
 
 
-class _MetadataUnpickler(SafeUnpickler):
+class _MetadataUnpickler(RestrictedUnpickler):
     def allowed(self, module: str, name: str) -> Allowed:
         found = _ALLOWED.get(f"{module}.{name}")
         if found is None:

@@ -17,7 +17,7 @@ import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.format.constants import TensorSpec
-from aio_ckpt.format.safe_pickle import Allowed, RefusedError, SafeUnpickler
+from aio_ckpt.format.restricted_unpickler import Allowed, RefusedError, RestrictedUnpickler
 
 _V2_STORAGES = {
     "float64": "DoubleStorage",
@@ -178,7 +178,7 @@ _ALLOWED: dict[str, Allowed] = {
 }
 
 
-class _TensorUnpickler(SafeUnpickler):
+class _TensorUnpickler(RestrictedUnpickler):
     def allowed(self, module: str, name: str) -> Allowed:
         return _ALLOWED.get(f"{module}.{name}") or super().allowed(module, name)
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-from aio_ckpt.format.safe_pickle import Allowed, RefusedError, check_key, make_set
+from aio_ckpt.format.restricted_unpickler import Allowed, RefusedError, check_key, make_set
 
 _T = TypeVar("_T")
 _GENERATOR_BYTES = 4096

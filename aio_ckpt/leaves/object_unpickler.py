@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.format.safe_pickle import Allowed, RefusedError, SafeUnpickler
+from aio_ckpt.format.restricted_unpickler import Allowed, RefusedError, RestrictedUnpickler
 from aio_ckpt.format.tensor_pickle import STORAGES, StorageRef, storage_ref, tensor_view
 from aio_ckpt.format.tensor_zip import check_bounds
 from aio_ckpt.leaves.allowed_types import (
@@ -49,7 +49,7 @@ def read_object_pickle(data: bytes, storage_of: Callable[[str], torch.UntypedSto
     return _ObjectUnpickler(data, storage_of).read_whole()
 
 
-class _ObjectUnpickler(SafeUnpickler):
+class _ObjectUnpickler(RestrictedUnpickler):
     def __init__(self, data: bytes, storage_of: Callable[[str], torch.UntypedStorage]) -> None:
         super().__init__(data)
         self._storage_of = storage_of

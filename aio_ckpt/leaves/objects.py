@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
-from aio_ckpt.format.safe_pickle import RefusedError
+from aio_ckpt.format.restricted_unpickler import RefusedError
 from aio_ckpt.format.scalar_zip import SCALAR_TYPES, NotScalarError, read_scalar, render_pickle, render_scalar
 from aio_ckpt.format.tensor_zip import records_of
 from aio_ckpt.leaves.object_unpickler import read_object_pickle

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
-from aio_ckpt.format.safe_pickle import check_key
+from aio_ckpt.format.restricted_unpickler import check_key
 from aio_ckpt.leaves.arrays import from_tensor
 from aio_ckpt.leaves.compound import CompoundTensor, plain_form, put_together, put_together_like
 from aio_ckpt.leaves.containers import Form, Opened, decode_metadata, open_container

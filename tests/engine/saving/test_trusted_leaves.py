@@ -20,7 +20,7 @@ import aio_ckpt
 import aio_ckpt.dcp
 from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
-from aio_ckpt.engine import image_leases
+from aio_ckpt.engine import trusted_leaves
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, ReadError
 from aio_ckpt.snapshot import sample
 from aio_ckpt.storage import clone
@@ -118,14 +118,14 @@ def test_what_is_trusted_is_not_read(engine: SyncCheckpointEngine, model: Lora, 
 def test_only_the_others_are_staged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is staged is the main file, and room for the sample."""
     asked: list[int] = []
-    lease = image_leases.CaptureSession.lease
+    lease = trusted_leaves.CaptureSession.lease
 
     def noted(self: Any, planned: Any, *given: Any, **named: Any) -> Any:
         image = lease(self, planned, *given, **named)
         asked.append(image.nbytes)
         return image
 
-    monkeypatch.setattr(image_leases.CaptureSession, "lease", noted)
+    monkeypatch.setattr(trusted_leaves.CaptureSession, "lease", noted)
     model = Lora()
     with SyncCheckpointEngine(root, EngineConfig(frozen="trusted")) as engine:
         save(engine, model, 1, 2, 3)
@@ -157,7 +157,7 @@ def test_where_nothing_can_be_cloned_the_file_is_copied_and_verified(
 ) -> None:
     """It is larger than the room behind the image, and copied in waves."""
     monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError(1, "no links")))
-    monkeypatch.setattr(image_leases, "SAMPLE_BYTES", 4 * MIB)
+    monkeypatch.setattr(trusted_leaves, "SAMPLE_BYTES", 4 * MIB)
     monkeypatch.setattr(sample, "_BLOCKS", 4)
     model = Lora(5 * MIB)
     with SyncCheckpointEngine(root, EngineConfig(frozen="trusted")) as engine:
@@ -311,17 +311,17 @@ def test_what_another_state_has_found_costs_no_trust_when_a_parameter_changes(
 
 
 @contextlib.contextmanager
-def one_lease() -> Iterator[list[image_leases.Leased]]:
+def one_lease() -> Iterator[list[trusted_leaves.Leased]]:
     """What the saves of the block lease."""
-    leased: list[image_leases.Leased] = []
-    lease = image_leases.ImageLeases.lease
+    leased: list[trusted_leaves.Leased] = []
+    lease = trusted_leaves.TrustedLeaves.lease
 
-    def noted(self: Any, *given: Any, **named: Any) -> image_leases.Leased:
+    def noted(self: Any, *given: Any, **named: Any) -> trusted_leaves.Leased:
         leased.append(lease(self, *given, **named))
         return leased[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_leases.ImageLeases, "lease", noted)
+        patch.setattr(trusted_leaves.TrustedLeaves, "lease", noted)
         yield leased
 
 
@@ -475,7 +475,7 @@ def test_a_file_that_is_deleted_within_the_save_fails_it_and_the_next_one_writes
 def test_a_storage_that_does_not_answer_is_not_waited_for(
     root: Path, model: Lora, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_leases, "_STAMP_SECS", 0.05)
+    monkeypatch.setattr(trusted_leaves, "_STAMP_SECS", 0.05)
     with gated_engine(root, frozen="trusted") as (engine, storage):
         engine.save({"model": model}, step=1).result(TIMEOUT)
         asked, stamp = Gate(), storage.stamp

@@ -87,7 +87,7 @@ class _Opcodes(dict[int, Any]):
         raise pickle.UnpicklingError(f"the pickle holds the opcode {opcode:#04x}, which no reader here needs")
 
 
-class SafeUnpickler(pickle._Unpickler):
+class RestrictedUnpickler(pickle._Unpickler):
     """Unpickler without the opcodes that protocols 2 to 5 do not need. A subclass gives the allow-list."""
 
     _FILLED: frozenset[type] = frozenset({list, deque, set, dict, OrderedDict, Counter, defaultdict})

@@ -1,4 +1,4 @@
-"""Capture of one save: all of its leaves, or, with ``frozen="trusted"``, those that are not known to be unchanged."""
+"""What one save captures: all of its leaves, or, with ``frozen="trusted"``, those not known to be unchanged."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Leased:
 
 
 @dataclass(slots=True, kw_only=True)
-class ImageLeases:
-    """Memory for the saves of one engine. Its caller holds the engine's lock."""
+class TrustedLeaves:
+    """Frozen leaves of one engine that need no capture. Its caller holds the engine's lock."""
 
     ctx: EngineContext
     portal: Portal

@@ -23,7 +23,7 @@ from warm_python import run_warm
 from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.format.safe_pickle import BUDGET_FACTOR, MAX_TUPLES
+from aio_ckpt.format.restricted_unpickler import BUDGET_FACTOR, MAX_TUPLES
 from aio_ckpt.leaves.objects import decode_object, encode_object
 from aio_ckpt.restore.load_plan import new_tensor
 
