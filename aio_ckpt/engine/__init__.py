@@ -7,8 +7,8 @@ packages below; the engine alone knows their order. ``engine`` wires it together
   ``file_pipeline``; ``remove()``: ``root_changes`` and ``removal``; ``job``: what passes between both threads
 - all of them: ``call_lock``: one call at a time; ``capture_session``: plans and memory; ``trusted_leaves``: which
   frozen leaves need no capture; ``unchanged``: what the last commit tells of them; ``start_job``: capture, and start of
-  the pipeline; ``job_queue``: the pending jobs, their waits and their end; ``known_steps``: the default step; ``root``: lock, retention,
-  protection
+  the pipeline; ``job_queue``: the pending jobs, their waits and their end;
+  ``known_steps``: the default step; ``root``: lock, retention, protection
 - a load: ``loader`` shows its stages; ``fallback``: which checkpoint verifies; ``group_load``: the same on all ranks
 - several ranks: ``agreement``: what they agree on before a capture
 - both: ``context``: what all calls share; ``outcomes``: what is logged, explained and counted
