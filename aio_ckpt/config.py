@@ -173,7 +173,8 @@ class EngineConfig:
     """What ``save()`` does when ``max_in_flight`` saves are pending."""
 
     stall_timeout_secs: float = 600.0
-    """A save without one byte or message of progress for so long fails; never a limit on the total."""
+    """A save without one byte or message of progress for so long fails; never a limit on the total. A rank
+    that gives no heartbeat for so long counts as lost."""
 
     relink_limit: int = 10
     """Most steps that share the bytes of tensors that did not change. These get a data file of their own, which a save

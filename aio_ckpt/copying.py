@@ -15,12 +15,12 @@ import anyio
 
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.commit.discovery import checkpoint_at, discover
-from aio_ckpt.commit.in_place import LOCK, PENDING, Check
+from aio_ckpt.commit.in_place import LOCK, PENDING
 from aio_ckpt.commit.owner import pending_path
 from aio_ckpt.commit.publish import publish
-from aio_ckpt.commit.root_claim import Claim
+from aio_ckpt.commit.root_claim import Check, Claim
+from aio_ckpt.commit.root_writer import as_writer
 from aio_ckpt.commit.step_numbers import check_step_number
-from aio_ckpt.commit.writing import as_writer
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
     AioCkptError,

@@ -17,7 +17,8 @@ from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State
-from aio_ckpt.match.options import LoadOptions, ReadContext
+from aio_ckpt.match.options import LoadOptions
+from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress

@@ -1,9 +1,9 @@
 """Open a checkpoint, list its names and items, and read and verify their bytes.
 
 In: a checkpoint directory, of an engine or of stock DCP. Out: its catalog of names and stored items; verified bytes,
-copied to their targets; the faults of a checkpoint that does not verify. ``fetch`` runs the read requests, ``scatter``
-checks the CRC32 of each piece and copies it, ``verify`` checks whole checkpoints. Knows nothing of templates.
-Imports ``runtime``, ``format``, ``state``, ``memory`` and ``storage``; nothing that saves.
+copied to their targets; the faults of a checkpoint that does not verify. ``fetch`` runs the read requests,
+``verified_copy`` checks the CRC32 of each piece and copies it, ``verify`` checks whole checkpoints. Knows nothing of
+templates. Imports ``runtime``, ``format``, ``state``, ``memory`` and ``storage``; nothing that saves.
 """
 
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint

@@ -12,7 +12,7 @@ import torch
 
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.requests import ReadRequest, ReassemblyBuffer
-from aio_ckpt.checkpoint.scatter import copy_pieces, finish_buffers
+from aio_ckpt.checkpoint.verified_copy import copy_pieces, finish_buffers
 from aio_ckpt.errors import AioCkptError, MismatchError
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import begin_uploads, on_device, prefers_page_locked

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
-from aio_ckpt.state.names import below_each, branches_of, find_named, is_below, is_selected, skeleton_names
+from aio_ckpt.state.names import below_each, branches_of, find_named, first_of, is_below, is_selected, skeleton_names
 from aio_ckpt.state.union import united
 
 _log = logging.getLogger("aio_ckpt")
-_SHOWN = 5
 
 
 def as_one_state(checkpoint: Checkpoint, *, rank: int, world_size: int) -> Checkpoint:
@@ -106,15 +105,3 @@ def _per_rank_names(checkpoint: Checkpoint, *, since: int) -> set[str]:
 
 
 # -- messages ---------------------------------------------------------------------------------------
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the number of names, and the first of them, for a message."""
-    number = "1 name" if len(names) == 1 else f"{len(names)} names"
-    return f"{number}: {first_of([*map(repr, names)])}"
-
-
-def first_of(things: Sequence[str], *, between: str = ", ") -> str:
-    """Return the first of several things, and how many more there are, for a message."""
-    more = f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""
-    return f"{between.join(things[:_SHOWN])}{more}"

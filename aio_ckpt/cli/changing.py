@@ -51,7 +51,7 @@ _STEP = _Step(0)
 def protect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -> None:
     """Never let retention delete STEP under ROOT. Works beside a trainer that saves there."""
     from aio_ckpt.cli.access import call
-    from aio_ckpt.commit.retention import protect
+    from aio_ckpt.commit.protection import protect
 
     check_root(root, names)
 
@@ -71,7 +71,7 @@ def protect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -
 def unprotect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -> None:
     """Let STEP under ROOT expire again."""
     from aio_ckpt.cli.access import call
-    from aio_ckpt.commit.retention import unprotect
+    from aio_ckpt.commit.protection import unprotect
 
     check_root(root, names)
     call(lambda storage, _: unprotect(storage, root, step))
@@ -98,7 +98,7 @@ def rm_command(root: Path, steps: tuple[int, ...], names: StepNames, *, allow_ne
     No trainer may save there meanwhile: inside of it, call engine.delete(step).
     """
     from aio_ckpt.cli.access import call
-    from aio_ckpt.commit.writing import as_writer
+    from aio_ckpt.commit.root_writer import as_writer
 
     check_root(root, names)
 
@@ -119,7 +119,7 @@ async def _check_removable(
     Raises:
         CheckpointNotFoundError, ProtectedStepError, StepOrderError: the three cases. Each names the remedy.
     """
-    from aio_ckpt.commit.retention import protected_steps
+    from aio_ckpt.commit.protection import protected_steps
 
     committed = await _check_committed(storage, root, names, *sorted(steps))
     marked = await protected_steps(storage, root)
@@ -212,8 +212,9 @@ def prune_command(
     """
     from aio_ckpt.cli.access import call
     from aio_ckpt.cli.root_table import rows_of
-    from aio_ckpt.commit.retention import Policy, protected_steps
-    from aio_ckpt.commit.writing import as_writer
+    from aio_ckpt.commit.protection import protected_steps
+    from aio_ckpt.commit.retention import Policy
+    from aio_ckpt.commit.root_writer import as_writer
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
@@ -322,9 +323,9 @@ def rollback_command(root: Path, step: int, names: StepNames, *, as_json: bool) 
     engine.rollback(step).
     """
     from aio_ckpt.cli.access import call
-    from aio_ckpt.commit.discovery import abandon_after
-    from aio_ckpt.commit.retention import unprotect_after
-    from aio_ckpt.commit.writing import as_writer
+    from aio_ckpt.commit.protection import unprotect_after
+    from aio_ckpt.commit.rollback import abandon_after
+    from aio_ckpt.commit.root_writer import as_writer
 
     check_root(root, names)
 

@@ -195,7 +195,7 @@ async def _compare_values(
     leaves: Sequence[LeafRow],
     on_progress: OnProgress,
 ) -> tuple[ValueChange, ...]:
-    from aio_ckpt.match.options import ReadContext
+    from aio_ckpt.match.read_context import ReadContext
     from aio_ckpt.restore.read import read_leaves
     from aio_ckpt.runtime.error_notes import naming_checkpoint
     from aio_ckpt.runtime.portal import run_blocking

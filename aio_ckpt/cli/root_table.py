@@ -20,7 +20,8 @@ import msgspec
 from aio_ckpt.cli.access import all_steps, unless_replaced
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.owner import Owner, owner_by_name
-from aio_ckpt.commit.retention import best, protected_steps
+from aio_ckpt.commit.protection import protected_steps
+from aio_ckpt.commit.retention import best
 from aio_ckpt.commit.root_claim import claim_holder
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, MismatchError, ReadError

@@ -34,11 +34,11 @@ from aio_ckpt.format.restricted_unpickler import RefusedError
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
 from aio_ckpt.leaves.object_unpickler import read_object_pickle
-from aio_ckpt.match.options import ReadContext
+from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount
-from aio_ckpt.restore.load_plan import HostMemory
 from aio_ckpt.restore.load_progress import metered
+from aio_ckpt.restore.plan_fills import HostMemory
 from aio_ckpt.restore.read import assemble, read_leaves, stored_names
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking

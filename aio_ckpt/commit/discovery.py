@@ -7,16 +7,16 @@ import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.commit.step_numbers import MAX_STEP, check_step_number
+from aio_ckpt.commit.step_numbers import MAX_STEP
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
-from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
+from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.storage.local import Storage, names_in, sync_parents
+from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import save_of, saves_in
 
 IS_FILE = "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load read the file"
@@ -55,7 +55,7 @@ async def discover(storage: Storage, root: Path, names: StepNames) -> list[Commi
 
     If a step has two directories, the one with the engine's own name counts.
     """
-    committed, _ = await _step_directories(storage, root, names)
+    committed, _ = await step_directories(storage, root, names)
     return _chosen(committed, names)
 
 
@@ -63,14 +63,14 @@ async def discover_all(
     storage: Storage, root: Path, names: StepNames
 ) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
     """Return :func:`discover`, and checkpoints of other steps that have lost their ``.metadata``."""
-    committed, bare = await _step_directories(storage, root, names)
+    committed, bare = await step_directories(storage, root, names)
     steps = {checkpoint.step for checkpoint in committed}
     return _chosen(committed, names), await _torn(storage, [found for found in bare if found.step not in steps])
 
 
 async def directories_of(storage: Storage, root: Path, names: StepNames, step: int) -> list[CommittedCheckpoint]:
     """Return every committed directory of ``step``: it may have several names, of which :func:`discover` tells one."""
-    committed, _ = await _step_directories(storage, root, names)
+    committed, _ = await step_directories(storage, root, names)
     return [checkpoint for checkpoint in committed if checkpoint.step == step]
 
 
@@ -128,7 +128,7 @@ def _warn_once(path: Path, why: str) -> None:
     _log.warning("%s has the name of a step and is passed by, because it cannot be looked into: %s", path, why)
 
 
-async def _step_directories(
+async def step_directories(
     storage: Storage, root: Path, names: StepNames
 ) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
     """Return the step directories with ``.metadata``, and those without, which may be foreign."""
@@ -192,7 +192,7 @@ async def step_at(storage: Storage, path: Path, step: int) -> CommittedCheckpoin
         CheckpointNotFoundError: the directory is gone.
     """
     status = await storage.status(path / METADATA_FILE)
-    if status is None and path.name not in await names_in(storage, path.parent):  # see _step_directories
+    if status is None and path.name not in await names_in(storage, path.parent):  # see step_directories
         raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: the directory does not exist", str(path))
     return CommittedCheckpoint(step=step, path=path, identity=() if status is None else status.identity)
 
@@ -209,41 +209,3 @@ async def read_save_id(storage: Storage, checkpoint: Path) -> str:
         return await save_of(storage, checkpoint) or ""
     except AioCkptError:
         return ""
-
-
-async def abandon_after(
-    storage: Storage, root: Path, names: StepNames, step: int, tag: str, check: Callable[[], Awaitable[None]]
-) -> list[int]:
-    """Move every committed step after ``step`` below ``.aio_ckpt/abandoned/``, newest first; nothing is deleted.
-
-    Newest first: a crash between two renames leaves a prefix of the history, never one with a gap.
-
-    ``check`` raises if this process may not write under the root any more. It is called before each rename.
-
-    Raises:
-        CheckpointNotFoundError: ``step`` is not committed.
-    """
-    step = check_step_number(step)
-    committed, _ = await _step_directories(storage, root, names)  # all directories: a step may have two
-    steps = sorted({checkpoint.step for checkpoint in committed})
-    if step not in steps:
-        raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
-    committed.sort(key=lambda checkpoint: checkpoint.step)
-    later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
-    await abandon(storage, root, later, tag, check)
-    return sorted({checkpoint.step for checkpoint in later}, reverse=True)
-
-
-async def abandon(
-    storage: Storage,
-    root: Path,
-    checkpoints: Iterable[CommittedCheckpoint],
-    tag: str,
-    check: Callable[[], Awaitable[None]],
-) -> None:
-    """Move checkpoints below ``.aio_ckpt/abandoned/``, in their order; see :func:`abandon_after`."""
-    for checkpoint in checkpoints:
-        target = root / ABANDONED_DIR / f"{tag}-{checkpoint.path.name}"
-        await check()
-        await storage.rename(checkpoint.path, target)
-        await sync_parents(storage, checkpoint.path, target)  # after each rename: a power loss may keep any of several

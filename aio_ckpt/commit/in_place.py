@@ -14,10 +14,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import TypeAlias
 
+from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.trash import SETTLE_SECS, tidy
 from aio_ckpt.commit.user_files import files_of_caller
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, RootError
@@ -31,8 +31,6 @@ PENDING = "aio_ckpt.pending-"
 """Prefix of a save's marker. The save's id follows."""
 LOCK = "aio_ckpt.lock"
 """Lock file of a directory. It exists while the lock is held, and after a crash."""
-Check: TypeAlias = Callable[[], Awaitable[None]]
-"""Function that raises RootError if another writer has taken over, called right before each change that counts."""
 _log = logging.getLogger("aio_ckpt")
 
 

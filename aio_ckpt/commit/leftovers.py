@@ -6,8 +6,9 @@ import errno
 import logging
 from pathlib import Path
 
-from aio_ckpt.commit.in_place import Check, hold_directory, holds_leftovers, remove_leftovers
+from aio_ckpt.commit.in_place import hold_directory, holds_leftovers, remove_leftovers
 from aio_ckpt.commit.owner import Owner, owner_by_name
+from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.trash import delete_trash, discard_pending
 from aio_ckpt.errors import AioCkptError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE

@@ -1,4 +1,4 @@
-"""Owners: processes that write under a root, how a file or a name tells them, and the clearing of what they left.
+"""Owners: processes that write under a root, and how a file or a name tells them.
 
 Only the holder of a root's lock and claim writes under it, so that what another owner left is of a dead writer, or of
 one that was taken over and can commit nothing. Its pending directory is renamed first: if a thread of the old writer

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from aio_ckpt.commit.discovery import checkpoint_at
-from aio_ckpt.commit.in_place import Check
+from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.user_files import files_of_caller, is_of_checkpoint
 from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.root_names import ENGINE_DIR, TRASH_DIR, StepNames

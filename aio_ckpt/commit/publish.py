@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 
-from aio_ckpt.commit.in_place import Check, replace_by_pending
+from aio_ckpt.commit.in_place import replace_by_pending
+from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.trash import discard_pending, tidy, trash_of
 from aio_ckpt.errors import ReadError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_root_manifest
@@ -21,27 +21,6 @@ from aio_ckpt.storage.local import Storage, sync_or_undo
 from aio_ckpt.storage.object_store import store_of
 
 _log = logging.getLogger("aio_ckpt")
-
-
-async def write_user_files(
-    storage: Storage, pending: Path, write_dir: Path, files: Mapping[str, bytes], check: Check
-) -> None:
-    """Write the files of ``save(files=)``. In a store they replace those of the checkpoint before, just before it.
-
-    Raises:
-        RootError: another writer has taken over, see :data:`Check`.
-        WriteError: the system failed.
-    """
-    if not isinstance(write_dir, RemotePath):
-        for name, content in files.items():
-            await storage.write_file(write_dir / name, content)
-        return
-    store = store_of(storage, write_dir)
-    if files:
-        await store.name_files(pending, tuple(files))
-        await check()
-    for name, content in files.items():
-        await store.replace_file(write_dir / name, content)
 
 
 async def sync_pending(storage: Storage, pending: Path, save_id: str, root_manifest: bytes) -> None:

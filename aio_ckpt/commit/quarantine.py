@@ -17,7 +17,7 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, is_unchanged
-from aio_ckpt.commit.retention import unprotect
+from aio_ckpt.commit.protection import unprotect
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.errors import CorruptCheckpointError, RootError
 from aio_ckpt.format.root_names import CORRUPT_DIR, StepNames

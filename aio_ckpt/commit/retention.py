@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -12,22 +11,19 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.checks import shown
-from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of, discover
-from aio_ckpt.commit.in_place import Check
+from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of
 from aio_ckpt.commit.leftovers import restore_protected
-from aio_ckpt.commit.step_numbers import check_step_number
-from aio_ckpt.commit.trash import check_engine_dirs, delete_trash
+from aio_ckpt.commit.protection import protected_steps
+from aio_ckpt.commit.root_claim import Check
+from aio_ckpt.commit.trash import delete_trash
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
-    ConfigError,
     ProtectedStepError,
     StepOrderError,
-    WriteError,
 )
-from aio_ckpt.format.root_names import PROTECTED_DIR, TRASH_DIR, StepNames, protected_name, protected_step
+from aio_ckpt.format.root_names import TRASH_DIR, StepNames, protected_name
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 from aio_ckpt.storage.small_files import read_root
 
@@ -114,111 +110,7 @@ def _text_of(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"
 
 
-def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float | None]:
-    """Return ``save(metrics=)`` as it is stored: numbers as floats, None for those that are not finite.
-
-    Raises:
-        ConfigError: a name that is no string or no UTF-8, or a value that is no single real number.
-    """
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics={shown(metrics)}: give a dict of names and numbers")
-    checked: dict[str, float | None] = {}
-    for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"metrics: {shown(name)} is no name: give a string")
-        if name != name.encode(errors="ignore").decode():
-            raise ConfigError(f"metrics: the name {shown(name)} has a lone surrogate, which no JSON holds: rename it")
-        number = _number(name, value)
-        checked[name] = number if math.isfinite(number) else None
-    return checked
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, (str, bytes, bytearray)):
-        raise ConfigError(f"metrics[{name!r}]: give a number, not text")
-    try:
-        item = getattr(value, "item", None)  # float() warns about a tensor that requires a gradient, such as a loss
-        return float(item() if callable(item) else value)  # type: ignore[arg-type]
-    except OverflowError:
-        return math.inf
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"metrics[{name!r}]: a {type(value).__name__} is no single number ({error})") from error
-
-
 # -- delete -----------------------------------------------------------------------------------------
-
-
-async def protected_steps(storage: Storage, root: Path) -> set[int]:
-    """Return the protected steps, committed or not."""
-    names = await names_in(storage, root / PROTECTED_DIR)
-    return {step for name in names if (step := protected_step(name)) is not None}
-
-
-async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> None:
-    """Protect a committed step from deletion. Needs no lock.
-
-    The mark is set first and the step is checked afterwards. Retention renames a step first and checks for the mark
-    afterwards. So one of the two sees the other.
-
-    Raises:
-        CheckpointNotFoundError: ``step`` is not committed.
-        StepOrderError: ``step`` is no valid step.
-    """
-    step = check_step_number(step)
-    mark = root / protected_name(step)
-    is_new = True
-    await check_engine_dirs(storage, root)
-    if not await storage.exists(mark.parent):  # a writer makes it at its first save
-        await _check_committed(storage, root, names, step)  # first: a mistyped root stays as it is
-        await storage.make_dir(mark.parent, parents=True)
-    try:
-        await storage.write_file(mark, b"")
-    except WriteError as error:
-        if error.errno != errno.EEXIST:
-            raise
-        is_new = False
-    await storage.sync_dir(mark.parent)
-    try:
-        await _check_committed(storage, root, names, step)
-    except CheckpointNotFoundError:
-        if is_new:  # an older mark stays: a caller was told that the step is protected, and retention must see it
-            await storage.remove_file(mark)
-        raise
-    if not await storage.exists(mark):  # a rollback removed the mark, and the step was saved anew
-        await protect(storage, root, names, step)
-
-
-async def _check_committed(storage: Storage, root: Path, names: StepNames, step: int) -> None:
-    steps = [checkpoint.step for checkpoint in await discover(storage, root, names)]
-    if step not in steps:
-        raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {steps}")
-
-
-async def unprotect(storage: Storage, root: Path, step: int) -> None:
-    """End the protection of a step. Does nothing if it is not protected.
-
-    Raises:
-        StepOrderError: ``step`` is no valid step.
-    """
-    mark = root / protected_name(check_step_number(step))
-    await check_engine_dirs(storage, root)
-    if await storage.exists(mark):
-        await storage.remove_file(mark)
-        await storage.sync_dir(mark.parent)
-
-
-async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
-    """End the protection of the steps after ``step``, to which a rollback went. It would protect new saves of them.
-
-    Steps that the rollback set aside need no protection, because they are never deleted.
-    """
-    later = [each for each in await protected_steps(storage, root) if each > step]
-    for each in later:
-        await storage.remove_file(root / protected_name(each))
-    if later:
-        await storage.sync_dir(root / PROTECTED_DIR)
 
 
 class Retention:

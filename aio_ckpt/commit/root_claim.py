@@ -12,7 +12,9 @@ import itertools
 import logging
 import math
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import anyio
 
@@ -37,6 +39,8 @@ _BEATS_A_LOOK = 6
 """Heartbeats after which the claim is read: a writer that was taken over must not renew the claim of another one."""
 _POLL_SECS = 1.0
 _MAX_TAKEOVERS = 10
+Check: TypeAlias = Callable[[], Awaitable[None]]
+"""Function that raises RootError if another writer has taken over, called right before each change that counts."""
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from aio_ckpt.checks import shown
+from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.object_store import store_of
 from aio_ckpt.storage.small_files import read_root
 
 _NAME_BYTES = 255
@@ -49,3 +52,24 @@ async def files_of_caller(storage: Storage, path: Path) -> tuple[str, ...]:
     except (CorruptCheckpointError, FormatVersionError):
         return ()
     return () if root is None else root.files
+
+
+async def write_user_files(
+    storage: Storage, pending: Path, write_dir: Path, files: Mapping[str, bytes], check: Check
+) -> None:
+    """Write the files of ``save(files=)``. In a store they replace those of the checkpoint before, just before it.
+
+    Raises:
+        RootError: another writer has taken over, see :data:`Check`.
+        WriteError: the system failed.
+    """
+    if not isinstance(write_dir, RemotePath):
+        for name, content in files.items():
+            await storage.write_file(write_dir / name, content)
+        return
+    store = store_of(storage, write_dir)
+    if files:
+        await store.name_files(pending, tuple(files))
+        await check()
+    for name, content in files.items():
+        await store.replace_file(write_dir / name, content)

@@ -36,8 +36,9 @@ from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.plan.save_plan import tensor_entry
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause
+from aio_ckpt.snapshot.captured_chunks import CapturedChunks
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.save_progress import CapturedChunks, StallTimer
+from aio_ckpt.snapshot.stall_timer import StallTimer
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.full_disk import explain_full_disk
 from aio_ckpt.write.part import Part, write_part

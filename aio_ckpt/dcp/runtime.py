@@ -29,8 +29,8 @@ from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.capture import CopyEngines, capture
+from aio_ckpt.snapshot.captured_chunks import CapturedRun
 from aio_ckpt.snapshot.image import Image, lease_image
-from aio_ckpt.snapshot.save_progress import CapturedRun
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.object_store import AnyStorage
 from aio_ckpt.storage.paths import checked_path

@@ -3,12 +3,12 @@
 In: calls of ``save``, ``load`` and ``close``. Out: tickets and reports. Each save and each load runs here through the
 packages below; the engine alone knows their order. ``engine`` wires it together:
 
-- a save: ``state_save`` on the caller's thread, ``run_job`` and ``pipeline`` on the loop; a file: ``file_save`` and
-  ``file_pipeline``; ``remove()``: ``root_changes`` and ``removal``; ``job``: what passes between both threads
+- a save: ``state_save`` on the caller's thread, ``state_pipeline`` on the loop; a file: ``file_save`` and
+  ``file_pipeline``; both: ``capture_job``, ``run_job`` and ``write_job``; ``remove()``: ``root_changes`` and
+  ``removal``; ``job``: what passes between both threads
 - all of them: ``call_lock``: one call at a time; ``capture_session``: plans and memory; ``trusted_leaves``: which
-  frozen leaves need no capture; ``unchanged``: what the last commit tells of them; ``start_job``: capture, and start of
-  the pipeline; ``job_queue``: the pending jobs, their waits and their end;
-  ``known_steps``: the default step; ``root``: lock, retention, protection
+  frozen leaves need no capture; ``committed_frozen``: what the last commit tells of them; ``job_queue``: the pending
+  jobs, their waits and their end; ``known_steps``: the default step; ``root``: lock, retention, protection
 - a load: ``loader`` shows its stages; ``fallback``: which checkpoint verifies; ``group_load``: the same on all ranks
 - several ranks: ``agreement``: what they agree on before a capture
 - both: ``context``: what all calls share; ``outcomes``: what is logged, explained and counted

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +25,9 @@ from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.agreement import Agreement
 from aio_ckpt.engine.call_lock import CallLock
+from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.capture_session import CaptureSession
+from aio_ckpt.engine.committed_frozen import CommittedFrozen
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import FilePipeline
 from aio_ckpt.engine.file_save import FileSaves
@@ -35,7 +36,6 @@ from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkpoint
 from aio_ckpt.engine.outcomes import OutcomeRecorder
-from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.removal import Remover
 from aio_ckpt.engine.root import (
     RootSession,
@@ -48,10 +48,10 @@ from aio_ckpt.engine.root import (
 from aio_ckpt.engine.root_changes import RootChanges
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.shutdown import Shutdown
-from aio_ckpt.engine.start_job import JobStarter
+from aio_ckpt.engine.state_pipeline import StatePipeline
 from aio_ckpt.engine.state_save import StateSaves
 from aio_ckpt.engine.trusted_leaves import TrustedLeaves
-from aio_ckpt.engine.unchanged import UnchangedLeaves
+from aio_ckpt.engine.write_job import JobWriter
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State
@@ -72,6 +72,7 @@ from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, Portal, start_beside
 from aio_ckpt.runtime.priority import lower_priority
+from aio_ckpt.runtime.signals import PREEMPTION_SIGNALS
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.mounts import Mount
@@ -195,23 +196,26 @@ class BaseEngine:
             must_wait=lambda: self._preemption.is_on or not (mirroring is None or mirroring.is_ready),
             held=(lambda: ()) if mirroring is None else mirroring.held_steps,
         )
-        runner = JobRunner(ctx=ctx, throttle=self._throttle, trash=self._trash)
+        runner = JobRunner(ctx=ctx)
+        writer = JobWriter(ctx=ctx, throttle=self._throttle, trash=self._trash)
         self._call_lock = call_lock = CallLock(portal)
         self._session = session = CaptureSession(ctx, self._rescue.shared_memory)
-        unchanged = UnchangedLeaves(leaves=session.frozen, relink_limit=ctx.config.relink_limit)
-        pipeline = SavePipeline(
+        unchanged = CommittedFrozen(leaves=session.frozen, relink_limit=ctx.config.relink_limit)
+        pipeline = StatePipeline(
             ctx=ctx,
-            runner=runner,
+            writer=writer,
             root_session=self._root_session,
             claim=claim,
             quarantine=self._quarantine,
             unchanged=unchanged,
             rescue=self._rescue,
         )
-        self._recorder = OutcomeRecorder(ctx, session, self._root_session)
+        self._recorder = OutcomeRecorder(ctx, session)
         remover = Remover(ctx=ctx, claim=claim, quarantine=self._quarantine, trash=self._trash)
-        self._queue = queue = JobQueue(ctx, portal, self._quarantine, remover, self._recorder, mirroring)
-        starter = JobStarter(ctx=ctx, portal=portal, queue=queue, session=session, runner=runner)
+        self._queue = queue = JobQueue(
+            ctx, portal, self._quarantine, remover, self._recorder, self._root_session, mirroring
+        )
+        capturer = JobCapturer(ctx=ctx, portal=portal, queue=queue, session=session, runner=runner, writer=writer)
         self._earlier_steps = EarlierSteps(ctx.root)
         self._state_saves = StateSaves(
             call_lock=call_lock,
@@ -229,13 +233,13 @@ class BaseEngine:
                 root_session=self._root_session,
                 trash=self._trash,
             ),
-            starter=starter,
+            capturer=capturer,
             pipeline=pipeline,
             statistics=self._recorder.statistics,
             earlier_steps=self._earlier_steps,
             is_urgent=self._preemption.poll,
         )
-        self._file_saves = FileSaves(ctx, call_lock, queue, starter, FilePipeline(ctx=ctx, runner=runner))
+        self._file_saves = FileSaves(ctx, call_lock, queue, capturer, FilePipeline(ctx=ctx, writer=writer))
         self._root_changes = RootChanges(
             call_lock=call_lock,
             ctx=ctx,
@@ -505,7 +509,7 @@ class BaseEngine:
 
     # -- ending ---------------------------------------------------------------------------------------
 
-    def on_preemption(self, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+    def on_preemption(self, signals: Iterable[int] = PREEMPTION_SIGNALS) -> None:
         """Set :attr:`preempted` when one of ``signals`` comes, until the engine is closed.
 
         The process goes on: the training loop polls ``preempted``, saves and ends. A previous handler that is a Python

@@ -15,7 +15,7 @@ from aio_ckpt.commit.publish_files import only_writer, publish_files
 from aio_ckpt.commit.trash import settle_failure
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob
-from aio_ckpt.engine.run_job import JobRunner
+from aio_ckpt.engine.write_job import JobWriter
 from aio_ckpt.format.safetensors_file import SUFFIX
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
@@ -33,7 +33,7 @@ class FilePipeline:
     """Pipeline of the files of one call of ``save_file()``. :meth:`save` shows all of it."""
 
     ctx: EngineContext
-    runner: JobRunner
+    writer: JobWriter
     cleared: set[Path] = field(default_factory=set)
     """Directories in which the leftovers of dead processes were removed."""
 
@@ -48,7 +48,7 @@ class FilePipeline:
         results: list[WriteResult] = []
         for index in range(len(job.content.parts)):
             part = await job.part(index)
-            results.append(await self.runner.write(job, part, job.temporary))
+            results.append(await self.writer.write(job, part, job.temporary))
             part.image.lease.close()
         job.timer.reached("synced")
         job.begin("waiting for the file before")
@@ -57,10 +57,10 @@ class FilePipeline:
         job.round.advance(SaveState.VOTED)
         is_plain = job.content.index is None and not job.path.name.endswith(SUFFIX)
         turn = contextlib.nullcontext() if is_plain else only_writer(storage, folder)
-        async with self.runner.committing(job, turn):
+        async with self.writer.committing(job, turn):
             written = [part.name for part in job.parts]
             names = await publish_files(storage, job.temporary, job.path, written, index=job.content.index)
-            await self.runner.trash.delete(job.temporary)
+            await self.writer.trash.delete(job.temporary)
         return SaveReport(
             step=0,
             path=job.path,
@@ -80,7 +80,7 @@ class FilePipeline:
         storage, folder = self.ctx.storage, job.path.parent
         await explain_full_disk(cause, storage, folder, job.image_bytes, remedy="save to another disk")
         await settle_failure(
-            self.runner.trash,
+            self.writer.trash,
             job.temporary,
             [part.image for part in job.parts],
             job.threads,
@@ -98,4 +98,4 @@ class FilePipeline:
         for name in await names_in(storage, folder):
             owner = owner_by_name(name, here) if name.startswith(TEMPORARY) else None
             if owner is not None and owner.is_proven_dead(here):
-                await self.runner.trash.delete(folder / name)
+                await self.writer.trash.delete(folder / name)

@@ -15,11 +15,11 @@ from pathlib import Path
 from aio_ckpt.checks import MAX_SECS, check_path, shown
 from aio_ckpt.commit.path_checkpoints import file_refusal
 from aio_ckpt.engine.call_lock import CallLock, LockedCalls
+from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import TEMPORARY, FilePipeline
 from aio_ckpt.engine.job import FileJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
-from aio_ckpt.engine.start_job import JobStarter
 from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, index_name
 from aio_ckpt.memory.kind import StagingChoice
@@ -31,8 +31,8 @@ from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.deadline import NO_DEADLINE
 from aio_ckpt.runtime.waiting import call_within
+from aio_ckpt.snapshot.captured_chunks import CapturedChunks
 from aio_ckpt.snapshot.image import lease_image
-from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.part import Part
 
@@ -43,13 +43,13 @@ class FileSaves(LockedCalls):
     """Caller's half of the files of one engine."""
 
     def __init__(
-        self, ctx: EngineContext, call_lock: CallLock, queue: JobQueue, starter: JobStarter, pipeline: FilePipeline
+        self, ctx: EngineContext, call_lock: CallLock, queue: JobQueue, capturer: JobCapturer, pipeline: FilePipeline
     ) -> None:
         super().__init__(call_lock=call_lock)
         self._ctx = ctx
         self._queue = queue
-        self._starter = starter
-        self._lifetime = starter.session.lifetime
+        self._capturer = capturer
+        self._lifetime = capturer.session.lifetime
         # A snapshot that can be rescued belongs to a step, so a file needs no memory with a name.
         staging = "auto" if ctx.config.shm_path is not None else ctx.config.staging
         self._staging = StagingChoice(staging)
@@ -97,7 +97,7 @@ class FileSaves(LockedCalls):
                 content=content,
             )
         )
-        self._starter.start(job, self._pipeline, self._parts(job))
+        self._capturer.capture(job, self._pipeline, self._parts(job))
         return job.ticket
 
     def _parts(self, job: FileJob) -> Iterator[tuple[PlannedImage, Part]]:
@@ -112,7 +112,7 @@ class FileSaves(LockedCalls):
                 planned_file.tail_bytes,
                 self._lifetime,
                 self._staging,
-                timeout_secs=self._pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes),
+                timeout_secs=self._pipeline.writer.slot_timeout_secs(planned.plan.layout.chunk_bytes),
                 limit_secs=MAX_SECS,
             )
             yield (

@@ -17,13 +17,13 @@ import anyio
 from aio_ckpt.checks import check_flag, check_one_of
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.extra import check_extra
-from aio_ckpt.commit.retention import check_metrics
+from aio_ckpt.commit.metrics import check_metrics
 from aio_ckpt.commit.user_files import check_files
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.file_plan import FileContent
 from aio_ckpt.plan.save_plan import Plan
-from aio_ckpt.plan.trusted import Versions
+from aio_ckpt.plan.trusted_frozen import Versions
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
@@ -32,7 +32,8 @@ from aio_ckpt.reports import Progress, Stage, StageTimings, Target, title
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.runtime.log_records import is_logged, log_step
-from aio_ckpt.snapshot.save_progress import CapturedRun, StallTimer
+from aio_ckpt.snapshot.captured_chunks import CapturedRun
+from aio_ckpt.snapshot.stall_timer import StallTimer
 from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.write.frozen import FrozenFile
 from aio_ckpt.write.part import Part

@@ -25,6 +25,7 @@ from aio_ckpt.engine.job import Job, RemoveJob, SaveJob, WriteJob
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.outcomes import OutcomeRecorder, logged_errors, named
 from aio_ckpt.engine.removal import Remover
+from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import (
     BusyError,
     ConfigError,
@@ -70,12 +71,14 @@ class JobQueue:
         quarantine: Quarantine,
         remover: Remover,
         recorder: OutcomeRecorder,
+        root_session: RootSession,
         mirroring: Mirroring | None,
     ) -> None:
         self._ctx = ctx
         self._portal = portal
         self._remover = remover
         self._recorder = recorder
+        self._root_session = root_session
         self._mirroring = mirroring
         self._max = ctx.config.max_in_flight
         self.steps = KnownSteps(quarantine, counts_calls=ctx.world_size > 1)
@@ -287,6 +290,8 @@ class JobQueue:
                     for part in job.parts:
                         part.image.fail_slots(error)  # a pipeline that never began has not done it
                 self._recorder.record(job, outcome, newest=self.steps.newest(()))
+                if isinstance(job, SaveJob) and error is None:
+                    self._root_session.delete_expired(job.step)
         finally:  # in any case: close() and later saves wait for a save that stays in the table
             self._leave(job, error)
             if error is None:

@@ -3,11 +3,12 @@
     load(template)
        |  loop thread: accept the call, choose the newest checkpoint, or the next older one if it is damaged
        v
-    open ------> match ------> fetch ------> decode ------> apply
-    (manifests)  (nothing      (each block   (objects)      (objects set,
-                  touched)      proven)                      load_state_dict called)
+    match ------------> fetch ---------> apply
+    (manifests and      (each block      (objects set,
+     objects are read;   proven)          load_state_dict called)
+     nothing touched)
 
-Several ranks wait for each other after *match* and after *decode*: all load the same checkpoint, or none does.
+Several ranks wait for each other after *match* and after *fetch*: all load the same checkpoint, or none does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from aio_ckpt.engine.fallback import Wanted, newest_good
 from aio_ckpt.engine.group_load import first_round, newest_good_for_all
 from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.match.options import LoadOptions, ReadContext
+from aio_ckpt.match.options import LoadOptions
+from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint

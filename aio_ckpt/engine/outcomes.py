@@ -19,7 +19,6 @@ import anyio
 from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob, WriteJob
-from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import AioCkptError, SaveCancelledError
 from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, Target, amount, title
 from aio_ckpt.runtime.log_records import is_logged, log_step
@@ -264,16 +263,15 @@ def stage_secs(timings: StageTimings) -> dict[str, float]:
 class OutcomeRecorder:
     """Records the outcomes of the saves of one engine."""
 
-    def __init__(self, ctx: EngineContext, session: CaptureSession, root_session: RootSession) -> None:
+    def __init__(self, ctx: EngineContext, session: CaptureSession) -> None:
         self._ctx = ctx
         self._session = session
-        self._root_session = root_session
         self.statistics = Statistics()
 
     def record(self, job: WriteJob, outcome: SaveReport | BaseException, *, newest: int | None) -> None:
         """Log and count the outcome of a save that is about to settle. ``newest``: the newest committed step.
 
-        After a failure, the cached plan is not trusted. After a commit, expired steps are deleted.
+        After a failure, the cached plan is not trusted.
         """
         ctx = self._ctx
         if isinstance(job, FileJob):
@@ -287,11 +285,8 @@ class OutcomeRecorder:
         else:
             log_commit(outcome, job.target, rank=ctx.rank, world_size=ctx.world_size)
         self.statistics.settle(outcome, job.step)
-        if isinstance(outcome, BaseException):
-            return
-        if job.step is not None:
+        if isinstance(outcome, SaveReport) and job.step is not None:
             ctx.members.newest_step = max(job.step, ctx.members.newest_step or 0)
-        self._root_session.delete_expired(job.step)
 
     def call_back(self, job: WriteJob, outcome: SaveReport | BaseException) -> None:
         """Call the user's ``on_commit`` or ``on_error`` with the outcome of a save that has settled."""

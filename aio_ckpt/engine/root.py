@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
 
-from aio_ckpt.commit import discovery, path_checkpoints, retention
+from aio_ckpt.commit import discovery, path_checkpoints, protection, retention, rollback
 from aio_ckpt.commit.copies import record_rollback
 from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.owner import make_engine_dirs
@@ -441,9 +441,9 @@ class RootSession:
             await check()
             await record_rollback(ctx.storage, ctx.root, ctx.mirror, ctx.names, step, tag)
         async with self._quarantine.renames:
-            abandoned = await discovery.abandon_after(ctx.storage, ctx.root, ctx.names, step, tag, check)
+            abandoned = await rollback.abandon_after(ctx.storage, ctx.root, ctx.names, step, tag, check)
         await check()
-        await retention.unprotect_after(ctx.storage, ctx.root, step)
+        await protection.unprotect_after(ctx.storage, ctx.root, step)
         return step, abandoned
 
     # -- retention ------------------------------------------------------------------------------------
@@ -486,16 +486,16 @@ class RootSession:
             CheckpointNotFoundError: ``step`` is not committed.
         """
         ctx = self._ctx
-        self._call(retention.protect, ctx.storage, ctx.root, ctx.names, step, what="protect()")
+        self._call(protection.protect, ctx.storage, ctx.root, ctx.names, step, what="protect()")
 
     def unprotect(self, step: int) -> None:
         """End the protection of a step."""
-        self._call(retention.unprotect, self._ctx.storage, self._ctx.root, step, what="unprotect()")
+        self._call(protection.unprotect, self._ctx.storage, self._ctx.root, step, what="unprotect()")
 
     def protected_steps(self) -> list[int]:
         """Return the protected steps, ascending."""
         ctx = self._ctx
-        return sorted(self._call(retention.protected_steps, ctx.storage, ctx.root, what="protected_steps()"))
+        return sorted(self._call(protection.protected_steps, ctx.storage, ctx.root, what="protected_steps()"))
 
     @property
     def undeleted(self) -> Mapping[int, str]:

@@ -1,20 +1,14 @@
-"""One pending save on the engine's loop: its watch, and what every pipeline does alike."""
+"""Run of one pipeline on the engine's loop, with its watch: cancellation, stall and deadline."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
 
-from aio_ckpt.commit.trash import SETTLE_SECS, Trash
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.engine.outcomes import named
@@ -26,10 +20,6 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import watch_submissions
 from aio_ckpt.runtime.waiting import WaitWarning
-from aio_ckpt.write.part import Part, write_part
-from aio_ckpt.write.result import WriteResult
-from aio_ckpt.write.throttle import WriteThrottle
-from aio_ckpt.write.writer import FileWriter
 
 J_contra = TypeVar("J_contra", bound=WriteJob, contravariant=True)
 J = TypeVar("J", bound=WriteJob)
@@ -50,14 +40,6 @@ class JobRunner:
     """Runs the pipelines of one engine."""
 
     ctx: EngineContext
-    throttle: WriteThrottle
-    """Limits the rate of writing."""
-    trash: Trash
-    """Deletes the directories of failed saves, and what is left of replaced checkpoints."""
-
-    def slot_timeout_secs(self, nbytes: int) -> float:
-        """Return the longest time in which ``nbytes`` of staging memory become free, if the disk does not stall."""
-        return self.ctx.config.stall_timeout_secs + self.throttle.longest_wait_secs(nbytes)
 
     async def run(self, job: J, pipeline: Pipeline[J]) -> SaveReport:
         """Write and commit a save whose capture has begun.
@@ -98,32 +80,6 @@ class JobRunner:
             raise cause from cause.__cause__
         return report
 
-    @contextlib.asynccontextmanager
-    async def committing(self, job: WriteJob, turn: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:
-        """Let the block make a job visible, by renames, while this job has its ``turn``.
-
-        The block is shielded from cancellation: renames that have begun are completed or undone.
-
-        Raises:
-            StallError: the block did not end within ``stall_timeout_secs``. The job is in doubt.
-        """
-        limit_secs = self.ctx.config.stall_timeout_secs
-        async with turn:
-            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation may have been accepted since the last wait
-            job.round.advance(SaveState.COMMITTING)
-            job.begin("making it visible (rename, fsync)", stage="commit")
-            with anyio.move_on_after(limit_secs, shield=True) as scope:
-                yield
-            if scope.cancelled_caught:
-                job.round.advance(SaveState.IN_DOUBT)
-                error = StallError(
-                    f"the commit of {job.title} did not end within {limit_secs} s: {job.place} is "
-                    "stalled; it may still become visible, whole, when the disk recovers"
-                )
-                error.in_doubt = True
-                raise error
-            job.round.advance(SaveState.VISIBLE)
-
     async def _watch(self, job: WriteJob) -> None:
         """Raise the failure of the capture; StallError if nothing moves for too long or the deadline passes."""
         limit_secs = self.ctx.config.stall_timeout_secs
@@ -149,23 +105,3 @@ class JobRunner:
 
     def _named(self, job: WriteJob) -> str:
         return f"the save of {job.title}" + (f" on rank {self.ctx.rank}" if self.ctx.world_size > 1 else "")
-
-    def writer(self, job: WriteJob) -> FileWriter:
-        """Return the writer of the data files of a job, whose writes tell that the job goes on."""
-        return FileWriter(
-            storage=self.ctx.storage,
-            executor=self.ctx.executor,
-            workers=self.ctx.config.workers,
-            settle_secs=SETTLE_SECS,
-            admit=functools.partial(
-                self.throttle.admit, is_hurried=job.deadline.secs is not None, on_wait=job.stall.touch
-            ),
-            on_activity=job.begin,
-            on_written=job.wrote,
-        )
-
-    async def write(self, job: WriteJob, part: Part, directory: Path) -> WriteResult:
-        """Write a part of a job to its file in ``directory``, durably."""
-        result = await write_part(part, directory / part.name, self.writer(job))
-        job.stall.touch()
-        return result

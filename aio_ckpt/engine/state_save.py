@@ -1,6 +1,6 @@
 """Caller's half of ``save()`` and ``prepare()``: room, step, plan, lease, capture.
 
-The second half runs on the loop: :mod:`aio_ckpt.engine.pipeline`.
+The second half runs on the loop: :mod:`aio_ckpt.engine.state_pipeline`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.engine.agreement import Admission, Agreement
 from aio_ckpt.engine.call_lock import LockedCalls
+from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import NumberedCall, SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import Statistics
-from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession
-from aio_ckpt.engine.start_job import JobStarter
+from aio_ckpt.engine.state_pipeline import StatePipeline
 from aio_ckpt.engine.trusted_leaves import Leased, TrustedLeaves
 from aio_ckpt.errors import AioCkptError, StepOrderError
 from aio_ckpt.format.checkpoint_files import data_file_name
@@ -35,7 +35,7 @@ from aio_ckpt.reports import Target
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import disk_warning
-from aio_ckpt.snapshot.save_progress import CapturedChunks
+from aio_ckpt.snapshot.captured_chunks import CapturedChunks
 from aio_ckpt.ticket import Milestone, SaveTicket, settle_with
 from aio_ckpt.write.part import Part
 
@@ -51,8 +51,8 @@ class StateSaves(LockedCalls):
     root_session: RootSession
     queue: JobQueue
     agreement: Agreement
-    starter: JobStarter
-    pipeline: SavePipeline
+    capturer: JobCapturer
+    pipeline: StatePipeline
     statistics: Statistics
     earlier_steps: EarlierSteps
     is_urgent: Callable[[], bool]
@@ -155,10 +155,14 @@ class StateSaves(LockedCalls):
             planned = self.agreement.assign(planned, content, target, numbered)
             content = ContentSums(content.objects)
         objects = _own_objects(encoded, [name for name, _ in planned.objects], planned.plan.object_names)
-        timeout_secs = self.pipeline.runner.slot_timeout_secs(planned.plan.layout.chunk_bytes)
-        leased = self.trusted.lease(
-            flat, planned, objects, target, slot_timeout_secs=timeout_secs, deadline=call.deadline
+        timeout_secs = self.pipeline.writer.slot_timeout_secs(planned.plan.layout.chunk_bytes)
+        lease = functools.partial(
+            self.session.lease, objects=objects, target=target, slot_timeout_secs=timeout_secs, deadline=call.deadline
         )
+        if self.ctx.config.frozen == "trusted" and planned.plan.layout.frozen_items:
+            leased = self.trusted.lease(flat, planned, len(objects.region), target, lease)
+        else:
+            leased = Leased(planned=planned, image=lease(planned))
         image, layout = leased.image, leased.planned.plan.layout
         try:
             self.session.log_waves(image, target)
@@ -173,11 +177,11 @@ class StateSaves(LockedCalls):
                 image=image,
                 chunks=CapturedChunks(len(image.chunks), job.stall),
             )
-            # Before the start: an error after it would be raised while the save goes on.
+            # Before the capture: an error after it would be raised while the save goes on.
             self.session.map_next(leased.planned.plan, objects, leased.tail_bytes)
-            self.starter.start(job, self.pipeline, [(leased.planned, part)])
+            self.capturer.capture(job, self.pipeline, [(leased.planned, part)])
         except Exception:
-            image.lease.close()  # again: without memory, start() may have failed to close it
+            image.lease.close()  # again: without memory, capture() may have failed to close it
             raise
         return job.ticket
 

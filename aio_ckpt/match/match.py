@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from operator import ne
 
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.checkpoint.rank_names import dropped_names, first_of, listed, unexpected_names
+from aio_ckpt.checkpoint.rank_names import dropped_names, unexpected_names
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.match.compounds import match_compounds
 from aio_ckpt.match.dtypes import changed, is_narrower
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.leaves import match_any_leaves, match_leaves
-from aio_ckpt.match.options import LoadOptions, ReadContext
+from aio_ckpt.match.options import LoadOptions
+from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import close_remedy
 from aio_ckpt.match.stateful import match_stateful
 from aio_ckpt.match.takers import LeavesTaker, Taker
 from aio_ckpt.match.tensors import shared_memory
 from aio_ckpt.state.flatten import read_template
+from aio_ckpt.state.names import first_of, listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

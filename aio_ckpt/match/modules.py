@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from aio_ckpt.checkpoint.catalog import Shards, global_shape
-from aio_ckpt.checkpoint.rank_names import first_of, listed
 from aio_ckpt.leaves.objects import type_name
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.leaves.values import Target
 from aio_ckpt.match.rename import prefix_remedy
 from aio_ckpt.match.takers import StatefulTaker
 from aio_ckpt.match.tensors import has_other_shape, shape_fault
-from aio_ckpt.state.names import branches_of, prefix_of
+from aio_ckpt.state.names import branches_of, first_of, listed, prefix_of
 
 _EXTRA_STATE = "_extra_state"
 """Last part of the name of what ``get_extra_state`` returns. It need not be a tensor, nor be stored."""

@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.checkpoint.rank_names import listed
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, MissingNameError
-from aio_ckpt.state.names import branches_of, node_names
+from aio_ckpt.state.names import branches_of, listed, node_names
 
 Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 """Maps the stored name of a leaf to its name in the template; None leaves it out. A mapping may name branches, too."""

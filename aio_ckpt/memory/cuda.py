@@ -19,12 +19,6 @@ from aio_ckpt.memory.host_copy import CopyVectors
 
 _CAPTURE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
-_GATHERED_BYTES = 1 << 20
-"""Borrowed fact (FACTS): issued one by one, transfers of 64 KiB reach 19.6 GB/s, and transfers of 1 MiB 49.7. To issue
-10,000 of 64 KiB costs the host 30 ms, and 3 ms if they are gathered."""
-_GATHERED_BESIDE_BATCHES_BYTES = 64 << 10
-"""In one batch, 10,000 transfers of 64 KiB cost the host 4.2 ms and reach 53 GB/s (bench/results). So only smaller
-tensors are worth a copy on the device."""
 
 
 class _CudaEvent(CopyEvent):
@@ -194,11 +188,9 @@ def can_copy_by_address(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and _driver_is_there())
 
 
-def gathered_below_bytes(device: torch.device) -> int:
-    """Return the size in bytes below which tensors on ``device`` are gathered there before they are moved; 0: none."""
-    if device.type != "cuda":
-        return 0
-    return _GATHERED_BESIDE_BATCHES_BYTES if batch_copy() is not None else _GATHERED_BYTES
+def copies_in_batches() -> bool:
+    """Return whether one call of the driver issues many copies."""
+    return batch_copy() is not None
 
 
 @functools.cache

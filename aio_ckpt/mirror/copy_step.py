@@ -15,8 +15,9 @@ from aio_ckpt.commit import discovery
 from aio_ckpt.commit.copies import abandoned_copies
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.retention import Policy, Retention
+from aio_ckpt.commit.rollback import abandon
 from aio_ckpt.commit.root_claim import Claim
-from aio_ckpt.commit.writing import writing
+from aio_ckpt.commit.root_writer import writing
 from aio_ckpt.copying import copy_as_writer, make_root
 from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.format.root_names import StepNames
@@ -116,5 +117,5 @@ class StepCopier:
         """Roll the mirror back, as the root was: otherwise they would come back if the root is lost."""
         aside = await abandoned_copies(self.storage, self.root, self.place, self.names)
         if aside:
-            await discovery.abandon(self.storage, self.place, aside, str(time.time_ns()), claim.check)
+            await abandon(self.storage, self.place, aside, str(time.time_ns()), claim.check)
             _log.info("%s: set aside steps %s, as the root was rolled back", self.place, [each.step for each in aside])

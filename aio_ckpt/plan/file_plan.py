@@ -12,9 +12,9 @@ from aio_ckpt.format.safetensors_file import SafetensorsIndex
 from aio_ckpt.format.torch_file import ZipTail, pickle_object, storage_envelope
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.chunks import cut_chunks
-from aio_ckpt.plan.copy_plan import image_order
+from aio_ckpt.plan.copy_plan import image_order, is_gathered
 from aio_ckpt.plan.layout import ImageLayout, lay_out
-from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, is_gathered, plan_layout
+from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, plan_layout
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources
 from aio_ckpt.plan.tensor_item import Placement, TensorItem
 from aio_ckpt.state.flatten import FlatState

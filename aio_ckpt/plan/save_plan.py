@@ -19,9 +19,9 @@ from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.rank_manifest import encode_static
 from aio_ckpt.format.tensor_table import TensorEntry
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.memory.cuda import can_copy_by_address, gathered_below_bytes
+from aio_ckpt.memory.cuda import can_copy_by_address
 from aio_ckpt.plan.assignment import Assignment, unpacked
-from aio_ckpt.plan.copy_plan import CopyPlan, image_order, plan_copies
+from aio_ckpt.plan.copy_plan import CopyPlan, image_order, is_gathered, plan_copies
 from aio_ckpt.plan.differing_replicas import Tolerance, tolerances
 from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
@@ -323,11 +323,6 @@ def plan_image(
         frozen=sum(map(is_frozen, placements)),
     )
     return plan_layout(structure, layout, fingerprint, gather_bytes=gather_bytes)
-
-
-def is_gathered(device: torch.device, nbytes: int, gather_bytes: int) -> bool:
-    """Return whether a tensor of ``nbytes`` on ``device`` is gathered there, given a buffer of ``gather_bytes``."""
-    return bool(gather_bytes) and nbytes < gathered_below_bytes(device)
 
 
 def plan_layout(structure: Structure, layout: ImageLayout, fingerprint: list[int], *, gather_bytes: int) -> ImagePlan:

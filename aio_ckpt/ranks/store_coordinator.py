@@ -27,9 +27,9 @@ from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.exchange import CallEnd, Coordinator, SoloCoordinator
 from aio_ckpt.ranks.flag_watch import FlagWatch
-from aio_ckpt.ranks.liveness import Liveness
+from aio_ckpt.ranks.heartbeats import Liveness
+from aio_ckpt.ranks.lost_ranks import HEARTBEATS_A_STALL, MEETING
 from aio_ckpt.ranks.messages import REPLIES, Failure, Frame, Reply, Topic, failure_of
-from aio_ckpt.ranks.missing import HEARTBEATS_A_STALL, MEETING
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
 from aio_ckpt.ranks.store_values import Store
 from aio_ckpt.runtime.futures import follow

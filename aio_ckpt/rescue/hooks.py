@@ -33,8 +33,8 @@ from aio_ckpt.rescue.segment import SegmentDirectory, SharedSegment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, store_record
 from aio_ckpt.runtime.portal import Executor, Portal, run_blocking, watch_submissions
 from aio_ckpt.runtime.waiting import call_within
+from aio_ckpt.snapshot.captured_chunks import CapturedChunks
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.storage.local import Storage
 
 _log = logging.getLogger("aio_ckpt")

@@ -16,8 +16,8 @@ from aio_ckpt.commit import publish
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, pending_path
 from aio_ckpt.commit.root_claim import Claim
+from aio_ckpt.commit.root_writer import writing
 from aio_ckpt.commit.trash import SETTLE_SECS
-from aio_ckpt.commit.writing import writing
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, rank_manifest_name
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static

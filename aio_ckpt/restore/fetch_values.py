@@ -12,10 +12,10 @@ from aio_ckpt.checkpoint.foreign_items import check_zip
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.leaves.objects import decode_object
-from aio_ckpt.match.options import ReadContext
+from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
-from aio_ckpt.restore.load_plan import LoadPlan
 from aio_ckpt.restore.load_progress import NO_METER, Meter
+from aio_ckpt.restore.plan_fills import LoadPlan
 from aio_ckpt.runtime.portal import run_blocking
 
 _SHOWN = 5

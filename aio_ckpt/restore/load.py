@@ -18,14 +18,15 @@ from aio_ckpt.checkpoint.open import Checkpoint, OnlyPartOpenError, RankSubset, 
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.match import Match, match_template
-from aio_ckpt.match.options import LoadOptions, ReadContext
+from aio_ckpt.match.options import LoadOptions
+from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import renamed
 from aio_ckpt.match.takers import Fetched, target_modified
 from aio_ckpt.restore.apply import prepare_apply
 from aio_ckpt.restore.fetch_values import fetch_values
-from aio_ckpt.restore.load_plan import LoadPlan, plan_reads
 from aio_ckpt.restore.load_progress import NO_METER, Meter
 from aio_ckpt.restore.page_cache import share_page_cache
+from aio_ckpt.restore.plan_fills import LoadPlan, plan_reads
 from aio_ckpt.runtime.portal import run_blocking
 
 _MAY_NEED_MORE = (

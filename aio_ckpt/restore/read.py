@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
-from aio_ckpt.checkpoint.rank_names import dropped_names, listed, wanted_names
+from aio_ckpt.checkpoint.rank_names import dropped_names, wanted_names
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.leaves.values import UntrustedObject
 from aio_ckpt.match.fills import Fills
-from aio_ckpt.match.options import ReadContext
+from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.restore.fetch_values import fetch_values
-from aio_ckpt.restore.load_plan import HostMemory, plan_reads
 from aio_ckpt.restore.load_progress import NO_METER, Meter
+from aio_ckpt.restore.plan_fills import HostMemory, plan_reads
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.state.build import build
 from aio_ckpt.state.dcp_paths import unflatten_dcp
+from aio_ckpt.state.names import listed
 
 _log = logging.getLogger("aio_ckpt")
 

@@ -13,6 +13,8 @@ from typing import Any
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, WrongThreadError
 
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that announce the end of the process, if the caller names no others."""
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 

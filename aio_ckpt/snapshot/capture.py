@@ -18,10 +18,10 @@ from aio_ckpt.plan.chunks import Chunk, Piece
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable, GatherRun
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses, flat_bytes, has_stored_bytes
+from aio_ckpt.snapshot.captured_chunks import CapturedRun
 from aio_ckpt.snapshot.device_copy import DeviceCopier
-from aio_ckpt.snapshot.gather import GatherBuffers
+from aio_ckpt.snapshot.gather_buffers import GatherBuffers
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.save_progress import CapturedRun
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 from aio_ckpt.leaves.containers import Notes
@@ -172,3 +172,18 @@ def containers_of(node: Skeleton) -> int:
 def _count(node: Any) -> int:
     """Return how many container numbers the node itself takes: a compound tensor has none."""
     return int(node[0] != Container.TENSOR)
+
+
+_SHOWN = 5
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the number of names, and the first of them, for a message."""
+    number = "1 name" if len(names) == 1 else f"{len(names)} names"
+    return f"{number}: {first_of([*map(repr, names)])}"
+
+
+def first_of(things: Sequence[str], *, between: str = ", ") -> str:
+    """Return the first of several things, and how many more there are, for a message."""
+    more = f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""
+    return f"{between.join(things[:_SHOWN])}{more}"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.plan.layout import ImageLayout
+from aio_ckpt.snapshot.captured_chunks import CapturedChunks
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.writer import ChunkPreparer, FileWriter, RenderTail
 

@@ -22,8 +22,8 @@ from rank_processes import Ranks, needs_list_keys, ranks
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator as coordinator_module
 from aio_ckpt.ranks.exchange import CallEnd, Exchange, SoloCoordinator
+from aio_ckpt.ranks.lost_ranks import HEARTBEATS_A_STALL, REMEDY, RankWait
 from aio_ckpt.ranks.messages import Heartbeat, Topic
-from aio_ckpt.ranks.missing import HEARTBEATS_A_STALL, REMEDY, RankWait
 from aio_ckpt.ranks.store import StoreKeys
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator, default_coordinator
 

@@ -48,7 +48,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.restore import load as restore
-from aio_ckpt.restore.load_plan import LoadPlan
+from aio_ckpt.restore.plan_fills import LoadPlan
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
-from aio_ckpt.engine import pipeline
 from aio_ckpt.engine import root as engine_root
+from aio_ckpt.engine import state_pipeline
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
@@ -80,7 +80,7 @@ def makers(rank: int, count: int, root: Path) -> list[str]:
     Meeting.come, Meeting.made = root / "come", root / "made"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_root, "mount_of", lambda _: Mount("nfs4", frozenset()))
-        patch.setattr(pipeline, "_HEAD_START_SECS", HEAD_START_SECS)
+        patch.setattr(state_pipeline, "_HEAD_START_SECS", HEAD_START_SECS)
         with engine_over(Meeting, root, SECS, stale_after_secs=600.0) as (engine, storage):
             # The ranks plan in the first save: the first one makes its directory before.
             engine.save(mixed_state(rank, count, 1), step=1).result(SECS)

@@ -20,7 +20,7 @@ import aio_ckpt
 from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, ReadError, RootError
 from aio_ckpt.remote_path import RemotePath, place_of
-from aio_ckpt.snapshot.save_progress import CapturedChunks
+from aio_ckpt.snapshot.captured_chunks import CapturedChunks
 from aio_ckpt.storage.object_store import REQUEST_SECS, RETRY_SECS, AnyStorage
 from aio_ckpt.storage.object_upload import ObjectUpload
 from bench.common.seaweedfs import KEY, SECRET

@@ -20,8 +20,9 @@ from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, PlannedSave
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
+from aio_ckpt.snapshot.captured_chunks import CapturedChunks
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.save_progress import CapturedChunks, StallTimer
+from aio_ckpt.snapshot.stall_timer import StallTimer
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult

@@ -8,9 +8,9 @@ from typing import Any, Self
 from unittest import mock
 
 from aio_ckpt import CheckpointEngine
-from aio_ckpt.engine import job, pipeline
+from aio_ckpt.engine import job, state_pipeline
 from aio_ckpt.runtime import deadline
-from aio_ckpt.snapshot import save_progress
+from aio_ckpt.snapshot import stall_timer
 
 __all__ = ["Clock"]
 
@@ -23,7 +23,9 @@ class Clock:
 
     def __init__(self) -> None:
         self._ahead_secs = 0.0
-        self._patches = [mock.patch.object(module, "time", self) for module in (job, pipeline, deadline, save_progress)]
+        self._patches = [
+            mock.patch.object(module, "time", self) for module in (job, state_pipeline, deadline, stall_timer)
+        ]
 
     def __enter__(self) -> Self:
         for patch in self._patches:

@@ -20,7 +20,7 @@ from unittest import mock
 
 import aio_ckpt
 from aio_ckpt.commit import trash as undo
-from aio_ckpt.engine import pipeline
+from aio_ckpt.engine import state_pipeline
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.leaves import objects as encoding
@@ -363,9 +363,9 @@ def memory_in_stages(folder: Path, *, most: int | None = None) -> Iterator[Point
         (snapshot.Capture, "check_sources"),
         (encoding.ObjectEncoder, "encode"),
         (write.ChunkPreparer, "prepare"),
-        (pipeline, "render_metadata_file"),
-        (pipeline, "render_rank"),
-        (pipeline, "render_root"),
+        (state_pipeline, "render_metadata_file"),
+        (state_pipeline, "render_rank"),
+        (state_pipeline, "render_root"),
     )
     yield from _memory_points(folder, places, MemoryError, saves=2, most=most)
 

@@ -68,7 +68,7 @@ class _WriterAndReader(_Host):
 
     async def train(self) -> None:
         async with anyio.create_task_group() as group:
-            starter, pipeline = await self.open(group)
+            capturer, pipeline = await self.open(group)
             retention = Retention(
                 self.storage,
                 ROOT,
@@ -81,8 +81,8 @@ class _WriterAndReader(_Host):
             )
             group.start_soon(self._read_often)
             for number in range(1, self.rng.randrange(5, 12)):
-                await self._learn(starter.queue)
-                attempt = self._save(starter, pipeline, number)
+                await self._learn(capturer.queue)
+                attempt = self._save(capturer, pipeline, number)
                 await asyncio.wrap_future(follow(attempt.save.settled))
                 if error := attempt.save.ticket.committed.peek():
                     raise BrokenPromiseError(f"save {number} failed though nothing else did: {error!r}")
@@ -139,7 +139,7 @@ async def _take_over(seed: int, loop: asyncio.AbstractEventLoop) -> Run:
     second = _SecondWriter(seed + 1, loop, first.disk)
     rng = random.Random(seed)
     async with anyio.create_task_group() as group:
-        starter, pipeline = await first.open(group)
+        capturer, pipeline = await first.open(group)
         beats = anyio.CancelScope()
 
         async def keep() -> None:
@@ -147,10 +147,10 @@ async def _take_over(seed: int, loop: asyncio.AbstractEventLoop) -> Run:
                 await pipeline.claim.keep()
 
         group.start_soon(keep)
-        await first._learn(starter.queue)
-        attempts = [first._save(starter, pipeline, 1)]
+        await first._learn(capturer.queue)
+        attempts = [first._save(capturer, pipeline, 1)]
         await asyncio.wrap_future(follow(attempts[0].save.settled))
-        attempts.append(first._save(starter, pipeline, 2))
+        attempts.append(first._save(capturer, pipeline, 2))
         await anyio.sleep(rng.expovariate(10.0))
         first.threads.paused_until = loop.time() + _PAUSE_SECS
         # The second one is refused until the claim is void; then it has the root, and clears what the first one left.

@@ -27,19 +27,20 @@ from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.capture_session import CaptureSession
+from aio_ckpt.engine.committed_frozen import CommittedFrozen
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted
 from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.outcomes import OutcomeRecorder
-from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.removal import Remover
 from aio_ckpt.engine.root import RootSession
 from aio_ckpt.engine.run_job import JobRunner
-from aio_ckpt.engine.start_job import JobStarter
-from aio_ckpt.engine.unchanged import UnchangedLeaves
+from aio_ckpt.engine.state_pipeline import StatePipeline
+from aio_ckpt.engine.write_job import JobWriter
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.root_names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR, StepNames
@@ -56,8 +57,8 @@ from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.snapshot.captured_chunks import CapturedChunks
 from aio_ckpt.snapshot.image import lease_image
-from aio_ckpt.snapshot.save_progress import CapturedChunks
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.storage.mounts import UNKNOWN
 from aio_ckpt.write.part import Part
@@ -238,13 +239,13 @@ class World:
     async def train(self) -> None:
         """A few saves, then everything that must hold."""
         async with anyio.create_task_group() as group:
-            starter, pipeline = await self.open(group)
-            queue = starter.queue
+            capturer, pipeline = await self.open(group)
+            queue = capturer.queue
             for number in range(1, self.rng.randrange(2, 6)):
                 while (settled := queue.settled_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
                 await self._learn(queue)
-                attempt = self._save(starter, pipeline, number)
+                attempt = self._save(capturer, pipeline, number)
                 if self.rng.random() < 0.2:
                     group.start_soon(self._cancel, attempt, self.rng.expovariate(10.0))
                 if self.rng.random() < 0.5:
@@ -264,16 +265,16 @@ class World:
         """The claim that this writer makes."""
         return Claim(self.storage, ROOT, self.ctx.owner, stale_after_secs=self.ctx.config.stale_after_secs)
 
-    async def open(self, group: anyio.abc.TaskGroup) -> tuple[JobStarter, SavePipeline]:
+    async def open(self, group: anyio.abc.TaskGroup) -> tuple[JobCapturer, StatePipeline]:
         """The engine of a writer that has the root."""
         self.portal.attach(self.loop, group, self.threads)
-        pipeline = SavePipeline(
+        pipeline = StatePipeline(
             ctx=self.ctx,
             root_session=mock.create_autospec(RootSession, instance=True),
             claim=self.claim(),
-            runner=JobRunner(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
+            writer=JobWriter(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
             quarantine=Quarantine(),
-            unchanged=UnchangedLeaves(leaves=None, relink_limit=1),
+            unchanged=CommittedFrozen(leaves=None, relink_limit=1),
         )
         while True:  # a root that cannot be claimed is no writer's: the next call of a user tries again
             try:
@@ -284,11 +285,18 @@ class World:
                 continue
         outcomes = mock.create_autospec(OutcomeRecorder, instance=True)
         session = CaptureSession(self.ctx, None)
-        quarantine, runner = pipeline.quarantine, pipeline.runner
-        remover = Remover(ctx=self.ctx, claim=pipeline.claim, quarantine=quarantine, trash=runner.trash)
-        queue = JobQueue(self.ctx, self.portal, quarantine, remover, outcomes, None)
-        starter = JobStarter(ctx=self.ctx, portal=self.portal, queue=queue, session=session, runner=runner)
-        return starter, pipeline
+        quarantine, writer = pipeline.quarantine, pipeline.writer
+        remover = Remover(ctx=self.ctx, claim=pipeline.claim, quarantine=quarantine, trash=writer.trash)
+        queue = JobQueue(self.ctx, self.portal, quarantine, remover, outcomes, pipeline.root_session, None)
+        capturer = JobCapturer(
+            ctx=self.ctx,
+            portal=self.portal,
+            queue=queue,
+            session=session,
+            runner=JobRunner(ctx=self.ctx),
+            writer=writer,
+        )
+        return capturer, pipeline
 
     async def _learn(self, queue: JobQueue) -> None:
         while not queue.steps.are_known:
@@ -299,10 +307,10 @@ class World:
                 continue
             queue.steps.learn(lambda: [checkpoint.step for checkpoint in found])  # noqa: B023 - called at once
 
-    def _save(self, starter: JobStarter, pipeline: SavePipeline, number: int) -> Attempt:
+    def _save(self, capturer: JobCapturer, pipeline: StatePipeline, number: int) -> Attempt:
         rng, now = self.rng, self.loop.time()
         committed = [a.save.stored_step for a in self.attempts if a.save.ticket.committed.state == "reached"]
-        queue = starter.queue
+        queue = capturer.queue
         overwrite = bool(committed) and not queue.pending_count and rng.random() < 0.2
         state = self._state(number)
         flat = flatten(state, rank=0)
@@ -353,7 +361,7 @@ class World:
         self.attempts.append(attempt)
         save.settled.add_done_callback(lambda _: self._ended(attempt))
         self.portal.post_after(rng.expovariate(100.0))
-        starter.start(save, pipeline, [(planned, part)])
+        capturer.capture(save, pipeline, [(planned, part)])
         for value in state.values():  # what a trainer does next must not reach the checkpoint
             if isinstance(value, torch.Tensor):
                 value.fill_(-1)

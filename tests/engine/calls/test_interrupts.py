@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
-from aio_ckpt.engine import agreement, capture_session, engine, file_save, job_queue, start_job
+from aio_ckpt.engine import agreement, capture_job, capture_session, engine, file_save, job_queue
 from aio_ckpt.engine import root as keeper
 from aio_ckpt.engine import state_save as saver
 from aio_ckpt.engine.job import SaveJob, WriteJob
@@ -24,7 +24,7 @@ from aio_ckpt.memory import lifetime
 from aio_ckpt.plan import save_plan as plan
 from aio_ckpt.runtime import deadline, futures, portal
 from aio_ckpt.snapshot import capture as snapshot
-from aio_ckpt.snapshot import image, save_progress
+from aio_ckpt.snapshot import captured_chunks, image, stall_timer
 from aio_ckpt.storage import root_lock as rootlock
 
 TIMEOUT = 30.0
@@ -46,10 +46,11 @@ TRACED = {
         lifetime,
         plan,
         portal,
-        save_progress,
+        captured_chunks,
+        stall_timer,
         rootlock,
         snapshot,
-        start_job,
+        capture_job,
     )
 }
 FOREIGN = {"Condition.__enter__", "Condition.__exit__"}
@@ -184,7 +185,7 @@ def test_a_save_that_ctrl_c_ends_while_it_copies_is_cancelled_and_leaves_no_file
     with SyncCheckpointEngine(tmp_path) as opened:
         with monkeypatch.context() as patch:
             patch.setattr(job_queue.JobQueue, "enter", remember)
-            patch.setattr(start_job, "capture", interrupted)
+            patch.setattr(capture_job, "capture", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 opened.save({"a": torch.zeros(5000)})
         assert isinstance(entered[0].ticket.exception(TIMEOUT), SaveCancelledError)

@@ -16,7 +16,7 @@ from gated_storage import TIMEOUT, gated_engine
 from log_lines import early_lines
 
 from aio_ckpt import SyncCheckpointEngine
-from aio_ckpt.engine import start_job
+from aio_ckpt.engine import capture_job
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError, WrongThreadError
 
 PLAIN: dict[str, Any] = {"strict": False, "allow_missing": False, "fallback": True}
@@ -113,7 +113,7 @@ def test_a_load_inside_the_capture_that_it_would_wait_for_is_refused(
 ) -> None:
     """A signal handler that loads, for one."""
     found: list[Exception] = []
-    capture = start_job.capture
+    capture = capture_job.capture
 
     def captured(*arguments: Any, **more: Any) -> Any:
         signal.raise_signal(signal.SIGUSR2)
@@ -128,7 +128,7 @@ def test_a_load_inside_the_capture_that_it_would_wait_for_is_refused(
 
     before = signal.signal(signal.SIGUSR2, handler)
     try:
-        monkeypatch.setattr(start_job, "capture", captured)
+        monkeypatch.setattr(capture_job, "capture", captured)
         with SyncCheckpointEngine(root) as engine:
             engine.save({"w": torch.ones(1)}).result(TIMEOUT)
     finally:

@@ -14,7 +14,7 @@ import torch
 from gated_storage import TIMEOUT
 
 from aio_ckpt import CheckpointEngine, EngineConfig
-from aio_ckpt.checkpoint import scatter
+from aio_ckpt.checkpoint import verified_copy
 from aio_ckpt.errors import MismatchError, ReadError, SaveCancelledError, TemplateMismatchError
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.restore import load as restore
@@ -212,7 +212,7 @@ def test_without_verification_nothing_is_summed_and_nothing_said_to_be_verified(
     engine.save(made()).result(TIMEOUT)
     state = zeros()
     with monkeypatch.context() as patched:
-        patched.setattr(scatter, "isal_zlib", None)
+        patched.setattr(verified_copy, "isal_zlib", None)
         assert not load(engine, state).verified
     check_equal(state)
     engine.close_blocking()

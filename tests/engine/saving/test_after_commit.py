@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aio_ckpt import SyncCheckpointEngine
-from aio_ckpt.engine import pipeline, run_job
+from aio_ckpt.engine import run_job, state_pipeline
 from aio_ckpt.errors import PeerFailedError, StallError
 from aio_ckpt.storage.local import Storage
 
@@ -36,7 +36,7 @@ def test_a_deadline_that_strikes_as_the_save_ends_is_too_late(tmp_path: Path, mo
 def test_what_fails_behind_the_rename_leaves_the_step_in_doubt_and_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = pipeline.SavePipeline._publish
+    publish = state_pipeline.StatePipeline._publish
 
     async def failing(*given: Any) -> None:
         await publish(*given)
@@ -44,7 +44,7 @@ def test_what_fails_behind_the_rename_leaves_the_step_in_doubt_and_in_place(
 
     with SyncCheckpointEngine(tmp_path) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline.SavePipeline, "_publish", failing)
+            patch.setattr(state_pipeline.StatePipeline, "_publish", failing)
             error = engine.save(STATE).exception(TIMEOUT)
         assert isinstance(error, StallError)
         assert error.in_doubt
@@ -74,10 +74,10 @@ async def test_a_sign_of_life_that_nobody_hears_ends_a_save_until_it_is_committe
     save: Any = SimpleNamespace(stall=stall, round=agreement)
     with anyio.move_on_after(TIMEOUT) as scope:
         if is_committing:
-            await pipeline._send_heartbeats(ctx, save)
+            await state_pipeline._send_heartbeats(ctx, save)
         else:
             with pytest.raises(PeerFailedError):
-                await pipeline._send_heartbeats(ctx, save)
+                await state_pipeline._send_heartbeats(ctx, save)
     assert beats == (3 if is_committing else 1)
 
 

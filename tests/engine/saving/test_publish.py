@@ -14,7 +14,7 @@ from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 from saved_files import DATA_FILE, RANK_MANIFEST, ROOT_MANIFEST, without_save_id
 
-from aio_ckpt.commit import discovery, trash
+from aio_ckpt.commit import discovery, rollback, trash
 from aio_ckpt.commit.in_place import unclaimed
 from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
@@ -298,7 +298,7 @@ async def test_a_power_loss_during_a_rollback_leaves_no_gap_in_the_steps(storage
     for step in (1, 2, 3):
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / META).touch()
-    assert await discovery.abandon_after(storage, tmp_path, names, 1, "tag", unclaimed) == [3, 2]
+    assert await rollback.abandon_after(storage, tmp_path, names, 1, "tag", unclaimed) == [3, 2]
     assert shown(storage.calls) == [
         "rename step_3 -> abandoned/*",
         "sync_dir abandoned",
@@ -341,7 +341,7 @@ async def test_a_rollback_takes_nothing_for_a_step_that_only_has_the_name_of_one
     (tmp_path / "iter_7").touch()
     for step in (1, 7, 500):
         with pytest.raises(CheckpointNotFoundError, match=r"committed are \[2, 3\]"):
-            await discovery.abandon_after(storage, tmp_path, names, step, "tag", unclaimed)
-    assert await discovery.abandon_after(storage, tmp_path, names, 2, "tag", unclaimed) == [3]
+            await rollback.abandon_after(storage, tmp_path, names, step, "tag", unclaimed)
+    assert await rollback.abandon_after(storage, tmp_path, names, 2, "tag", unclaimed) == [3]
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
     assert left == {names.name(2), "checkpoint-1", "checkpoint-500", "iter_7"}

@@ -25,7 +25,7 @@ from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.format.restricted_unpickler import BUDGET_FACTOR, MAX_TUPLES
 from aio_ckpt.leaves.objects import decode_object, encode_object
-from aio_ckpt.restore.load_plan import new_tensor
+from aio_ckpt.restore.plan_fills import new_tensor
 
 SPARE_BYTES = 512 << 20
 """Address space that a reader may take beyond what the child has when it begins."""

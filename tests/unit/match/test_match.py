@@ -21,7 +21,8 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.match.match import Match, match_template
-from aio_ckpt.match.options import LoadOptions, ReadContext
+from aio_ckpt.match.options import LoadOptions
+from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import renamed
 from aio_ckpt.match.takers import Fetched
 

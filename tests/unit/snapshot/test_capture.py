@@ -35,8 +35,8 @@ from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.save_plan import PlannedSave
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import CopyEngines, capture
+from aio_ckpt.snapshot.captured_chunks import CapturedRun
 from aio_ckpt.snapshot.image import Image, lease_image, ring_slots
-from aio_ckpt.snapshot.save_progress import CapturedRun
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 

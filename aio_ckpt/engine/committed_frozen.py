@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.save_plan import Plan
-from aio_ckpt.plan.trusted import Versions
+from aio_ckpt.plan.trusted_frozen import Versions
 from aio_ckpt.write.frozen import FrozenFile
 from aio_ckpt.write.result import WriteResult
 
@@ -23,7 +23,7 @@ class _Newest:
 
 
 @dataclass(slots=True, kw_only=True)
-class UnchangedLeaves:
+class CommittedFrozen:
     """What the newest committed save of one engine tells the next ones. The loop uses it, except where it says so."""
 
     leaves: FrozenLeaves | None

@@ -25,7 +25,7 @@ from aio_ckpt.format.tensor_zip import is_dense, row_major_stride
 from aio_ckpt.leaves.tensor_memory import unwrapped
 from aio_ckpt.leaves.values import OwnedShard, Shard, Target
 from aio_ckpt.match.fills import ExactFill, Fill, Fills
-from aio_ckpt.match.options import ReadContext
+from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.runtime.portal import run_blocking
 
 HostMemory: TypeAlias = Callable[[int], torch.Tensor]

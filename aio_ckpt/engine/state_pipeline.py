@@ -27,17 +27,18 @@ from aio_ckpt.commit.manifests import (
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import settle_failure
+from aio_ckpt.commit.user_files import write_user_files
+from aio_ckpt.engine.committed_frozen import CommittedFrozen
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
 from aio_ckpt.engine.outcomes import explain_failure
 from aio_ckpt.engine.root import RootSession
-from aio_ckpt.engine.run_job import JobRunner
-from aio_ckpt.engine.unchanged import UnchangedLeaves
+from aio_ckpt.engine.write_job import JobWriter
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, rank_manifest_name
 from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.plan.global_plan import places
-from aio_ckpt.ranks.liveness import heartbeat_pauses
+from aio_ckpt.ranks.heartbeats import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import SaveReport
@@ -75,17 +76,17 @@ class WrittenRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavePipeline:
+class StatePipeline:
     """Pipeline of a checkpoint, of a step or at a path. :meth:`save` shows all of it."""
 
     ctx: EngineContext
-    runner: JobRunner
+    writer: JobWriter
     root_session: RootSession
     claim: Claim
     """Read before each commit: a writer that was taken over commits nothing."""
     quarantine: Quarantine
     """Quarantine of the root. Its lock ``renames`` orders all renames under the root."""
-    unchanged: UnchangedLeaves
+    unchanged: CommittedFrozen
     """What did not change from save to save."""
     rescue: Rescue | None = None
     """Records each snapshot in a named segment, which can then be committed after a crash."""
@@ -183,12 +184,12 @@ class SavePipeline:
             if job.trusted_file is not None:
                 frozen = await self._renew_frozen(job, part, job.trusted_file)
                 return
-            frozen = await write_frozen(part, job.write_dir, job.final, job.clone_source, self.runner.writer(job))
+            frozen = await write_frozen(part, job.write_dir, job.final, job.clone_source, self.writer.file_writer(job))
 
         async with anyio.create_task_group() as beside:
             if job.plan.layout.frozen_items:
                 beside.start_soon(make_frozen)
-            result = await self.runner.write(job, part, job.write_dir)
+            result = await self.writer.write(job, part, job.write_dir)
         # A cancellation may end the other task alone, and with it the group, before it reaches this one.
         await anyio.lowlevel.checkpoint_if_cancelled()
         return result if job.trusted_file is None else result.moved(job.plan.layout.frozen_chunks), frozen
@@ -199,7 +200,7 @@ class SavePipeline:
         If the step of ``known`` is deleted meanwhile, a newer one has the same bytes. If none has them, the next save
         captures the leaves.
         """
-        writer, shared, layout = self.runner.writer(job), job.clone_source, job.plan.layout
+        writer, shared, layout = self.writer.file_writer(job), job.clone_source, job.plan.layout
         while True:
             may_clone = shared is not None and shared.sharers is known.sharers
             try:
@@ -272,17 +273,17 @@ class SavePipeline:
         job.begin("making its directory durable", stage="commit")
         if job.call.path is not None:
             await path_checkpoints.prepare_place(ctx.storage, job.call.path)
-        await publish.write_user_files(ctx.storage, job.pending, job.write_dir, job.call.files, self.claim.check)
+        await write_user_files(ctx.storage, job.pending, job.write_dir, job.call.files, self.claim.check)
         await publish.sync_pending(ctx.storage, job.write_dir, job.save_id, root_manifest)
         job.timer.reached("dir_synced")
         job.begin("waiting while other checkpoints are renamed")
-        async with self.runner.committing(job, self.quarantine.renames):
+        async with self.writer.committing(job, self.quarantine.renames):
             await self.claim.check()
             if job.call.overwrite or job.call.path is not None:
                 for directory in await publish.publish_over(
                     ctx.storage, pending=job.pending, final=job.final, save_id=job.save_id, check=self.claim.check
                 ):
-                    self.runner.trash.add(directory)
+                    self.writer.trash.add(directory)
             else:
                 await publish.publish(ctx.storage, pending=job.pending, final=job.final)
             await self._check_in_time(job)
@@ -333,7 +334,7 @@ class SavePipeline:
         await explain_failure(cause, self.ctx, _needed_bytes(job, cause), job.target)
         end = await job.round.end(cause, stage=stage, limit_secs=_tell_secs(job.deadline))
         await settle_failure(
-            self.runner.trash,
+            self.writer.trash,
             job.pending if end.may_clear else None,
             [part.image for part in job.parts],
             job.threads,

@@ -15,9 +15,8 @@ from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan import copy_plan as copy_methods
-from aio_ckpt.plan import save_plan as plan
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.snapshot import gather
+from aio_ckpt.snapshot import gather_buffers
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 
 
@@ -40,7 +39,7 @@ def mixed(count: int) -> dict[str, torch.Tensor]:
 def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(copy_methods, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
     state = mixed(200)
     copy_engines = CopyEngines()
@@ -69,7 +68,7 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
 def test_without_device_memory_each_tensor_is_copied_alone(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(copy_methods, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
     monkeypatch.setattr(Copies, "allocate", lambda *_: None)
     state = mixed(50)
@@ -94,13 +93,13 @@ def test_without_device_memory_each_tensor_is_copied_alone(
     [([], [], 0), ([100], [0], 512), ([600, 600], [0, 1024], 2048), ([1500, 1500, 500], [0, 0, 1536], 2048)],
 )
 def test_runs_take_turns_in_the_buffer(lengths: list[int], starts: list[int], end: int) -> None:
-    assert gather._ring_offsets(lengths, 2048) == (starts, end)
+    assert gather_buffers._ring_offsets(lengths, 2048) == (starts, end)
 
 
 def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_when_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(copy_methods, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
     buffers: list[weakref.ref[torch.Tensor]] = []
     make = Copies.allocate
@@ -126,7 +125,7 @@ def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_w
 def test_gather_bytes_bounds_the_memory_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather_bytes: int
 ) -> None:
-    monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(copy_methods, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 2)
     asked: list[int] = []
     make = Copies.allocate

@@ -1,4 +1,4 @@
-"""Start of a save: its capture on the caller's thread, which submits the pipeline to the loop."""
+"""Capture of a job on the caller's thread: it submits the pipeline with the first chunks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.run_job import JobRunner, Pipeline
+from aio_ckpt.engine.write_job import JobWriter
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.ranks.membership import CALL_STAGE
@@ -23,23 +24,24 @@ from aio_ckpt.runtime.futures import failed
 from aio_ckpt.runtime.log_records import is_logged
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.capture import Capture, capture
-from aio_ckpt.snapshot.save_progress import CapturedRun
+from aio_ckpt.snapshot.captured_chunks import CapturedRun
 from aio_ckpt.write.part import Part
 
 W = TypeVar("W", bound=WriteJob)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobStarter:
-    """Starts the saves of one engine. Its caller holds the engine's lock."""
+class JobCapturer:
+    """Captures the jobs of one engine. Its caller holds the engine's lock."""
 
     ctx: EngineContext
     portal: Portal
     queue: JobQueue
     session: CaptureSession
     runner: JobRunner
+    writer: JobWriter
 
-    def start(self, job: W, pipeline: Pipeline[W], parts: Iterable[tuple[PlannedImage, Part]]) -> None:
+    def capture(self, job: W, pipeline: Pipeline[W], parts: Iterable[tuple[PlannedImage, Part]]) -> None:
         """Run ``pipeline`` and capture each part in its turn. The first chunks are written while later ones are copied.
 
         ``parts`` yields each part with its plan, and may wait for memory before. If this raises, the save is settled:
@@ -52,7 +54,7 @@ class JobStarter:
             for planned, part in parts:
                 job.parts.append(part)
                 part.image.lease.hold(part)
-                work = self._capture(job, pipeline, planned, part)
+                work = self._capture_part(job, pipeline, planned, part)
                 copies.append((work, part))
                 if work.is_done:
                     _end_copies(work, part)
@@ -69,7 +71,7 @@ class JobStarter:
             self._give_up(job, error)
             raise
 
-    def _capture(self, job: W, pipeline: Pipeline[W], planned: PlannedImage, part: Part) -> Capture:
+    def _capture_part(self, job: W, pipeline: Pipeline[W], planned: PlannedImage, part: Part) -> Capture:
         """Issue the copies of a part. The first chunks that are captured submit the pipeline."""
         image, plan = part.image, planned.plan
 
@@ -94,7 +96,7 @@ class JobStarter:
             guarded=self.session.guards.leaves(plan.fingerprint, plan.structure),
             on_captured=captured,
             on_issued=issued,
-            stall_timeout_secs=self.runner.slot_timeout_secs(image.slots * image.chunk_bytes),
+            stall_timeout_secs=self.writer.slot_timeout_secs(image.slots * image.chunk_bytes),
         )
 
     def _give_up(self, job: WriteJob, error: BaseException) -> None:

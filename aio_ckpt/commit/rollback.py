@@ -1,0 +1,50 @@
+"""Rollback: the steps after one are moved below ``.aio_ckpt/abandoned/``."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+
+from aio_ckpt.commit.discovery import CommittedCheckpoint, step_directories
+from aio_ckpt.commit.step_numbers import check_step_number
+from aio_ckpt.errors import CheckpointNotFoundError
+from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
+from aio_ckpt.storage.local import Storage, sync_parents
+
+
+async def abandon_after(
+    storage: Storage, root: Path, names: StepNames, step: int, tag: str, check: Callable[[], Awaitable[None]]
+) -> list[int]:
+    """Move every committed step after ``step`` below ``.aio_ckpt/abandoned/``, newest first; nothing is deleted.
+
+    Newest first: a crash between two renames leaves a prefix of the history, never one with a gap.
+
+    ``check`` raises if this process may not write under the root any more. It is called before each rename.
+
+    Raises:
+        CheckpointNotFoundError: ``step`` is not committed.
+    """
+    step = check_step_number(step)
+    committed, _ = await step_directories(storage, root, names)  # all directories: a step may have two
+    steps = sorted({checkpoint.step for checkpoint in committed})
+    if step not in steps:
+        raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
+    committed.sort(key=lambda checkpoint: checkpoint.step)
+    later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
+    await abandon(storage, root, later, tag, check)
+    return sorted({checkpoint.step for checkpoint in later}, reverse=True)
+
+
+async def abandon(
+    storage: Storage,
+    root: Path,
+    checkpoints: Iterable[CommittedCheckpoint],
+    tag: str,
+    check: Callable[[], Awaitable[None]],
+) -> None:
+    """Move checkpoints below ``.aio_ckpt/abandoned/``, in their order; see :func:`abandon_after`."""
+    for checkpoint in checkpoints:
+        target = root / ABANDONED_DIR / f"{tag}-{checkpoint.path.name}"
+        await check()
+        await storage.rename(checkpoint.path, target)
+        await sync_parents(storage, checkpoint.path, target)  # after each rename: a power loss may keep any of several
