@@ -277,6 +277,8 @@ class RootSession:
             self._renewal = self._ctx.executor.submit(lock.renew)
         renewal = self._renewal
         await asyncio.wrap_future(follow(renewal))
+        if renewal.cancelled():  # the end of the engine dropped it before it began
+            self._check_open()
         return renewal.result()
 
     async def _take_claim(self, lock: RootLock, mount: Mount, deadline: Deadline) -> None:
