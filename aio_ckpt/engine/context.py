@@ -9,7 +9,6 @@ from aio_ckpt.commit.owner import Owner, pending_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import Target
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
@@ -50,10 +49,6 @@ class EngineContext:
     def pending_path(self, number: int) -> Path:
         """Return the directory of call ``number`` of ``save()`` until the commit. It is the same on every rank."""
         return pending_path(self.root, self.members.owner, number)
-
-    def write_path(self, number: int, target: Target) -> Path:
-        """Return the directory into which call ``number`` of ``save()`` writes. A store cannot move files later."""
-        return self.final_path(target) if isinstance(self.root, RemotePath) else self.pending_path(number)
 
     def save_id(self, number: int) -> str:
         """Return a unique name of the save of call ``number``. It is the same on every rank."""

@@ -31,6 +31,7 @@ from aio_ckpt.plan.save_plan import PlannedSave
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import Target
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Portal
@@ -234,6 +235,7 @@ class StateSaves(LockedCalls):
         timer: SaveTimer,
     ) -> SaveJob:
         ctx, number = self.ctx, numbered.number
+        pending, final = ctx.pending_path(number), ctx.final_path(target)
         return SaveJob(
             target=target,
             round=numbered.round,
@@ -242,9 +244,9 @@ class StateSaves(LockedCalls):
             number=number,
             deadline=numbered.call.deadline,
             call=numbered.call,
-            pending=ctx.pending_path(number),
-            write_dir=ctx.write_path(number, target),
-            final=ctx.final_path(target),
+            pending=pending,
+            write_dir=final if isinstance(ctx.root, RemotePath) else pending,  # a store cannot move files later
+            final=final,
             save_id=ctx.save_id(number),
             requested=requested,
             plan=planned.plan,

@@ -216,14 +216,15 @@ def _driver_copy(name: str, *, holds_gil: bool) -> Callable[[int, int, int, int]
     return cast("Callable[[int, int, int, int], int]", copy)
 
 
+@functools.cache
 def cuda_is_available() -> bool:
-    """Return whether CUDA tensors can exist in this process."""
+    """Return whether CUDA tensors can exist in this process. torch asks the driver each time, and this once."""
     return torch.cuda.is_available()
 
 
 def is_capturing_graph() -> bool:
     """Return whether the current stream records a CUDA graph instead of running its work."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return cuda_is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager
@@ -232,7 +233,7 @@ def on_device(device: torch.device | None) -> Iterator[None]:
 
     A thread starts on device 0, where even a query makes a context, which takes half a gigabyte for each rank.
     """
-    if device is None or device.type != "cuda" or not torch.cuda.is_available():
+    if device is None or device.type != "cuda" or not cuda_is_available():
         yield
         return
     mode, exchange = ctypes.c_int(_CAPTURE_RELAXED), _exchange_capture_mode()

@@ -338,7 +338,7 @@ class World:
                 deadline=deadline,
                 call=SaveCall(overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
                 pending=self.ctx.pending_path(call),
-                write_dir=self.ctx.write_path(call, step),
+                write_dir=self.ctx.pending_path(call),
                 final=self.ctx.final_path(step),
                 save_id=self.ctx.save_id(call),
                 requested=flat.names,
