@@ -121,9 +121,11 @@ class Agreement:
         """
         whole, deadline = planned.plan, numbered.call.deadline
         assert whole.local is not None  # there are several ranks
+        if self.ctx.members.is_leader:  # first: the other ranks wait for this one alone
+            self.root_session.become_writer(self.queue.steps.learn, deadline)
         limit_secs = deadline.left_secs(2 * self.ctx.members.stall_secs)
         message = PlanMsg(sent_target(target, self.ctx.root), whole.local, content)
-        assign = functools.partial(_assign_under_one_root, self.ctx, self.root_session, numbered, target, message)
+        assign = functools.partial(_assign_under_one_root, self.ctx, numbered, target, message)
         try:
             reply = self.portal.call(assign, timeout=limit_secs, what="save()")
         except StallError:
@@ -136,12 +138,11 @@ class Agreement:
 
 
 async def _assign_under_one_root(
-    ctx: EngineContext, root_session: RootSession, numbered: NumberedCall, target: Target, message: PlanMsg
+    ctx: EngineContext, numbered: NumberedCall, target: Target, message: PlanMsg
 ) -> AssignReply:
     """Do :meth:`SaveRound.assign`. The leader makes the pending directory before, and the other ranks must see it."""
     pending = ctx.pending_path(numbered.number)
     if ctx.members.is_leader:
-        await root_session.renew()
         await ctx.storage.begin_dir(pending, ctx.final_path(target), ctx.save_id(numbered.number))
     reply = await numbered.round.assign(message)
     if not ctx.members.is_leader:

@@ -35,7 +35,7 @@ from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start_beside_or_here
+from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start_beside_or_here, unwatched
 from aio_ckpt.runtime.waiting import WaitWarning, call_within, disk_warning
 from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
 from aio_ckpt.storage.paths import checked_path
@@ -196,8 +196,10 @@ class RootSession:
         )
         self._passes: list[Future[None]] = []
         self._lock: RootLock | None = None
-        self._renewal: Future[bool] | None = None
+        self._renewal: Future[None] | None = None
         """Newest renewal of the lock, in a thread."""
+        self._lacks_claim = False
+        """Whether a renewal found a new lock file, and its root was not claimed yet."""
         self._lock_call: Future[Any] | None = None
         """Call of the lock that a save gave up waiting for, in a thread that the disk holds."""
 
@@ -262,24 +264,31 @@ class RootSession:
         """
         ctx, lock = self._ctx, self._lock
         try:
-            if lock is not None and await self._renew(lock):  # the root may be a new one
+            if lock is not None:
+                await self._renew(lock)
+            if lock is not None and self._lacks_claim:  # the root may be a new one
                 await make_engine_dirs(ctx.storage, ctx.root)
                 await self._take_claim(lock, await mount_of_root(ctx.storage, ctx.root), NO_DEADLINE)
+                self._lacks_claim = False
             if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of a save
                 await self._set_aside()
         except BaseException as error:
             note_stage(error, "open")
             raise
 
-    async def _renew(self, lock: RootLock) -> bool:
+    async def _renew(self, lock: RootLock) -> None:
+        def renew() -> None:
+            self._lacks_claim |= lock.renew()  # here: the save that waits for it may end before
+
         # One thread at a time: a disk that does not answer would hold one for each save.
         if self._renewal is None or self._renewal.done():
-            self._renewal = self._ctx.executor.submit(lock.renew)
+            with unwatched():  # the thread uses no memory of a save, which may end without it
+                self._renewal = self._ctx.executor.submit(renew)
         renewal = self._renewal
         await asyncio.wrap_future(follow(renewal))
         if renewal.cancelled():  # the end of the engine dropped it before it began
             self._check_open()
-        return renewal.result()
+        renewal.result()
 
     async def _take_claim(self, lock: RootLock, mount: Mount, deadline: Deadline) -> None:
         """Claim the root on all hosts, and keep the claim alive.

@@ -130,7 +130,8 @@ def close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     # A module in the template is one name, and many below it are stored.
     beside = (branch for other in unexpected for branch in branches_of(other) if branch.rpartition(".")[0] == above)
     candidates = [*dict.fromkeys((*near[:_MOST_COMPARED], *beside))][:_MOST_COMPARED]
-    for other in difflib.get_close_matches(name, filter(None, candidates), n=1):
+    other = _closest(name, [*filter(None, candidates)])
+    if other is not None and _closest(other, missing[:_MOST_COMPARED]) == name:
         old, new = other.split("."), name.split(".")
         while old[-1] == new[-1] and min(len(old), len(new)) > 1:
             old, new = old[:-1], new[:-1]
@@ -138,6 +139,16 @@ def close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     if not unexpected:
         return ""
     return f"it holds {listed(unexpected)}, which the template lacks, and rename= maps stored names to the template's"
+
+
+def _closest(name: str, others: Sequence[str]) -> str | None:
+    """Return which of ``others`` is closest to ``name``; None if none is close, or several are equally close.
+
+    A guess among several could load one layer's weights into another of the same shape.
+    """
+    found = difflib.get_close_matches(name, others, n=2)
+    ratios = [difflib.SequenceMatcher(None, other, name).ratio() for other in found]
+    return found[0] if found and len({*ratios}) == len(ratios) else None
 
 
 def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:

@@ -47,5 +47,7 @@ def explained(
 ) -> str:
     """Return the text of the error with what is needed, what is free and the remedy beside free space."""
     free = "" if free_bytes is None else f", {amount(free_bytes)} are free on its file system"
+    if free_bytes is not None and free_bytes > needed_bytes and not is_quota:
+        free += " (it may be out of inodes: df -i)"
     quota = "raise the quota, " if is_quota else ""
     return f"{text}: this save{whose} needs {amount(needed_bytes)}{free}; {quota}free space, or {remedy}"

@@ -543,7 +543,7 @@ def test_a_save_larger_than_its_window_goes_in_waves_and_a_failure_in_it_is_the_
     storage.fail("write", "__*.distcp", WriteError(errno.ENOSPC, "full", "x"))
     error = failure_of(lambda: save(state_of(2, mebibytes=33), path, storage=storage, thread_count=1))
     assert isinstance(error, WriteError)
-    assert re.search(r"full: this save needs 34\.\d MB, .* are free on its file system; free space, or", str(error))
+    assert re.search(r"full: this save needs 34\.\d MB, .* are free on its file system.*; free space, or", str(error))
     assert_holds(path, state)
 
 

@@ -315,6 +315,17 @@ def test_a_module_that_differs_is_refused_before_anything_is_touched(
         assert all(map(torch.equal, template.state_dict().values(), stored.values()))
 
 
+@pytest.mark.parametrize("names", [("0", "1", "2"), ("fc1", "fc2", "fc3")])
+def test_no_rename_is_offered_if_several_stored_names_are_equally_close(
+    engine: SyncCheckpointEngine, names: tuple[str, ...]
+) -> None:
+    """A guess among layers of one shape would load the weights of one into another, and nobody would be told."""
+    engine.save({"m": nn.ModuleDict({name: nn.Linear(2, 2) for name in names})}).result(SECS)
+    with pytest.raises(MissingNameError, match="which the template lacks") as caught:
+        engine.load({"m": nn.ModuleDict({name: nn.Linear(2, 2) for name in ("enc", "mid", "dec")})})
+    assert "rename={" not in str(caught.value)
+
+
 def test_a_scalar_of_a_module_takes_the_only_element_that_is_stored(engine: SyncCheckpointEngine) -> None:
     class Scaled(nn.Module):
         def __init__(self, scale: torch.Tensor) -> None:

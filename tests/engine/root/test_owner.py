@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,7 +35,7 @@ from aio_ckpt.commit.owner import (
     owner_by_name,
     pending_path,
 )
-from aio_ckpt.errors import ReadError, RootError, WriteError
+from aio_ckpt.errors import ReadError, RootError, SaveCancelledError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import (
     ABANDONED_DIR,
@@ -49,6 +50,7 @@ from aio_ckpt.format.root_names import (
 )
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import FileStatus
+from aio_ckpt.storage.root_lock import RootLock
 
 STALE = 600.0
 YEAR = 365 * 86_400.0
@@ -449,6 +451,31 @@ def test_a_root_that_was_removed_and_made_anew_is_saved_into(tmp_path: Path) -> 
             engine.save(weights(2), 2).result(TIMEOUT)
         root.mkdir()
         engine.save(weights(3), 3).result(TIMEOUT)
+        assert engine.steps() == [3]
+
+
+def test_a_save_that_ends_before_it_claims_a_root_made_anew_leaves_the_claim_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, gate, begun, renew = tmp_path / "root", threading.Event(), threading.Event(), RootLock.renew
+
+    def slow(lock: RootLock) -> bool:
+        begun.set()
+        assert gate.wait(TIMEOUT)
+        return renew(lock)
+
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(weights(1), 1).result(TIMEOUT)
+        shutil.rmtree(root)
+        root.mkdir()
+        monkeypatch.setattr(RootLock, "renew", slow)
+        ticket = engine.save(weights(2), 2)
+        assert begun.wait(TIMEOUT)
+        assert ticket.cancel()
+        with pytest.raises(SaveCancelledError):
+            ticket.result(TIMEOUT)
+        gate.set()
+        assert engine.save(weights(3), 3).result(TIMEOUT).step == 3
         assert engine.steps() == [3]
 
 

@@ -407,7 +407,7 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free_and_what_helps(
         error = ticket.exception()
         assert isinstance(error, WriteError)
         assert (error.errno, error.filename, error.stage) == (code, "/disk/file", "write")
-        sizes = r"needs [\d.]+ kB, [\d.]+ [MGTP]B are free on its file system"
+        sizes = r"needs [\d.]+ kB, [\d.]+ [MGTP]B are free on its file system( \(it may be out of inodes: df -i\))?"
         room = r"keep_last=N needs room for N \+ 2 steps, as one is deleted while the next is written"
         told = (
             rf"{os.strerror(code)}: this save {sizes}; {remedy}, or save to another disk: there is no older step to "
@@ -438,6 +438,11 @@ def test_a_file_system_that_does_not_tell_what_is_free_changes_nothing_else(
 def test_errors_of_a_disk_that_is_not_full_stay_as_they_are(root: Path) -> None:
     with gated_engine(root, on_failure="log") as (engine, storage):
         assert str(fail_unseen(engine, storage).exception()) == str(broken())
+
+
+def test_a_disk_that_is_full_with_room_for_the_bytes_may_lack_inodes() -> None:
+    told = explained("No space left on device", 8_000, 25_000_000, whose="", is_quota=False, remedy="less")
+    assert "25 MB are free on its file system (it may be out of inodes: df -i)" in told
 
 
 def test_the_remedy_of_a_full_disk_names_what_works_without_a_commit() -> None:
