@@ -221,7 +221,7 @@ class RootSession:
             StallError: the deadline of the save passed. The next save begins anew.
         """
         if self._lock is not None:
-            self._call(self.renew, what="looking at the lock", deadline=deadline)
+            self._call(self.renew, what=f"looking at the lock of {self._ctx.root}", deadline=deadline)
             return
         self._check_open()
         ctx, lock = self._ctx, None

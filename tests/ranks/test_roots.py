@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 from builders import weights
@@ -15,6 +17,7 @@ from rank_processes import Ranks, engine_on
 
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError
 from aio_ckpt.format.root_names import CLAIM_FILE, ENGINE_DIR
+from aio_ckpt.storage.root_lock import RootLock
 
 SECS = 30.0
 OWN = Path("/proc/self/cwd/ckpt")
@@ -187,3 +190,24 @@ def test_prepare_refuses_a_step_on_every_rank_before_the_root_is_locked(two: Ran
     for refused, saved in two.run(prepare_with_a_step, tmp_path / "root"):
         assert refused.startswith("StepOrderError: step=7 does not exceed the newest committed or pending step 7: ")
         assert saved == 8
+
+
+def save_while_the_lock_hangs(rank: int, count: int, root: Path) -> str:
+    """Save twice, each time another structure. The file system of rank 0 does not answer in the second save."""
+    answers, renew = threading.Event(), RootLock.renew
+
+    def hanging(lock: RootLock) -> bool:
+        return answers.wait(SECS) and renew(lock)
+
+    with engine_on(root, 2.0, on_failure="log") as engine:
+        engine.save(weights(1), step=1).result(SECS)
+        with mock.patch.object(RootLock, "renew", hanging):
+            told = text_of(lambda: engine.save(weights(1) | {"more": weights(2)}, step=2).result(SECS))
+            answers.set()
+    return told
+
+
+def test_if_the_lock_of_the_leader_hangs_all_ranks_are_told_so(two: Ranks, tmp_path: Path) -> None:
+    for told in two.run(save_while_the_lock_hangs, tmp_path / "root"):
+        assert "looking at the lock of" in told
+        assert "did not end within 2.0 s" in told
