@@ -102,6 +102,3 @@ def _per_rank_names(checkpoint: Checkpoint, *, since: int) -> set[str]:
         own = [name for name in names if f"rank{mark}" in name]
         found.update(name.replace(f"rank{mark}", f"rank{rank}") for rank in ranks if rank >= since for name in own)
     return found
-
-
-# -- messages ---------------------------------------------------------------------------------------

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from aio_ckpt.commit.discovery import CommittedCheckpoint, step_directories
+from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.errors import CheckpointNotFoundError
 from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
 from aio_ckpt.storage.local import Storage, sync_parents
 
 
-async def abandon_after(
-    storage: Storage, root: Path, names: StepNames, step: int, tag: str, check: Callable[[], Awaitable[None]]
-) -> list[int]:
+async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str, check: Check) -> list[int]:
     """Move every committed step after ``step`` below ``.aio_ckpt/abandoned/``, newest first; nothing is deleted.
 
     Newest first: a crash between two renames leaves a prefix of the history, never one with a gap.
@@ -40,7 +39,7 @@ async def abandon(
     root: Path,
     checkpoints: Iterable[CommittedCheckpoint],
     tag: str,
-    check: Callable[[], Awaitable[None]],
+    check: Check,
 ) -> None:
     """Move checkpoints below ``.aio_ckpt/abandoned/``, in their order; see :func:`abandon_after`."""
     for checkpoint in checkpoints:

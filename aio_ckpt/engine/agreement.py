@@ -15,7 +15,6 @@ from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import NumberedCall, SaveJob, sent_target
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.plan_cache import PlanCache
@@ -45,7 +44,6 @@ class Agreement:
     portal: Portal
     queue: JobQueue
     cache: PlanCache
-    root_session: RootSession
     trash: Trash
     outdated_share: bytes = b""
     """Identity of a share of this rank after whose assignment another rank planned anew."""
@@ -121,8 +119,6 @@ class Agreement:
         """
         whole, deadline = planned.plan, numbered.call.deadline
         assert whole.local is not None  # there are several ranks
-        if self.ctx.members.is_leader:  # first: the other ranks wait for this one alone
-            self.root_session.become_writer(self.queue.steps.learn, deadline)
         limit_secs = deadline.left_secs(2 * self.ctx.members.stall_secs)
         message = PlanMsg(sent_target(target, self.ctx.root), whole.local, content)
         assign = functools.partial(_assign_under_one_root, self.ctx, numbered, target, message)

@@ -200,14 +200,14 @@ class BaseEngine:
         writer = JobWriter(ctx=ctx, throttle=self._throttle, trash=self._trash)
         self._call_lock = call_lock = CallLock(portal)
         self._session = session = CaptureSession(ctx, self._rescue.shared_memory)
-        unchanged = CommittedFrozen(leaves=session.frozen, relink_limit=ctx.config.relink_limit)
+        committed_frozen = CommittedFrozen(leaves=session.frozen, relink_limit=ctx.config.relink_limit)
         pipeline = StatePipeline(
             ctx=ctx,
             writer=writer,
             root_session=self._root_session,
             claim=claim,
             quarantine=self._quarantine,
-            unchanged=unchanged,
+            committed_frozen=committed_frozen,
             rescue=self._rescue,
         )
         self._recorder = OutcomeRecorder(ctx, session)
@@ -222,17 +222,10 @@ class BaseEngine:
             ctx=ctx,
             portal=portal,
             session=session,
-            trusted=TrustedLeaves(ctx=ctx, portal=portal, session=session, unchanged=unchanged),
+            trusted=TrustedLeaves(ctx=ctx, portal=portal, session=session, committed_frozen=committed_frozen),
             root_session=self._root_session,
             queue=queue,
-            agreement=Agreement(
-                ctx=ctx,
-                portal=portal,
-                queue=queue,
-                cache=session.cache,
-                root_session=self._root_session,
-                trash=self._trash,
-            ),
+            agreement=Agreement(ctx=ctx, portal=portal, queue=queue, cache=session.cache, trash=self._trash),
             capturer=capturer,
             pipeline=pipeline,
             statistics=self._recorder.statistics,

@@ -26,13 +26,7 @@ from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.outcomes import OutcomeRecorder, logged_errors, named
 from aio_ckpt.engine.removal import Remover
 from aio_ckpt.engine.root import RootSession
-from aio_ckpt.errors import (
-    BusyError,
-    ConfigError,
-    EngineClosedError,
-    PeerFailedError,
-    SaveCancelledError,
-)
+from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError, PeerFailedError, SaveCancelledError
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.mirror import Mirroring
 from aio_ckpt.ranks.membership import CALL_STAGE

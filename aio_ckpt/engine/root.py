@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
 
@@ -200,8 +200,8 @@ class RootSession:
         """Newest renewal of the lock, in a thread."""
         self._lacks_claim = False
         """Whether a renewal found a new lock file, and its root was not claimed yet."""
-        self._lock_call: Future[Any] | None = None
-        """Call of the lock that a save gave up waiting for, in a thread that the disk holds."""
+        self._taking: Future[RootLock] | None = None
+        """Taking of the lock that a save gave up waiting for, in a thread that the disk holds."""
 
     # -- the lock -------------------------------------------------------------------------------------
 
@@ -229,8 +229,7 @@ class RootSession:
             self._call(self._make_root, what="making the root", deadline=deadline)
             look = functools.partial(mount_of_root, ctx.storage, ctx.root)
             mount = self._call(look, what="looking at the root", deadline=deadline)
-            take = functools.partial(lock_root, ctx.storage, ctx.root, mount)
-            lock = self._call_lock(take, "taking the lock", deadline)
+            lock = self._take_lock(functools.partial(lock_root, ctx.storage, ctx.root, mount), deadline)
             self._call(make_engine_dirs, ctx.storage, ctx.root, what="making its own directories", deadline=deadline)
             self._call(
                 functools.partial(self._take_claim, lock, mount, deadline),
@@ -266,10 +265,10 @@ class RootSession:
         try:
             if lock is not None:
                 await self._renew(lock)
-            if lock is not None and self._lacks_claim:  # the root may be a new one
-                await make_engine_dirs(ctx.storage, ctx.root)
-                await self._take_claim(lock, await mount_of_root(ctx.storage, ctx.root), NO_DEADLINE)
-                self._lacks_claim = False
+                if self._lacks_claim:  # the root may be a new one
+                    await make_engine_dirs(ctx.storage, ctx.root)
+                    await self._take_claim(lock, await mount_of_root(ctx.storage, ctx.root), NO_DEADLINE)
+                    self._lacks_claim = False
             if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of a save
                 await self._set_aside()
         except BaseException as error:
@@ -306,23 +305,23 @@ class RootSession:
             self._heartbeat.cancel()
             self._portal.call(self._claim.release, timeout=STOP_SECS, what="releasing the claim")
 
-    def _call_lock(self, call: Callable[[], T], what: str, deadline: Deadline) -> T:
-        """Return ``call()``, a call of the lock, from a thread. One runs at a time, also if a wait for it was given up.
+    def _take_lock(self, take: Callable[[], RootLock], deadline: Deadline) -> RootLock:
+        """Return ``take()``, from a thread. One runs at a time, also if a wait for it was given up.
 
         Raises:
             StallError: the deadline passed. The thread goes on, and the next call waits for it first.
         """
         limit_secs = deadline.left_secs(self._ctx.config.stall_timeout_secs)
+        what = "taking the lock"
         waits, warning = time.monotonic() + limit_secs, self._warning(what)
-        if self._lock_call is not None and warning.wait_for([self._lock_call], limit_secs):
-            self._lock_call = None
-        if self._lock_call is None:
-            watched = _LockCall(call)
+        if self._taking is not None and warning.wait_for([self._taking], limit_secs):
+            self._taking = None
+        if self._taking is None:
+            watched = _LockTaking(take)
             try:
-                work: Future[T] = self._ctx.executor.submit(watched)
-                self._lock_call = work
+                work = self._taking = self._ctx.executor.submit(watched)
                 if warning.wait_for([work], waits - time.monotonic()):
-                    self._lock_call = None
+                    self._taking = None
                     if work.cancelled():  # the end of the engine dropped it before it began
                         self._check_open()
                     return work.result()
@@ -335,10 +334,10 @@ class RootSession:
         deadline.check(None, what)
         raise StallError(f"{what} of {self._ctx.root} did not end within {limit_secs} s: the disk does not answer")
 
-    def _give_up(self, call: _LockCall[Any]) -> None:
-        result = call.give_up()
-        if isinstance(result, RootLock):
-            self._release(result)
+    def _give_up(self, taking: _LockTaking) -> None:
+        lock = taking.give_up()
+        if lock is not None:
+            self._release(lock)
 
     async def _make_root(self) -> None:
         storage, root = self._ctx.storage, self._ctx.root
@@ -586,34 +585,34 @@ class RootSession:
             raise
 
 
-class _LockCall(Generic[T]):
-    """Call of the lock, made in a thread. After :meth:`give_up`, the thread releases the lock that it gets."""
+class _LockTaking:
+    """Taking of the lock, in a thread. After :meth:`give_up`, the thread releases the lock that it gets."""
 
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
+    def __init__(self, take: Callable[[], RootLock]) -> None:
+        self._take = take
         self._mutex = Lock()
         self.has_begun = self._is_given_up = False
-        self._result: T | None = None
+        self._taken: RootLock | None = None
         self.ended: Future[None] = Future()
-        """Done once the thread has ended the call."""
+        """Done once the thread has ended."""
 
-    def __call__(self) -> T:
+    def __call__(self) -> RootLock:
         try:
             with self._mutex:
                 if self._is_given_up:
                     raise EngineClosedError("nobody waits for this call of the lock any more")
                 self.has_begun = True
-            result = self._call()
+            lock = self._take()
             with self._mutex:
-                self._result, is_late = result, self._is_given_up
-            if is_late and isinstance(result, RootLock):
-                result.release()
-            return result
+                self._taken, is_late = lock, self._is_given_up
+            if is_late:
+                lock.release()
+            return lock
         finally:
             self.ended.set_result(None)
 
-    def give_up(self) -> T | None:
-        """Return the result if it is there: the caller releases it. If it comes later, the thread does."""
+    def give_up(self) -> RootLock | None:
+        """Return the lock if it was taken: the caller releases it. If it is taken later, the thread does."""
         with self._mutex:
             self._is_given_up = True
-            return self._result
+            return self._taken

@@ -86,7 +86,7 @@ class StatePipeline:
     """Read before each commit: a writer that was taken over commits nothing."""
     quarantine: Quarantine
     """Quarantine of the root. Its lock ``renames`` orders all renames under the root."""
-    unchanged: CommittedFrozen
+    committed_frozen: CommittedFrozen
     """What did not change from save to save."""
     rescue: Rescue | None = None
     """Records each snapshot in a named segment, which can then be committed after a crash."""
@@ -112,7 +112,7 @@ class StatePipeline:
                 job.parts[0].image.lease.release(job.settled)  # visible or failed: no rescue needs the image
             beside.cancel_scope.cancel()
         ctx.members.sent.confirm(job.plan.layout, written.spans)  # the leader knows the places of the objects
-        self.unchanged.committed(job.plan, written.result, written.frozen, job.versions)
+        self.committed_frozen.committed(job.plan, written.result, written.frozen, job.versions)
         job.begin("ending")
         return self._report(job, written, reply)
 
@@ -180,7 +180,7 @@ class StatePipeline:
 
         async def make_frozen() -> None:
             nonlocal frozen
-            job.clone_source = self.unchanged.take()
+            job.clone_source = self.committed_frozen.take()
             if job.trusted_file is not None:
                 frozen = await self._renew_frozen(job, part, job.trusted_file)
                 return
@@ -206,14 +206,14 @@ class StatePipeline:
             try:
                 return await write_trusted(part, layout, job.write_dir, job.final, known, writer, may_clone=may_clone)
             except ReadError as error:
-                newest = self.unchanged.newest
+                newest = self.committed_frozen.newest
                 if newest is None or newest is known or not newest.result.holds_as(known.result):
-                    self.unchanged.forget()
+                    self.committed_frozen.forget()
                     error.strerror = f"{error.strerror}, and {NOT_CAPTURED}"
                     raise
                 known = newest
             except Exception:
-                self.unchanged.forget()
+                self.committed_frozen.forget()
                 raise
 
     async def _record_snapshot(self, rescue: Rescue, job: SaveJob, metadata: MetadataFile, step: int) -> None:

@@ -27,7 +27,7 @@ from aio_ckpt.engine.trusted_leaves import Leased, TrustedLeaves
 from aio_ckpt.errors import AioCkptError, StepOrderError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.plan.save_plan import PlannedSave
+from aio_ckpt.plan.save_plan import Plan, PlannedSave
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
@@ -151,7 +151,7 @@ class StateSaves(LockedCalls):
         content = ContentSums(b"")
         if planned.plan.local is not None:  # there are several ranks
             content = self.agreement.content(planned, encoded, self.saves)
-        target = self._claim_target(numbered)
+        target = self._claim_target(numbered, planned.plan)
         if planned.plan.lacks_share:
             planned = self.agreement.assign(planned, content, target, numbered)
             content = ContentSums(content.objects)
@@ -211,10 +211,11 @@ class StateSaves(LockedCalls):
             step = 0 if path else self.queue.steps.newest(self.queue.pending_steps) or 0
         return SaveTicket(step=step, path=path, portal_check=self.portal.check_thread, skipped=True)
 
-    def _claim_target(self, numbered: NumberedCall) -> Target:
+    def _claim_target(self, numbered: NumberedCall, plan: Plan) -> Target:
         """Lock the root, and return the path or step to save at: by default, the next step."""
         call, step = numbered.call, numbered.step
-        if self.ctx.members.is_leader and not self.root_session.is_writer:
+        # A later save looks at the lock in the background, unless the other ranks wait for the leader now.
+        if self.ctx.members.is_leader and (plan.lacks_share or not self.root_session.is_writer):
             self.root_session.become_writer(self.queue.steps.learn, call.deadline)
         if call.takes_step:
             self._tell_earlier_steps(step)

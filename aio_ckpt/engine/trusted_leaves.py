@@ -47,7 +47,7 @@ class TrustedLeaves:
     ctx: EngineContext
     portal: Portal
     session: CaptureSession
-    unchanged: CommittedFrozen
+    committed_frozen: CommittedFrozen
     _plan: TrustedPlan | None = None
 
     def lease(
@@ -84,7 +84,7 @@ class TrustedLeaves:
 
     def _known(self, plan: Plan, versions: Versions) -> FrozenFile | None:
         """Return the committed file that holds the frozen leaves, if nobody has deleted or changed it since."""
-        known = self.unchanged.holding(plan.layout, versions)
+        known = self.committed_frozen.holding(plan.layout, versions)
         if known is None:
             return None
         read_stamp = functools.partial(self.ctx.storage.stamp, known.path)

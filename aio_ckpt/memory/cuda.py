@@ -188,11 +188,6 @@ def can_copy_by_address(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and _driver_is_there())
 
 
-def copies_in_batches() -> bool:
-    """Return whether one call of the driver issues many copies."""
-    return batch_copy() is not None
-
-
 @functools.cache
 def _driver_is_there() -> bool:
     try:

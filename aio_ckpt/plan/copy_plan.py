@@ -1,4 +1,7 @@
-"""Copies of a state into its image: which tensor is copied by which method, and a table of those by address. Pure."""
+"""Copies of a state into its image: which tensor is copied by which method, and a table of those by address.
+
+Pure, but for :func:`gathered_below_bytes`, which asks what the driver can do.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.format.tensor_zip import is_dense
-from aio_ckpt.memory.cuda import copies_in_batches
+from aio_ckpt.memory.cuda_driver import batch_copy
 from aio_ckpt.memory.host_copy import CopyVectors
 from aio_ckpt.plan.chunks import Piece
 from aio_ckpt.plan.layout import ImageLayout
@@ -145,7 +148,7 @@ def gathered_below_bytes(device: torch.device) -> int:
     """Return the size in bytes below which tensors on ``device`` are gathered there before they are moved; 0: none."""
     if device.type != "cuda":
         return 0
-    return _GATHERED_BESIDE_BATCHES_BELOW_BYTES if copies_in_batches() else _GATHERED_BELOW_BYTES
+    return _GATHERED_BESIDE_BATCHES_BELOW_BYTES if batch_copy() is not None else _GATHERED_BELOW_BYTES
 
 
 def is_gathered(device: torch.device, nbytes: int, gather_bytes: int) -> bool:

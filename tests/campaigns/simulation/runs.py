@@ -274,7 +274,7 @@ class World:
             claim=self.claim(),
             writer=JobWriter(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
             quarantine=Quarantine(),
-            unchanged=CommittedFrozen(leaves=None, relink_limit=1),
+            committed_frozen=CommittedFrozen(leaves=None, relink_limit=1),
         )
         while True:  # a root that cannot be claimed is no writer's: the next call of a user tries again
             try:
