@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,17 +193,14 @@ class Retention:
                 self._has_trash = False
                 async with self._renames:
                     left = await restore_protected(self._storage, self._root, self._names, self._check)
-                for trash in left:
-                    if (step := self._names.step(trash.name)) is not None:
-                        with self._reporting_kept(step, undeleted):
-                            await self._remove(trash)
-                await self._delete_expired(removed, undeleted)
+                await self._delete(self._steps_in(left), undeleted)
+                removed = await self._delete(await self._move_expired(undeleted), undeleted)
             except OSError as error:
                 self._has_trash = True
                 _log.warning("%s: retention was put off: %s", self._root, error)
             self.undeleted = undeleted
-            if deleted := [step for step in removed if step not in undeleted]:
-                _log.info("%s: deleted %s (keep_last=%s)", self._root, _text_of(deleted), self._policy.keep_last)
+            if removed:
+                _log.info("%s: deleted %s (keep_last=%s)", self._root, _text_of(removed), self._policy.keep_last)
         finally:
             self._one_at_a_time.release()
 
@@ -235,28 +232,40 @@ class Retention:
             WriteError: an fsync or a removal failed. A later pass or the next writer goes on.
         """
         async with self._one_at_a_time:
-            for name in await names_in(self._storage, self._root / TRASH_DIR):
-                if self._names.step(name) == step:
-                    await self._remove(self._root / TRASH_DIR / name)
+            paths = [self._root / TRASH_DIR / name for name in await names_in(self._storage, self._root / TRASH_DIR)]
+            for path in (path for path, found in self._steps_in(paths).items() if found == step):
+                await sync_parents(self._storage, self._root / path.name, path)
+                await delete_trash(self._storage, path)
 
-    async def _delete_expired(self, removed: list[int], undeleted: dict[int, str]) -> None:
-        """Delete expired steps, one after the other. Each is judged anew, because a newer step may vanish meanwhile."""
-        tried = set[Path]()
-        while not self._must_wait():
-            trash: Path | None = None
-            async with self._renames:
-                left = [checkpoint for checkpoint in await self._list_expired() if checkpoint.path not in tried]
-                if not left:
-                    break
-                oldest = left[0]
-                tried.add(oldest.path)
+    def _steps_in(self, trash: Iterable[Path]) -> dict[Path, int]:
+        return {path: step for path in trash if (step := self._names.step(path.name)) is not None}
+
+    async def _move_expired(self, undeleted: dict[int, str]) -> dict[Path, int]:
+        """Rename the expired steps to trash, oldest first. Returns the step of each new path."""
+        moved: dict[Path, int] = {}
+        async with self._renames:
+            for checkpoint in [] if self._must_wait() else await self._list_expired():
                 await self._check()
-                with self._reporting_kept(oldest.step, undeleted):
-                    trash = await self._move_to_trash(oldest)
-            if trash is not None:
-                with self._reporting_kept(oldest.step, undeleted):
-                    await self._remove(trash)
-                removed.append(oldest.step)
+                with self._reporting_kept(checkpoint.step, undeleted):
+                    if (trash := await self._move_to_trash(checkpoint)) is not None:
+                        moved[trash] = checkpoint.step
+        return moved
+
+    async def _delete(self, trash: Mapping[Path, int], undeleted: dict[int, str]) -> list[int]:
+        """Make the renames to trash durable, by one pair of fsyncs, then delete the directories.
+
+        Returns the steps that are gone.
+        """
+        deleted: list[int] = []
+        is_durable = False
+        for path, step in trash.items():
+            with self._reporting_kept(step, undeleted):
+                if not is_durable:  # all have the same parents
+                    await sync_parents(self._storage, self._root / path.name, path)
+                    is_durable = True
+                await delete_trash(self._storage, path)
+                deleted.append(step)
+        return deleted
 
     async def _list_expired(self) -> list[CommittedCheckpoint]:
         committed = await self._committed()
@@ -281,11 +290,6 @@ class Retention:
             if is_protected:
                 await self._storage.rename(trash, checkpoint.path)
         return None if is_protected else trash
-
-    async def _remove(self, trash: Path) -> None:
-        """Make the rename to trash durable, then delete the files."""
-        await sync_parents(self._storage, self._root / trash.name, trash)
-        await delete_trash(self._storage, trash)
 
     @contextlib.contextmanager
     def _reporting_kept(self, step: int, undeleted: dict[int, str]) -> Iterator[None]:

@@ -138,7 +138,7 @@ def test_a_retention_pass_stops_between_two_steps(root: Path, caplog: pytest.Log
         gate.wait_reached()
         take_over(root)
         gate.open()
-    assert listing(root) == ["step_000000002", "step_000000003", "step_000000004"]
+    assert listing(root) == ["step_000000002", "step_000000003", "step_000000004", "trash/step_000000001"]
     assert "retention was put off" in caplog.text
 
 
