@@ -43,8 +43,8 @@ def check_seconds(name: str, value: object) -> None:
     """Raise ConfigError unless ``value``, called ``name``, is a number of seconds above 0 and at most ``MAX_SECS``."""
     # The value is only compared: a nan fails comparisons, and an int of a thousand digits cannot become a float.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECS:
-        told = "so large a number" if isinstance(value, int) and value > MAX_SECS else shown(value)
-        raise ConfigError(f"{name}={told}: give a finite number of seconds above 0")
+        text = "so large a number" if isinstance(value, int) and value > MAX_SECS else shown(value)
+        raise ConfigError(f"{name}={text}: give a finite number of seconds above 0")
 
 
 def check_wait(name: str, value: object) -> None:

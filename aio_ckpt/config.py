@@ -167,7 +167,7 @@ class EngineConfig:
     fenced. Training that needs the memory gets it back."""
 
     max_in_flight: int = 1
-    """Saves captured and not yet settled, at most."""
+    """Saves captured and not yet finished, at most."""
 
     when_busy: BusyPolicy = "wait"
     """What ``save()`` does when ``max_in_flight`` saves are pending."""
@@ -208,7 +208,7 @@ class EngineConfig:
 
     on_commit: Callable[[SaveReport], object] | None = None
     """Function that is called with the report of each save of this engine that is committed, on every rank. It runs on
-    the engine's loop thread, after the ticket is settled, and must not block: all saves stand still meanwhile. Waits
+    the engine's loop thread, after the ticket is finished, and must not block: all saves stand still meanwhile. Waits
     for this engine raise WrongThreadError there. If the function raises, the error is logged."""
 
     on_error: Callable[[Exception], object] | None = None
@@ -228,7 +228,7 @@ class EngineConfig:
     A heartbeat comes every 10 s. At least 180 s on a shared file system, whose clients keep times for 60 s."""
 
     drain_timeout_secs: float = 60.0
-    """How long interpreter exit waits for pending saves (``close()`` waits until each has settled)."""
+    """How long interpreter exit waits for pending saves (``close()`` waits until each has finished)."""
 
     trusted_objects: bool = False
     """Read objects that only running code can bring back: loading a checkpoint that has any runs its code. A save needs
@@ -282,8 +282,8 @@ def _rate(least: int) -> _Check:
         is_rate = is_number and least <= value <= MAX_BYTES_PER_SEC  # type: ignore[operator]
         if value is None or is_rate:
             return
-        told = "so large a number" if isinstance(value, int) and value > 1 << 64 else shown(value)
-        raise ConfigError(f"{name}={told}: give bytes a second from {least} to 1e15, or None")
+        text = "so large a number" if isinstance(value, int) and value > 1 << 64 else shown(value)
+        raise ConfigError(f"{name}={text}: give bytes a second from {least} to 1e15, or None")
 
     return check
 

@@ -60,7 +60,7 @@ class ProgressBar:
             self.close()
 
     def wait(self, ticket: SaveTicket) -> SaveReport | None:
-        """Show the save until it is settled. Returns and raises what ``ticket.result()`` does."""
+        """Show the save until it is finished. Returns and raises what ``ticket.result()`` does."""
         try:
             while not ticket.done():
                 self(ticket.progress)

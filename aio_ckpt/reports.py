@@ -208,7 +208,7 @@ class EngineStats:
     skipped: int
     """Saves that were skipped (``when_busy="skip"``)."""
     pending: int
-    """Saves that are captured and not yet settled."""
+    """Saves that are captured and not yet finished."""
     committed_bytes: int
     """Bytes of data files of this rank, in all committed saves."""
     blocked_secs: float

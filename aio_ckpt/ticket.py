@@ -23,7 +23,7 @@ from aio_ckpt.checks import MAX_SECS, check_wait, shown
 from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.reports import Progress, SaveReport, title
 
-__all__ = ["Milestone", "PendingCall", "SaveTicket", "settle", "settle_with"]
+__all__ = ["Milestone", "PendingCall", "SaveTicket", "finish", "resolve_with"]
 
 T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
@@ -175,7 +175,7 @@ class PendingCall(Milestone[T]):
         """The outcome is that of ``work``."""
         super().__init__(name, portal_check)
         self._was_waited_for = False
-        settle_with(self, work)
+        resolve_with(self, work)
 
     def __await__(self) -> Generator[Any, None, T]:
         self._was_waited_for = True
@@ -242,7 +242,7 @@ class SaveTicket:
         waited_secs: float = 0.0,
     ) -> None:
         """``cancel`` asks the engine to cancel the save. ``fence(stream)`` makes a stream wait for the copies.
-        ``progress`` returns the progress of a save that is not settled; it may be called in any thread.
+        ``progress`` returns the progress of a save that is not finished; it may be called in any thread.
         """
         self.step = step
         """Step that is saved; 0 for a save with ``path=`` and for a file, which have none."""
@@ -282,14 +282,14 @@ class SaveTicket:
         A committed save is ``done``, with all bytes, and so is a skipped one, with none. A failed or cancelled save is
         ``failed``, with the bytes written until then.
         """
-        is_settled, read = self.committed.done(), self._read_progress
+        is_finished, read = self.committed.done(), self._read_progress
         now = self._last_progress if read is None else read()
-        if not is_settled:
+        if not is_finished:
             return now
         return replace(now, stage="done" if self.committed.state == "reached" else "failed")
 
     def done(self) -> bool:
-        """Whether the save is settled: committed, failed, cancelled or skipped."""
+        """Whether the save is finished: committed, failed, cancelled or skipped."""
         return self.committed.done()
 
     def result(self, timeout: float | None = None) -> SaveReport | None:
@@ -308,7 +308,7 @@ class SaveTicket:
         return self.committed.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait in this thread until the save is settled. Returns its failure, or None if it was committed or skipped.
+        """Wait in this thread until the save is finished. Returns its failure, or None if it was committed or skipped.
 
         The caller has then observed the failure, so no later ``save()`` or ``close()`` raises it.
 
@@ -354,7 +354,7 @@ class SaveTicket:
         return "staged" if self.staged.state == "reached" else "pending"
 
 
-def settle_with(milestone: Milestone[T], work: Future[T]) -> None:
+def resolve_with(milestone: Milestone[T], work: Future[T]) -> None:
     """Settle ``milestone`` with the outcome of ``work`` once that is done. Cancelled work means a closed engine."""
 
     def take(done: Future[T]) -> None:
@@ -367,7 +367,7 @@ def settle_with(milestone: Milestone[T], work: Future[T]) -> None:
     work.add_done_callback(take)
 
 
-def settle(ticket: SaveTicket, outcome: SaveReport | BaseException) -> None:
+def finish(ticket: SaveTicket, outcome: SaveReport | BaseException) -> None:
     """Set the outcome of a save: all milestones fail with an error; a report reaches ``committed``."""
     if isinstance(outcome, BaseException):
         ticket.staged.fail(outcome)

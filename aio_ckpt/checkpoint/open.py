@@ -262,7 +262,7 @@ async def open_checkpoint(
         path: Its directory.
         executor: Runs what takes time.
         step: step that the root manifest must have, if there is one; None if it may have any.
-        part: What to open, if it can be told; None opens all.
+        part: What to open, if it is known; None opens all.
 
     Raises:
         CheckpointNotFoundError: there is neither ``.metadata`` nor a root manifest.
@@ -366,7 +366,7 @@ def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifes
 async def _read_ranks(
     storage: Storage, path: Path, root: RootManifest, executor: Executor, part: RankSubset | None
 ) -> dict[int, RankManifest]:
-    """Return the manifests of ``part``, or of all ranks if that is not told, in the order of the ranks."""
+    """Return the manifests of ``part``, or of all ranks if that is not known, in the order of the ranks."""
     found: dict[int, RankManifest] = {}
     limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
 

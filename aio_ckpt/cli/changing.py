@@ -60,7 +60,7 @@ def protect_command(root: Path, step: int, names: StepNames, *, as_json: bool) -
         await protect(storage, root, names, step)
 
     call(work)
-    _tell_protection(step, is_protected=True, as_json=as_json)
+    _print_protection(step, is_protected=True, as_json=as_json)
 
 
 @click.command("unprotect", epilog="Example: aio-ckpt unprotect runs/ckpt 100")
@@ -75,10 +75,10 @@ def unprotect_command(root: Path, step: int, names: StepNames, *, as_json: bool)
 
     check_root(root, names)
     call(lambda storage, _: unprotect(storage, root, step))
-    _tell_protection(step, is_protected=False, as_json=as_json)
+    _print_protection(step, is_protected=False, as_json=as_json)
 
 
-def _tell_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
+def _print_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
     screen = Screen(as_json=as_json)
     if as_json:
         screen.json({"step": step, "is_protected": is_protected})
@@ -108,7 +108,7 @@ def rm_command(root: Path, steps: tuple[int, ...], names: StepNames, *, allow_ne
             await _delete_steps(storage, root, names, claim, set(steps), allow_newest=allow_newest)
 
     call(work)
-    _tell_deleted(sorted(set(steps)), Screen(as_json=as_json))
+    _print_deleted(sorted(set(steps)), Screen(as_json=as_json))
 
 
 async def _check_removable(
@@ -137,8 +137,8 @@ async def _check_committed(storage: Storage, root: Path, names: StepNames, *step
     committed = [found.step for found in await discover(storage, root, names)]
     for step in steps:
         if step not in committed:
-            told = ", ".join(map(str, committed)) or "no step is"
-            raise CheckpointNotFoundError(f"step {step}: no such committed step under {root}; committed: {told}")
+            known = ", ".join(map(str, committed)) or "no step is"
+            raise CheckpointNotFoundError(f"step {step}: no such committed step under {root}; committed: {known}")
     return committed
 
 
@@ -172,7 +172,7 @@ async def _delete_steps(
         await retention.delete_discarded(step)
 
 
-def _tell_deleted(steps: list[int], screen: Screen) -> None:
+def _print_deleted(steps: list[int], screen: Screen) -> None:
     if screen.as_json:
         screen.json({"deleted": steps})
     elif steps:
@@ -228,7 +228,7 @@ def prune_command(
 
     expired, kept = call(plan)
     if not expired:
-        _tell_deleted([], screen)
+        _print_deleted([], screen)
         return 0
     if kept[-1].is_damaged:
         raise _damaged_newest(root, kept[-1], str(kept[-1].fault))
@@ -251,7 +251,7 @@ def prune_command(
 
     with bytes_progress(screen, "verify") as on_progress:
         deleted = call(delete)
-    _tell_deleted(deleted, screen)
+    _print_deleted(deleted, screen)
     return 0
 
 

@@ -113,11 +113,11 @@ def diff_command(a: Path, b: Path, names: StepNames, *, values: bool, as_json: b
     if as_json:
         screen.json(found)
     else:
-        _tell(found, screen)
+        _print(found, screen)
     return 0 if found.are_alike else 1
 
 
-def _tell(found: Comparison, screen: Screen) -> None:
+def _print(found: Comparison, screen: Screen) -> None:
     screen.line(f"A  {printable(found.a)}")
     screen.line(f"B  {printable(found.b)}")
     for where, only in (("A", found.only_in_a), ("B", found.only_in_b)):

@@ -186,7 +186,7 @@ def _to_file(
         report = _written(
             out.parent, names, lambda engine: engine.save_file(obj, out, max_shard_bytes=max_shard_bytes, dtype=cast)
         )
-    _tell(screen, found, report, step=found.step)
+    _print(screen, found, report, step=found.step)
 
 
 def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, trusted: bool, as_json: bool) -> None:
@@ -209,7 +209,7 @@ def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, tr
         state = found.state if isinstance(found.state, dict) else {"state": found.state}
         number = found.step if step is None else step
         report = _written(root, names, lambda engine: engine.save(state, number))
-    _tell(screen, found, report, step=report.step)
+    _print(screen, found, report, step=report.step)
 
 
 def _written(root: Path, names: StepNames, save: Callable[[SyncCheckpointEngine], SaveTicket]) -> SaveReport:
@@ -235,7 +235,7 @@ def _written(root: Path, names: StepNames, save: Callable[[SyncCheckpointEngine]
     return report
 
 
-def _tell(screen: Screen, found: Source, report: SaveReport, *, step: int | None) -> None:
+def _print(screen: Screen, found: Source, report: SaveReport, *, step: int | None) -> None:
     """Show the result; ``step``: of the result, or of the source if the result is a file, None if nothing tells it."""
     path = str(report.path)
     if screen.as_json:

@@ -128,7 +128,7 @@ def inspect_command(
         table = {"leaves": rows} if depth is None else {"leaves": [], "branches": rows}
         screen.json(msgspec.structs.asdict(contents) | table)
         return
-    _tell_head(contents, screen)
+    _print_head(contents, screen)
     titles, cells = _branch_table(rows) if depth is not None else _leaf_table(rows)  # type: ignore[arg-type]
     screen.table(titles, cells, numbers=("bytes", "shards", "leaves"), optional=() if depth else ("shards",))
     if only or largest is not None:
@@ -137,7 +137,7 @@ def inspect_command(
         screen.line(f"{shown} of {plural(len(contents.leaves), 'leaf')}, {amount(nbytes)}")
 
 
-def _tell_head(contents: Contents, screen: Screen) -> None:
+def _print_head(contents: Contents, screen: Screen) -> None:
     writers = ", ".join(f"{name} {version}" for name, version in contents.written_by.items())
     tensors = sum(leaf.kind == "tensor" for leaf in contents.leaves)
     for label, words in (

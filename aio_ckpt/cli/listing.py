@@ -105,11 +105,11 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
             screen.line(f"{kind} (rm -r deletes it): {printable(other)}")
     if rule is not None and not any(rule.metric in row.metrics for row in found.checkpoints):
         known = sorted({name for row in found.checkpoints for name in row.metrics})
-        told = f": give one of {', '.join(map(printable, known))}" if known else ""
-        screen.line(f"no step has the metric {printable(rule.metric)}{told}")
+        remedy = f": give one of {', '.join(map(printable, known))}" if known else ""
+        screen.line(f"no step has the metric {printable(rule.metric)}{remedy}")
     damaged = [Path(row.path) for row in found.checkpoints if row.is_damaged]
-    if told := advice(root, names, damaged, [row.step for row in found.checkpoints if row.fault is None]):
-        screen.line(told)
+    if hint := advice(root, names, damaged, [row.step for row in found.checkpoints if row.fault is None]):
+        screen.line(hint)
 
 
 def advice(root: Path, names: StepNames, damaged: Sequence[Path], good: Sequence[int] | None) -> str:
@@ -130,8 +130,8 @@ def advice(root: Path, names: StepNames, damaged: Sequence[Path], good: Sequence
         parts.append("load() finds no step that is not damaged")
     steps = sorted(step for path, step in found.items() if (path / METADATA_FILE).exists())
     if steps:
-        told = " ".join(map(str, steps)) + (" --allow-newest" if newest in steps else "")
-        parts.append(f"'aio-ckpt rm {printable(str(root))} {told}' deletes {'it' if len(steps) == 1 else 'them'}")
+        arguments = " ".join(map(str, steps)) + (" --allow-newest" if newest in steps else "")
+        parts.append(f"'aio-ckpt rm {printable(str(root))} {arguments}' deletes {'it' if len(steps) == 1 else 'them'}")
     if torn := [printable(str(path)) for path in found if not (path / METADATA_FILE).exists()]:
         parts.append(f"delete by hand: {', '.join(torn)}")  # without .metadata, it is no committed step for rm
     return "; ".join(parts)

@@ -339,12 +339,12 @@ def _lengths_below(root: Path) -> Iterator[tuple[str, int]]:
     A directory of another user that cannot be listed counts as empty. The log names it.
     """
 
-    def tell(error: OSError) -> None:
+    def note(error: OSError) -> None:
         if isinstance(error, PermissionError):
             _log.warning("%s is not counted, because it cannot be listed: %s", error.filename, error.strerror)
 
     seen: set[tuple[int, int]] = set()
-    for directory, below, files in os.walk(root, onerror=tell):
+    for directory, below, files in os.walk(root, onerror=note):
         below.sort()
         links = [name for name in below if os.path.islink(os.path.join(directory, name))]
         for name in (*files, *links):

@@ -73,7 +73,7 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
             results.append(await _verify(storage, executor, checkpoint, names, nbytes, workers, on_read, sound))
             done += nbytes
             on_progress(done, total)  # files that hold no data, and what could not be read, count as done
-            _tell(results[-1], screen)
+            _print(results[-1], screen)
 
     with bytes_progress(screen, "verify") as on_progress:
         call(work, readers=workers)
@@ -124,15 +124,15 @@ async def _verify(
 def _advise(path: Path, results: Sequence[_Verified], names: StepNames, screen: Screen) -> None:
     damaged = [Path(result.path) for result in results if any(fault.is_damage for fault in result.faults)]
     if damaged == [path]:  # one checkpoint was named: nothing is known of its siblings
-        told = advice(path.parent, names, damaged, None)
+        hint = advice(path.parent, names, damaged, None)
     else:
         steps = [names.step(Path(result.path).name) for result in results if not (result.faults or result.is_gone)]
-        told = advice(path, names, damaged, [step for step in steps if step is not None])
-    if told:
-        screen.line(told)
+        hint = advice(path, names, damaged, [step for step in steps if step is not None])
+    if hint:
+        screen.line(hint)
 
 
-def _tell(result: _Verified, screen: Screen) -> None:
+def _print(result: _Verified, screen: Screen) -> None:
     if screen.as_json:
         return
     name = printable(Path(result.path).name)

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from aio_ckpt.commit.root_claim import Check
-from aio_ckpt.commit.trash import SETTLE_SECS, tidy
+from aio_ckpt.commit.trash import THREAD_WAIT_SECS, tidy
 from aio_ckpt.commit.user_files import files_of_caller
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, RootError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, new_metadata_name, save_of_file
@@ -48,7 +48,7 @@ async def hold_directory(storage: Storage, directory: Path) -> AsyncIterator[Non
             if isinstance(directory, RemotePath):
                 held.callback(ProcessLock(directory / LOCK).discard)
             else:
-                await held.enter_async_context(storage.locked(directory / LOCK, release_secs=SETTLE_SECS))
+                await held.enter_async_context(storage.locked(directory / LOCK, release_secs=THREAD_WAIT_SECS))
         except RootError as error:
             if error.errno not in (errno.EBUSY, errno.EAGAIN):
                 raise

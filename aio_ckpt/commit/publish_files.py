@@ -19,7 +19,7 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit.trash import SETTLE_SECS
+from aio_ckpt.commit.trash import THREAD_WAIT_SECS
 from aio_ckpt.errors import AioCkptError, RootError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, SafetensorsIndex, index_name, parse_index
 from aio_ckpt.storage.local import Storage
@@ -41,7 +41,7 @@ async def only_writer(storage: Storage, folder: Path) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as held:
         while True:
             try:
-                await held.enter_async_context(storage.locked(folder / LOCK, release_secs=SETTLE_SECS))
+                await held.enter_async_context(storage.locked(folder / LOCK, release_secs=THREAD_WAIT_SECS))
                 break
             except RootError as error:
                 if error.errno not in (errno.EBUSY, errno.EAGAIN):

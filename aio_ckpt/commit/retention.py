@@ -259,6 +259,9 @@ class Retention:
         deleted: list[int] = []
         is_durable = False
         for path, step in trash.items():
+            if self._must_wait():
+                self._has_trash = True
+                break
             with self._reporting_kept(step, undeleted):
                 if not is_durable:  # all have the same parents
                     await sync_parents(self._storage, self._root / path.name, path)

@@ -44,8 +44,8 @@ def check_step_number(step: object) -> int:
     """
     number = whole_number(step)
     if type(number) is not int or not 0 <= number <= MAX_STEP:
-        told = shown(step) if type(number) is not int or abs(number) <= MAX_STEP else "so large a number"
-        raise StepOrderError(f"step={told}: give a whole number of at least 0 and at most {MAX_STEP}")
+        text = shown(step) if type(number) is not int or abs(number) <= MAX_STEP else "so large a number"
+        raise StepOrderError(f"step={text}: give a whole number of at least 0 and at most {MAX_STEP}")
     return number
 
 

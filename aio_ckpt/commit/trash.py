@@ -30,8 +30,8 @@ _log = logging.getLogger("aio_ckpt")
 _AGAIN_SECS = 0.05
 TIDY_SECS = 60.0
 """Longest time that a committed save waits for the removal of what it needs no more."""
-SETTLE_SECS = 5.0
-"""Time that a failed save waits for its threads before it settles. The lease waits as long as it takes."""
+THREAD_WAIT_SECS = 5.0
+"""Time that a failed save waits for its threads before it finishes. The lease waits as long as it takes."""
 
 
 async def check_engine_dirs(storage: Storage, root: Path) -> None:
@@ -114,13 +114,13 @@ class Trash:
         self._left[path] = is_idle
 
     async def delete(self, path: Path, *, limit_secs: float | None = None) -> bool:
-        """Delete a directory, and return whether that succeeded in ``limit_secs``; None: ``SETTLE_SECS``.
+        """Delete a directory, and return whether that succeeded in ``limit_secs``; None: ``THREAD_WAIT_SECS``.
 
         One below ``trash`` loses its ``.metadata`` first. A failure is logged, and the directory stays for
         :meth:`sweep`.
         """
         try:
-            with anyio.fail_after(SETTLE_SECS if limit_secs is None else limit_secs):
+            with anyio.fail_after(THREAD_WAIT_SECS if limit_secs is None else limit_secs):
                 await self._delete(path)
         except (AioCkptError, OSError) as error:
             _log.warning("%s stays until it is cleared: %s", path, str(error) or "too slow")
@@ -129,8 +129,8 @@ class Trash:
         return True
 
     async def sweep(self) -> None:
-        """Delete the idle directories, for at most ``SETTLE_SECS``. A directory that does not go stays."""
-        with anyio.move_on_after(SETTLE_SECS):
+        """Delete the idle directories, for at most ``THREAD_WAIT_SECS``. A directory that does not go stays."""
+        with anyio.move_on_after(THREAD_WAIT_SECS):
             for path, is_idle in tuple(self._left.items()):
                 if is_idle() and await self.delete(path):
                     self._left.pop(path, None)
@@ -152,7 +152,7 @@ class Trash:
             await anyio.sleep(_AGAIN_SECS)
 
 
-async def settle_failure(
+async def end_failed_save(
     trash: Trash,
     pending: Path | None,
     images: Sequence[Image],
@@ -171,13 +171,13 @@ async def settle_failure(
     for image in images:
         image.fail_slots(cause)
         image.lease.close()
-    with anyio.move_on_after(SETTLE_SECS):
+    with anyio.move_on_after(THREAD_WAIT_SECS):
         for image in images:
-            await asyncio.wrap_future(follow(image.lease.settled))
+            await asyncio.wrap_future(follow(image.lease.ended))
         await threads.wait()
 
     def is_idle() -> bool:
-        return threads.is_idle and all(image.lease.settled.done() for image in images)
+        return threads.is_idle and all(image.lease.ended.done() for image in images)
 
     if not is_idle():
         _log.error("%s: a thread still works for it; its pending directory stays until it has ended", title)

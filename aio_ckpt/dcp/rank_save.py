@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from aio_ckpt.commit import in_place
 from aio_ckpt.commit.in_place import hold_directory, other_save_error, pending_saves
 from aio_ckpt.commit.manifests import metadata_file, render_root
-from aio_ckpt.commit.trash import SETTLE_SECS
+from aio_ckpt.commit.trash import THREAD_WAIT_SECS
 from aio_ckpt.dcp.item_sources import Sources
 from aio_ckpt.dcp.runtime import Runtime
 from aio_ckpt.errors import AioCkptError, PlanChangedError, RootError, SaveCancelledError, StallError, WriteError
@@ -152,7 +152,7 @@ def write_rank(
         except BaseException as error:
             writing.cancel()
             with contextlib.suppress(TimeoutError):
-                rank.ended.result(SETTLE_SECS)
+                rank.ended.result(THREAD_WAIT_SECS)
             note_stage(error, "write")
             raise
     finally:
@@ -198,7 +198,7 @@ class _RankWrite:
                 storage=storage,
                 executor=runtime.portal.executor,
                 workers=runtime.config.workers,
-                settle_secs=SETTLE_SECS,
+                thread_wait_secs=THREAD_WAIT_SECS,
                 admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=touch),
                 on_activity=lambda _: touch(),
                 on_written=lambda _: touch(),
@@ -258,7 +258,7 @@ class _RankWrite:
         image.fail_slots(cause if isinstance(cause, Exception) else SaveCancelledError("the save was cancelled"))
         if isinstance(cause, WriteError) and cause.errno == errno.EEXIST:
             return cause  # the file belongs to another save
-        with anyio.move_on_after(SETTLE_SECS), contextlib.suppress(AioCkptError, OSError):
+        with anyio.move_on_after(THREAD_WAIT_SECS), contextlib.suppress(AioCkptError, OSError):
             for name in (save.manifest, save.data_file):
                 await storage.remove_file(self.directory / name)
         if getattr(cause, "errno", 0) == errno.ENOENT:

@@ -26,7 +26,7 @@ from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.chunks import chunk_bytes_for
 from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.remote_path import RemotePath, find_bucket
-from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
+from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.captured_chunks import CapturedRun
@@ -66,7 +66,7 @@ class Runtime:
         log_untried_torch()
         portal = Portal(
             f"aio_ckpt-dcp-{uuid.uuid4().hex[:8]}",
-            config.workers + HOUSEKEEPING_THREADS,
+            config.workers + SMALL_IO_THREADS,
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
         with portal.opening():

@@ -84,7 +84,7 @@ def run_demo(
     kill_step = random.Random(seed).randint(steps // 2, steps * 4 // 5)
     undisturbed = _run(out, "undisturbed", msgspec.structs.replace(spec, save_every=0), screen)
     killed = _run(out, "killed", spec, screen, kill_step=kill_step)
-    _tell_kill(killed, Path(spec.root), screen)
+    _print_kill(killed, Path(spec.root), screen)
     resumed = _run(out, "resumed", msgspec.structs.replace(spec, resumes=True), screen)
     difference, losses_compared = compare(undisturbed, killed, resumed)
     if difference is None:
@@ -189,7 +189,7 @@ def _child(spec: TrainSpec, log: Path) -> Iterator[subprocess.Popen[bytes]]:
             child.kill()
 
 
-def _tell_kill(killed: Sequence[Event], root: Path, screen: Screen) -> None:
+def _print_kill(killed: Sequence[Event], root: Path, screen: Screen) -> None:
     committed = ", ".join(sorted(path.name for path in root.iterdir() if not path.name.startswith(".")))
     pending = sorted(f"{PENDING_DIR}/{path.name}" for path in (root / PENDING_DIR).iterdir())
     torn = f"torn save left behind, invisible: {', '.join(pending)}" if pending else "no save was being written"

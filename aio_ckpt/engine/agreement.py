@@ -32,7 +32,7 @@ class Admission:
 
     waited_secs: float | None
     """Time that the call waited; None if it is to be skipped."""
-    settled_through: int
+    finished_through: int
     """Number of the last call whose failure this call reports."""
 
 
@@ -52,18 +52,18 @@ class Agreement:
         """Wait for room.
 
         All ranks decide alike at the same call, because the decision uses only information that every rank has at that
-        call: all calls up to the last one have settled on every rank.
+        call: all calls up to the last one have finished on every rank.
 
         Raises:
             BusyError, StallError, EngineClosedError: as :meth:`JobQueue.wait_for_room`.
             PeerFailedError: another rank has refused the call, or is lost.
         """
         queue, target, deadline = self.queue, numbered.target, numbered.call.deadline
-        began, has_room, through = time.perf_counter(), True, queue.settled_by_now
+        began, has_room, through = time.perf_counter(), True, queue.finished_by_now
         if when_busy != "wait":  # if the leader has room, every rank has, or will have once a message has arrived
             queue.check_open()
             has_room, through = self._ask_room(numbered)
-        queue.wait_settled(target, through, deadline)
+        queue.wait_finished(target, through, deadline)
         if not has_room and when_busy == "skip":
             return Admission(None, through)
         if not has_room:

@@ -44,13 +44,13 @@ class JobCapturer:
     def capture(self, job: W, pipeline: Pipeline[W], parts: Iterable[tuple[PlannedImage, Part]]) -> None:
         """Run ``pipeline`` and capture each part in its turn. The first chunks are written while later ones are copied.
 
-        ``parts`` yields each part with its plan, and may wait for memory before. If this raises, the save is settled:
+        ``parts`` yields each part with its plan, and may wait for memory before. If this raises, the save is finished:
         nothing is visible and the ticket holds the error.
         """
         copies: list[tuple[Capture, Part]] = []
         copied: list[Future[None]] = []
         try:
-            self.queue.add(job)  # inside the try: a save in the table that is never settled would block all later ones
+            self.queue.add(job)  # inside the try: a save in the table that is never finished would block all later ones
             for planned, part in parts:
                 job.parts.append(part)
                 part.image.lease.hold(part)
@@ -81,13 +81,13 @@ class JobCapturer:
                 return
             # The loop takes the GIL when it is woken. So it is woken once, when there is something to write.
             part.chunks.add(runs)
-            self.portal.submit(self.runner.run, job, pipeline, on_done=lambda done: self.queue.settle(job, done))
+            self.portal.submit(self.runner.run, job, pipeline, on_done=lambda done: self.queue.finish(job, done))
             job.is_submitted = True
 
         def issued(work: Capture) -> None:
             job.events += work.source_events
             self.session.guards.wait_for(work.source_events)
-            job.timer.reached("blocked")  # now: the loop wakes next and may settle the save before this thread goes on
+            job.timer.reached("blocked")  # now: the loop wakes next and may finish the save before this thread goes on
 
         return capture(
             planned,
@@ -109,7 +109,7 @@ class JobCapturer:
         try:
             self.portal.call(self._stop, job, cause, timeout=timeout_secs, what=f"{job.kind}()")
         except (EngineClosedError, StallError):  # no pipeline runs any more
-            self.queue.settle(job, failed(cause))
+            self.queue.finish(job, failed(cause))
         with contextlib.suppress(StallError):
             job.ticket.exception(timeout_secs)
         self.queue.forget_failure(job)
@@ -117,13 +117,13 @@ class JobCapturer:
     async def _stop(self, job: WriteJob, cause: Exception) -> None:
         """Stop a save, on the loop: only there it is certain whether the pipeline has begun.
 
-        If so, that settles the save.
+        If so, that finishes the save.
         """
         job.stall.fail(cause)
         if job.scope is None:  # the pipeline has not begun
             for part in job.parts:
                 part.image.lease.close()
-            self.queue.settle(job, failed(cause))
+            self.queue.finish(job, failed(cause))
 
 
 def _end_copies(work: Capture, part: Part) -> None:
@@ -141,7 +141,7 @@ def _after_all(futures: Sequence[Future[None]], then: Callable[[], None]) -> Non
 
 
 def _staged(job: WriteJob, copied: Sequence[Future[None]]) -> None:
-    """Note that all copies of a save are done. If one failed, its pipeline fails, too, and settles the ticket."""
+    """Note that all copies of a save are done. If one failed, its pipeline fails, too, and finishes the ticket."""
     if all(copy.exception() is None for copy in copied):
         job.timer.reached("staged")
         if is_logged(logging.DEBUG):

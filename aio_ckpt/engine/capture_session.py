@@ -60,7 +60,7 @@ class CaptureSession:
         self.guards = OptimizerGuards()
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
-        self._has_told_waves = False
+        self._has_logged_waves = False
 
     def plan(self, state: object) -> tuple[FlatState, PlannedSave]:
         """Flatten ``state``, and plan it or reuse the plan of the last save."""
@@ -100,15 +100,15 @@ class CaptureSession:
 
     def log_waves(self, image: Image, target: Target) -> None:
         """Warn once that a state is saved in waves, so that ``save()`` takes as long as the disk."""
-        if not (image.is_whole or self._has_told_waves):
-            self._has_told_waves = True
+        if not (image.is_whole or self._has_logged_waves):
+            self._has_logged_waves = True
             log_step(
                 logging.WARNING,
                 target if isinstance(target, int) else None,
                 self._ctx.rank,
                 "%s: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
                 "is captured, which takes as long as the storage needs for the others%s; raise budget_bytes where "
-                "there is memory. Told once",
+                "there is memory. Logged once",
                 title(target),
                 image.chunks[-1].stop,
                 self.lifetime.budget_bytes,

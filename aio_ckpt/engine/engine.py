@@ -70,7 +70,7 @@ from aio_ckpt.remote_path import Place, RemotePath
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, Portal, start_beside
+from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Executor, Portal, start_beside
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.runtime.signals import PREEMPTION_SIGNALS
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
@@ -112,7 +112,7 @@ class BaseEngine:
         owner = Owner.of_this_process()
         self._portal = Portal(
             f"aio_ckpt-{owner.session}",
-            config.workers + HOUSEKEEPING_THREADS,
+            config.workers + SMALL_IO_THREADS,
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
         log_untried_torch()
@@ -580,8 +580,8 @@ class BaseEngine:
         self._portal.check_thread("ready()")
         queue = self._queue
         warning = queue.wait_warning("ready")
-        while (settled := queue.settled_before_room) is not None:
-            warning.wait_for([settled])
+        while (finished := queue.finished_before_room) is not None:
+            warning.wait_for([finished])
 
     def _before_load(self, kind: str, step: object, path: object) -> Callable[[], Awaitable[None]]:
         """Return what a load or read awaits first: the pending calls that change what it finds. ``kind`` names it.
@@ -649,7 +649,7 @@ class CheckpointEngine(BaseEngine):
     for the root's lock, ``stall_timeout_secs`` at most.
 
     The engine owns one event loop on one thread of its own; saves run there, in the order of the calls, while
-    the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is settled. At most
+    the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is finished. At most
     ``max_in_flight`` saves are pending, and the step of a new save exceeds every committed and pending one. Any call
     may raise EngineClosedError once the engine is closed, and WrongThreadError on the engine's own threads.
 
@@ -676,8 +676,8 @@ class CheckpointEngine(BaseEngine):
         """
         queue = self._queue
         with queue.wait_warning("ready").on_loop():
-            while (settled := queue.settled_before_room) is not None:
-                await asyncio.wrap_future(follow(settled))
+            while (finished := queue.finished_before_room) is not None:
+                await asyncio.wrap_future(follow(finished))
 
     def load(
         self,

@@ -71,7 +71,7 @@ async def newest_good(
                         name_checkpoint(error, candidate.path)
                         raise
                 else:
-                    return candidate, await search.settle(), value
+                    return candidate, await search.set_damaged_aside(), value
         except ChangedError as error:
             _log.info("%s was deleted or replaced while it was read: looking again", error)
         except Exception as error:
@@ -156,7 +156,7 @@ class FallbackSearch:
             raise ChangedError(str(candidate.path))
         return value
 
-    async def settle(self) -> tuple[SkippedCheckpoint, ...]:
+    async def set_damaged_aside(self) -> tuple[SkippedCheckpoint, ...]:
         """Set aside the checkpoints that are proven damaged, once an older one was good. Returns those passed by."""
         ctx = self.ctx
         proven = (

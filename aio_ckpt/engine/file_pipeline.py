@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aio_ckpt.commit.owner import owner_by_name
 from aio_ckpt.commit.publish_files import only_writer, publish_files
-from aio_ckpt.commit.trash import settle_failure
+from aio_ckpt.commit.trash import end_failed_save
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob
 from aio_ckpt.engine.write_job import JobWriter
@@ -79,7 +79,7 @@ class FilePipeline:
         """Give the memory back once the last thread has ended, and remove the temporary directory."""
         storage, folder = self.ctx.storage, job.path.parent
         await explain_full_disk(cause, storage, folder, job.image_bytes, remedy="save to another disk")
-        await settle_failure(
+        await end_failed_save(
             self.writer.trash,
             job.temporary,
             [part.image for part in job.parts],

@@ -133,8 +133,8 @@ class FileSaves(LockedCalls):
             remedy = "open an engine whose root is on the disk of the file"
             raise ConfigError(f"path={str(path)!r}: the root {root} is in an object store: {remedy}")
         why = file_refusal(path, Path(os.path.realpath(root)), self._ctx.names)
-        for place, settled in self._queue.calls_by_path():
-            if not settled.done() and Path(os.path.realpath(place)) in path.parents:
+        for place, finished in self._queue.calls_by_path():
+            if not finished.done() and Path(os.path.realpath(place)) in path.parents:
                 why = f"the checkpoint at {place} is pending, and takes that directory: await its ticket first"
         if why:
             raise ConfigError(f"path={str(path)!r}: {why}")

@@ -297,7 +297,7 @@ class LoadMember:
         """Return the loaded checkpoint; raise the error if none was loaded."""
         if instruction.action is _Action.DONE and self._candidate is not None and self._loaded is not None:
             self._learn_newest(instruction)
-            return self._candidate, await self.search.settle(), self._loaded
+            return self._candidate, await self.search.set_damaged_aside(), self._loaded
         if instruction.action is _Action.APART:
             raise self._apart(instruction)
         raise _ERRORS[instruction.action](instruction.text) from self._error

@@ -1,4 +1,4 @@
-"""One save between its call and its settlement: the arguments of the call, its times, and the job."""
+"""One save between its call and its end: the arguments of the call, its times, and the job."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class SaveTimer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """One call that the queue runs in the background, from the call until its settlement."""
+    """One call that the queue runs in the background, from the call until its end."""
 
     kind: ClassVar[str]
     """Name of the method that makes the job."""
@@ -187,7 +187,7 @@ class Job:
     """Step that is saved, or the path that the caller named."""
     number: int = 0
     """Number of the call, the same on every rank; 0 for a file, of which the other ranks know nothing."""
-    settled: Future[None] = field(default_factory=Future)
+    finished: Future[None] = field(default_factory=Future)
     """Done once the job has ended and is cleaned up."""
     step: int | None = field(init=False)
     """Step that is saved; None if the caller named a path."""
@@ -201,7 +201,7 @@ class Job:
     @property
     def turn_ended(self) -> Future[None]:
         """Future that is done once the commits of later calls may go on."""
-        return self.settled
+        return self.finished
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -230,7 +230,7 @@ class RemoveJob(Job):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WriteJob(Job):
-    """One save between its call and its settlement: its ticket, its state and its progress.
+    """One save between its call and its end: its ticket, its state and its progress.
 
     The caller's thread changes it until the pipeline is submitted, then the loop's thread.
     """
@@ -321,10 +321,10 @@ class WriteJob(Job):
         return self.parts[index]
 
     async def wait_for_earlier(self) -> None:
-        """Wait until earlier saves have settled: commits keep the order of the calls."""
+        """Wait until earlier saves have finished: commits keep the order of the calls."""
         with self.stall.paused():
-            for settled in self.earlier:
-                await asyncio.wrap_future(follow(settled))
+            for finished in self.earlier:
+                await asyncio.wrap_future(follow(finished))
 
     def fence(self, stream: object) -> None:
         """Make ``stream`` wait for the copies from devices."""
@@ -333,7 +333,7 @@ class WriteJob(Job):
 
     async def cancel(self) -> bool:
         """Cancel the save, on the loop; False if it is too late."""
-        if self.settled.done() or not self.round.cancel():
+        if self.finished.done() or not self.round.cancel():
             return False
         if self.scope is not None:
             self.scope.cancel()

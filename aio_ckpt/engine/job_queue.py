@@ -1,4 +1,4 @@
-"""The pending saves of one engine: room, order, settlement, and failures that nobody awaited."""
+"""The pending saves of one engine: room, order, end, and failures that nobody awaited."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from aio_ckpt.runtime.error_notes import note_ticket
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
-from aio_ckpt.ticket import Milestone, SaveTicket, settle
+from aio_ckpt.ticket import Milestone, SaveTicket, finish
 
 J = TypeVar("J", bound=Job)
 W = TypeVar("W", bound=WriteJob)
 _log = logging.getLogger("aio_ckpt")
 CallsByPath: TypeAlias = tuple[tuple[Path, Future[None]], ...]
-"""Path and settlement of calls that save or remove at a path, in the order of the calls."""
+"""Path and end of calls that save or remove at a path, in the order of the calls."""
 
 MAX_CALLS = sys.maxsize
 """Larger than the number of any call."""
 
 
 class JobQueue:
-    """The table of pending saves, of steps, paths and files: their room, order, settlement, and failures.
+    """The table of pending saves, of steps, paths and files: their room, order, end, and failures.
 
-    Invariant: a save is in the table from :meth:`add` until it is settled. The table holds at most ``max_in_flight``
+    Invariant: a save is in the table from :meth:`add` until it is finished. The table holds at most ``max_in_flight``
     saves, and as many files. A failure that no waiter has seen stays here until it is raised once.
     """
 
@@ -159,7 +159,7 @@ class JobQueue:
             self._changed.notify_all()
 
     def pending(self, kind: type[J]) -> tuple[J, ...]:
-        """Return the jobs of ``kind`` that are not settled, oldest first; ``Job`` for all."""
+        """Return the jobs of ``kind`` that are not finished, oldest first; ``Job`` for all."""
         with self._lock:
             return tuple(self._of(kind))
 
@@ -179,20 +179,20 @@ class JobQueue:
             return [part.image.lease for job in self._jobs if isinstance(job, WriteJob) for part in job.parts]
 
     def room(self) -> Room:
-        """Return whether another save may enter now, and up to which call all have settled."""
+        """Return whether another save may enter now, and up to which call all have finished."""
         with self._lock:
             pending = self._of(SaveJob)
             return Room(len(pending) < self._max, pending[0].number - 1 if pending else self._calls)
 
     @property
-    def settled_by_now(self) -> int:
-        """Number of the newest call of ``save()`` that has to be settled before the last one may enter; 0 for none.
+    def finished_by_now(self) -> int:
+        """Number of the newest call of ``save()`` that has to be finished before the last one may enter; 0 for none.
 
         Removals and other calls are numbered with the saves, and take no room.
         """
         return self._saves[0] if len(self._saves) > self._max else 0
 
-    def wait_settled(self, step: object, through: int, deadline: Deadline) -> None:
+    def wait_finished(self, step: object, through: int, deadline: Deadline) -> None:
         """Wait until no save of a call up to number ``through`` is pending. Errors name ``step`` if it is given."""
         warning = self.wait_warning("save", step, kind=SaveJob)
         while True:
@@ -205,11 +205,11 @@ class JobQueue:
                 self._changed.wait(pause_secs)
 
     @property
-    def settled_before_room(self) -> Future[None] | None:
-        """Return the settlement of the oldest save if the table is full, else None."""
+    def finished_before_room(self) -> Future[None] | None:
+        """Return the end of the oldest save if the table is full, else None."""
         with self._lock:
             pending = self._of(SaveJob)
-            return pending[0].settled if len(pending) >= self._max else None
+            return pending[0].finished if len(pending) >= self._max else None
 
     # -- one save -------------------------------------------------------------------------------------
 
@@ -267,12 +267,12 @@ class JobQueue:
         with self._lock:  # a kept traceback would keep the caller's state alive
             self._unreported = [entry for entry in self._unreported if entry[1] is not job.ticket]
 
-    def settle(self, job: WriteJob, done: Future[SaveReport]) -> None:
+    def finish(self, job: WriteJob, done: Future[SaveReport]) -> None:
         """Settle a save whose pipeline has ended or will never begin: first the table, then the ticket.
 
         The first call counts.
         """
-        if job.settled.done():
+        if job.finished.done():
             return
         error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
         if job.round.is_committing and isinstance(error, (EngineClosedError, SaveCancelledError)):
@@ -289,9 +289,9 @@ class JobQueue:
         finally:  # in any case: close() and later saves wait for a save that stays in the table
             self._leave(job, error)
             if error is None:
-                self._mirror(job)  # first: close() lets no copy begin once the save has settled
-            job.settled.set_result(None)
-            settle(job.ticket, outcome)
+                self._mirror(job)  # first: close() lets no copy begin once the save has finished
+            job.finished.set_result(None)
+            finish(job.ticket, outcome)
         self._recorder.call_back(job, outcome)  # last: a slow callback delays no waiter, and no save() that waits
 
     def _mirror(self, job: WriteJob) -> None:
@@ -307,7 +307,7 @@ class JobQueue:
         with self._lock:
             self._jobs = [other for other in self._jobs if other is not job]
             if job.step is not None:
-                self.steps.settle(job.step, is_committed=error is None)
+                self.steps.finish(job.step, is_committed=error is None)
             if error is not None and not isinstance(error, SaveCancelledError) and not _was_raised_elsewhere(error):
                 self._unreported.append((job.number, job.ticket))
             self._changed.notify_all()
@@ -330,13 +330,13 @@ class JobQueue:
             )
             self._jobs.append(job)
         try:
-            self._portal.submit(self._remover.run, job, on_done=functools.partial(self._settle_removal, job))
+            self._portal.submit(self._remover.run, job, on_done=functools.partial(self._finish_removal, job))
         except BaseException:
             self._take_out(job)
             raise
         return job.done
 
-    def _settle_removal(self, job: RemoveJob, done: Future[None]) -> None:
+    def _finish_removal(self, job: RemoveJob, done: Future[None]) -> None:
         error = EngineClosedError("the engine was closed") if done.cancelled() else done.exception()
         try:
             if error is not None:
@@ -346,7 +346,7 @@ class JobQueue:
             if not job.freed.done():
                 job.freed.set_result(None)
             self._take_out(job)
-            job.settled.set_result(None)
+            job.finished.set_result(None)
             if error is None:
                 job.done.resolve(None)  # does nothing if the removal was dropped
             else:
@@ -375,18 +375,18 @@ class JobQueue:
         """
         with contextlib.suppress(ConfigError), self.wait_warning(call).on_loop():
             place = None if path is None else check_place("path", path)
-            for other, settled in calls:
-                if settled.done():
+            for other, finished in calls:
+                if finished.done():
                     continue
                 if place is None or await run_blocking(self._ctx.executor, is_same_place, place, other):
-                    await asyncio.wrap_future(follow(settled))
+                    await asyncio.wrap_future(follow(finished))
 
     def calls_by_path(self) -> CallsByPath:
-        """Return path and settlement of each pending save by path, and of each removal."""
+        """Return path and end of each pending save by path, and of each removal."""
         with self._lock:
-            saves = [(save.call.path, save.settled) for save in self._of(SaveJob)]
+            saves = [(save.call.path, save.finished) for save in self._of(SaveJob)]
             removals = [(job.path, job.freed) for job in self._of(RemoveJob)]
-        return tuple((path, settled) for path, settled in (*saves, *removals) if path is not None)
+        return tuple((path, finished) for path, finished in (*saves, *removals) if path is not None)
 
     def calls_before_load(self, step: object, path: object) -> CallsByPath:
         """Return the pending calls that a load of ``step`` or ``path`` may wait for: those that change what it finds.
@@ -395,17 +395,17 @@ class JobQueue:
         """
         wanted, ctx = step_numbers.whole_number(step), self._ctx
         with self._lock:
-            saves = [(job.step, job.settled) for job in self._jobs if job.step is not None]
+            saves = [(job.step, job.finished) for job in self._jobs if job.step is not None]
         if type(wanted) is int:
-            saves = [(own, settled) for own, settled in saves if own == wanted]
-        steps = tuple((ctx.root / ctx.names.name(own), settled) for own, settled in saves)
+            saves = [(own, finished) for own, finished in saves if own == wanted]
+        steps = tuple((ctx.root / ctx.names.name(own), finished) for own, finished in saves)
         return steps if path is None else (*steps, *self.calls_by_path())
 
     # -- steps ----------------------------------------------------------------------------------------
 
     @property
     def pending_steps(self) -> list[int]:
-        """Steps of the saves that are not settled, without the saves by path."""
+        """Steps of the saves that are not finished, without the saves by path."""
         with self._lock:
             return [job.step for job in self._jobs if job.step is not None]
 

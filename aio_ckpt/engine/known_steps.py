@@ -62,7 +62,7 @@ class KnownSteps:
         with self._lock:
             self._newest = _later(self._newest_since_read, found)
 
-    def settle(self, step: int, *, is_committed: bool) -> None:
+    def finish(self, step: int, *, is_committed: bool) -> None:
         """Note that the save of ``step`` has ended."""
         with self._lock:
             if is_committed:
@@ -135,7 +135,7 @@ class EarlierSteps:
         """Note that this run has loaded, read or rolled back a step of the root."""
         self._goes_on = True
 
-    def tell_opened(self, newest: int | None) -> None:
+    def log_opened(self, newest: int | None) -> None:
         """Log, when the engine is opened, that the root holds steps up to ``newest``, or, if that is None, none."""
         if newest is None:
             _log.info("%s holds no committed step", self._root)
@@ -144,13 +144,13 @@ class EarlierSteps:
                 "%s holds steps up to %d: load() resumes, and a save must exceed step %d", self._root, newest, newest
             )
 
-    def tell_first_save(self, newest: int | None) -> None:
+    def log_first_save(self, newest: int | None) -> None:
         """Warn, at the first save that names no step, that the steps of two runs are about to be mixed."""
         if self.may_be_mixed and newest is not None:
             _log.warning(
                 "%s holds steps up to %d, and this run has loaded none of them: its next save is step %d, after those "
                 "of another run. load() resumes, rollback(step) goes back, another root keeps the runs apart, and "
-                "step= says that this is meant. Told once",
+                "step= says that this is meant. Logged once",
                 self._root,
                 newest,
                 newest + 1,

@@ -1,4 +1,4 @@
-"""Outcomes of saves and loads: told to the log and to the callbacks of ``EngineConfig``, explained, and counted.
+"""Outcomes of saves and loads: logged, passed to the callbacks of ``EngineConfig``, explained, and counted.
 
 Invariant: no function of this module raises. A log handler or a callback that fails never breaks a save or a load.
 """
@@ -69,11 +69,11 @@ def log_load(report: LoadReport | ReadReport, secs: float, *, rank: int, world_s
 def log_failure(error: BaseException, target: Target, *, stage: str, rank: int, newest: int | None) -> None:
     """Log one ERROR line of a failed save: its cause, and what is still good. ``newest`` is the newest committed step.
 
-    ``stage`` counts only if ``error`` tells none.
+    ``stage`` counts only if ``error`` names none.
     """
-    is_in_doubt, told_stage = False, stage
+    is_in_doubt, failed_stage = False, stage
     if isinstance(error, AioCkptError):
-        is_in_doubt, told_stage = error.in_doubt, error.stage or stage
+        is_in_doubt, failed_stage = error.in_doubt, error.stage or stage
     if isinstance(target, Path):
         good = "what was at its path is unchanged"
     else:
@@ -86,7 +86,7 @@ def log_failure(error: BaseException, target: Target, *, stage: str, rank: int, 
         title(target),
         named(error),
         rank,
-        told_stage,
+        failed_stage,
         f"{title(target)} may still become visible; without it, " if is_in_doubt else "",
         good,
     )
@@ -214,15 +214,15 @@ class Statistics:
 
     def __init__(self) -> None:
         self.counters = Counters()
-        self._lock = Lock()  # a save is skipped on the caller's thread and settled on the loop
+        self._lock = Lock()  # a save is skipped on the caller's thread and finished on the loop
 
     def skip(self) -> None:
         """Count a skipped save."""
         with self._lock:
             self.counters = replace(self.counters, skipped=self.counters.skipped + 1)
 
-    def settle(self, outcome: SaveReport | BaseException, step: int | None) -> None:
-        """Count a save that is settled. ``step`` is None if it was saved by path."""
+    def count(self, outcome: SaveReport | BaseException, step: int | None) -> None:
+        """Count a save that is finished. ``step`` is None if it was saved by path."""
         with self._lock:
             before = self.counters
             if isinstance(outcome, SaveReport):
@@ -269,7 +269,7 @@ class OutcomeRecorder:
         self.statistics = Statistics()
 
     def record(self, job: WriteJob, outcome: SaveReport | BaseException, *, newest: int | None) -> None:
-        """Log and count the outcome of a save that is about to settle. ``newest``: the newest committed step.
+        """Log and count the outcome of a save that is about to finish. ``newest``: the newest committed step.
 
         After a failure, the cached plan is not trusted.
         """
@@ -284,12 +284,12 @@ class OutcomeRecorder:
             ctx.members.sent.forget()
         else:
             log_commit(outcome, job.target, rank=ctx.rank, world_size=ctx.world_size)
-        self.statistics.settle(outcome, job.step)
+        self.statistics.count(outcome, job.step)
         if isinstance(outcome, SaveReport) and job.step is not None:
             ctx.members.newest_step = max(job.step, ctx.members.newest_step or 0)
 
     def call_back(self, job: WriteJob, outcome: SaveReport | BaseException) -> None:
-        """Call the user's ``on_commit`` or ``on_error`` with the outcome of a save that has settled."""
+        """Call the user's ``on_commit`` or ``on_error`` with the outcome of a save that has finished."""
         config = self._ctx.config
         if isinstance(job, FileJob):
             return

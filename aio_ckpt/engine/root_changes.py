@@ -94,7 +94,7 @@ class RootChanges(LockedCalls):
                 _CHANGE.broadcast, coordinator, topic, [(busy, changed)], timeout=timeout_secs, what=what
             )
         except BaseException as error:
-            self._tell_refused(topic, error)
+            self._send_refusal(topic, error)
             raise
         coordinator.end_call(topic)
         if busy:
@@ -116,7 +116,7 @@ class RootChanges(LockedCalls):
             done = functools.partial(_DELETED.broadcast, members.coordinator, topic, [None])
             self.portal.call(done, timeout=timeout_secs, what="delete()")
         except BaseException as error:
-            self._tell_refused(topic, error)
+            self._send_refusal(topic, error)
             raise
         members.coordinator.end_call(topic)
 
@@ -135,10 +135,10 @@ class RootChanges(LockedCalls):
                     session.become_writer(self.queue.steps.learn, NO_DEADLINE)
                 return self.queue.remove(place, number)
             except BaseException as error:
-                self._tell_refused(Topic("remove", number), error)
+                self._send_refusal(Topic("remove", number), error)
                 raise
 
-    def _tell_refused(self, topic: Topic, error: BaseException) -> None:
+    def _send_refusal(self, topic: Topic, error: BaseException) -> None:
         """Tell the other ranks that this rank takes no part in the call of ``topic``."""
         with contextlib.suppress(EngineClosedError):
             self.portal.submit(self.ctx.members.refuse, topic, error)

@@ -50,7 +50,7 @@ class JobRunner:
             Exception: the first error of any stage. Nothing is visible then. The memory is free again once the last
                 thread that uses it has ended.
         """
-        if job.settled.done():
+        if job.finished.done():
             raise SaveCancelledError(f"the save of {job.title} ended before its pipeline began")
         report, job.scope = None, anyio.CancelScope()  # the deadline of the save, a stall or cancel() ends it
         try:

@@ -54,7 +54,7 @@ class Shutdown:
         release: Callable[[], None],
         restore: Callable[[], None],
     ) -> None:
-        """``background`` returns the other work that must end. It begins before its save settles.
+        """``background`` returns the other work that must end. It begins before its save finishes.
 
         ``agreements`` names the work of all ranks, in the background, that has not ended; ``copying`` the copy to the
         mirror, '' if there is none. ``release`` may wait for the disk. ``restore`` restores signal handlers, which
@@ -129,7 +129,7 @@ class Shutdown:
             warning.wait_for(self._begin(), timeout_secs)
             warning.wait_for(self._background(), deadline - time.monotonic())
         finally:  # also after Ctrl-C: the lost steps are logged in any case
-            late = [job for job in pending if not job.settled.done()]
+            late = [job for job in pending if not job.finished.done()]
             if late:
                 steps = [job.step for job in late if job.step is not None]
                 lost = ", ".join([f"steps {steps}"] * bool(steps) + [job.title for job in late if job.step is None])
@@ -162,4 +162,4 @@ class Shutdown:
 
     def _begin(self) -> list[Future[None]]:
         self._queue.close()
-        return [job.settled for job in self._queue.pending(Job)]
+        return [job.finished for job in self._queue.pending(Job)]

@@ -26,7 +26,7 @@ from aio_ckpt.commit.manifests import (
 )
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.root_claim import Claim
-from aio_ckpt.commit.trash import settle_failure
+from aio_ckpt.commit.trash import end_failed_save
 from aio_ckpt.commit.user_files import write_user_files
 from aio_ckpt.engine.committed_frozen import CommittedFrozen
 from aio_ckpt.engine.context import EngineContext
@@ -53,7 +53,7 @@ _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 _HEAD_START_SECS = 0.05
 """Time that the leader has to make the directory of a save. On a shared file system, a rank that makes it, too, needs
 two calls to the server more."""
-_TELL_SECS = 1.0
+_REPLY_SECS = 1.0
 """Time after its deadline within which a save ends: a living leader answers in milliseconds."""
 
 
@@ -109,7 +109,7 @@ class StatePipeline:
                     reply = await group.finish(votes, job.call.extra)  # every rank knows of the commit
                 await job.wait_for_earlier()
             finally:
-                job.parts[0].image.lease.release(job.settled)  # visible or failed: no rescue needs the image
+                job.parts[0].image.lease.release(job.finished)  # visible or failed: no rescue needs the image
             beside.cancel_scope.cancel()
         ctx.members.sent.confirm(job.plan.layout, written.spans)  # the leader knows the places of the objects
         self.committed_frozen.committed(job.plan, written.result, written.frozen, job.versions)
@@ -227,14 +227,14 @@ class StatePipeline:
             extra=dict(call.extra),
             metadata=b"".join(metadata.parts),
         )
-        await rescue.record(record, job.plan, job.objects, part.image, part.chunks, settled=job.settled)
+        await rescue.record(record, job.plan, job.objects, part.image, part.chunks, finished=job.finished)
 
     # -- vote -----------------------------------------------------------------------------------------
 
     def _vote(self, job: SaveJob, written: WrittenRank) -> Vote:
         """Return this rank's vote to commit, which describes the files that it has written."""
         plan, sent, timer = job.plan, self.ctx.members.sent, job.timer
-        is_alone, is_first = all(settled.done() for settled in job.earlier), sent.is_new(plan.layout)
+        is_alone, is_first = all(finished.done() for finished in job.earlier), sent.is_new(plan.layout)
         return Vote(
             sent_target(job.target, self.ctx.root),
             plan.share_id,
@@ -332,8 +332,8 @@ class StatePipeline:
         if job.round.is_leader and isinstance(cause, WriteError | ReadError) and cause.errno in _GONE:
             cause = await self._lost_claim(cause)
         await explain_failure(cause, self.ctx, _needed_bytes(job, cause), job.target)
-        end = await job.round.end(cause, stage=stage, limit_secs=_tell_secs(job.deadline))
-        await settle_failure(
+        end = await job.round.end(cause, stage=stage, limit_secs=_reply_secs(job.deadline))
+        await end_failed_save(
             self.writer.trash,
             job.pending if end.may_clear else None,
             [part.image for part in job.parts],
@@ -364,9 +364,9 @@ def _needed_bytes(job: SaveJob, cause: BaseException) -> int:
     return main_bytes + (0 if is_cloned else frozen_bytes)
 
 
-def _tell_secs(deadline: Deadline) -> float:
+def _reply_secs(deadline: Deadline) -> float:
     """Return how long a failed save may wait for the leader's reply, while the leader lives."""
-    return math.inf if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
+    return math.inf if deadline.secs is None else deadline.left_secs(MAX_SECS) + _REPLY_SECS
 
 
 async def _send_heartbeats(ctx: EngineContext, job: SaveJob) -> None:

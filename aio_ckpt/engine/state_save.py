@@ -37,7 +37,7 @@ from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.snapshot.captured_chunks import CapturedChunks
-from aio_ckpt.ticket import Milestone, SaveTicket, settle_with
+from aio_ckpt.ticket import Milestone, SaveTicket, resolve_with
 from aio_ckpt.write.part import Part
 
 
@@ -74,11 +74,11 @@ class StateSaves(LockedCalls):
             await members.meet(ctx.root, read_steps)
             self.queue.take_steps()
             if members.is_leader:
-                self.earlier_steps.tell_opened(members.newest_step)
+                self.earlier_steps.log_opened(members.newest_step)
 
         async def look() -> None:
             with contextlib.suppress(AioCkptError, OSError):  # the first call that needs the root raises it
-                self.earlier_steps.tell_opened(max(await read_steps(), default=None))
+                self.earlier_steps.log_opened(max(await read_steps(), default=None))
 
         if members.opened.done():  # one rank has met itself
             self.portal.submit(look)
@@ -103,7 +103,7 @@ class StateSaves(LockedCalls):
                 if not self.ctx.members.are_several:  # at once: there is no rank to tell
                     numbered = numbered.accepted()
                 admission = self._admit(numbered)
-                failed = self.queue.take_unreported(admission.settled_through)
+                failed = self.queue.take_unreported(admission.finished_through)
                 ticket = self._save(state, numbered, admission.waited_secs)
             except BaseException as error:
                 if self.ctx.members.are_several:
@@ -135,7 +135,7 @@ class StateSaves(LockedCalls):
         if self.ctx.members.are_several:
             return self.agreement.admit(numbered, when_busy)
         waited_secs = self.queue.wait_for_room(SaveJob, numbered.target, when_busy, numbered.call.deadline)
-        return Admission(waited_secs, settled_through=numbered.number - 1)
+        return Admission(waited_secs, finished_through=numbered.number - 1)
 
     def _save(self, state: object, numbered: NumberedCall, waited_secs: float | None) -> SaveTicket:
         """Plan, lease and capture. ``waited_secs``: how long the call waited for room; None if it is to be skipped."""
@@ -195,7 +195,9 @@ class StateSaves(LockedCalls):
             try:
                 self._check_step(step, call)
             except StepOrderError:
-                if self.ctx.members.is_leader:  # if another process writes, it has made these steps, and that is told
+                if (
+                    self.ctx.members.is_leader
+                ):  # if another process writes, it has made these steps, and the error says so
                     self.root_session.become_writer(self.queue.steps.learn, call.deadline)
                 raise
 
@@ -218,7 +220,7 @@ class StateSaves(LockedCalls):
         if self.ctx.members.is_leader and (plan.lacks_share or not self.root_session.is_writer):
             self.root_session.become_writer(self.queue.steps.learn, call.deadline)
         if call.takes_step:
-            self._tell_earlier_steps(step)
+            self._log_earlier_steps(step)
         target: Target = self.queue.claim_step(numbered.number, step) if call.path is None else call.path
         if step is not None:  # again: the writer before may have committed more
             self._check_step(step, call)
@@ -264,12 +266,12 @@ class StateSaves(LockedCalls):
         if not self.queue.steps.are_known:
             self.queue.steps.learn(functools.partial(self._known_steps, deadline))
 
-    def _tell_earlier_steps(self, step: int | None) -> None:
+    def _log_earlier_steps(self, step: int | None) -> None:
         """Warn once if a save without a step goes on after the steps of another run."""
         if step is not None:
             self.earlier_steps.pass_first_save()
         elif self.earlier_steps.may_be_mixed and self.ctx.members.is_leader:
-            self.earlier_steps.tell_first_save(self.queue.steps.newest(self.queue.pending_steps))
+            self.earlier_steps.log_first_save(self.queue.steps.newest(self.queue.pending_steps))
 
     def _known_steps(self, deadline: Deadline) -> list[int]:
         """Return the committed steps on the disk, as the leader sees them."""
@@ -291,7 +293,7 @@ class StateSaves(LockedCalls):
             objects = self.session.encode(flat, planned)
             if self.ctx.members.is_leader:
                 self.root_session.become_writer(self.queue.steps.learn, NO_DEADLINE)
-            self._tell_earlier_steps(step)
+            self._log_earlier_steps(step)
             self.session.copy_engines.prepare(planned.plan)
             # How much memory this rank's share takes is known once the ranks have agreed, in the first save.
             mapped = None if planned.plan.lacks_share else self.session.map_ahead(planned.plan, objects, arenas=1)
@@ -299,7 +301,7 @@ class StateSaves(LockedCalls):
         if mapped is None:
             milestone.resolve(None)
         else:
-            settle_with(milestone, mapped)
+            resolve_with(milestone, mapped)
         return milestone
 
     def _check_first_step(self, step: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from aio_ckpt.commit.trash import SETTLE_SECS, Trash
+from aio_ckpt.commit.trash import THREAD_WAIT_SECS, Trash
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import StallError
@@ -43,7 +43,7 @@ class JobWriter:
             storage=self.ctx.storage,
             executor=self.ctx.executor,
             workers=self.ctx.config.workers,
-            settle_secs=SETTLE_SECS,
+            thread_wait_secs=THREAD_WAIT_SECS,
             admit=functools.partial(
                 self.throttle.admit, is_hurried=job.deadline.secs is not None, on_wait=job.stall.touch
             ),

@@ -357,7 +357,7 @@ class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
             return
         is_file = path.is_symlink() or path.is_file()
         is_there = path.exists() or self._saves.is_pending(path)
-        path, is_file, is_there = self.broadcast((path, is_file, is_there))  # a save may be settled on one rank only
+        path, is_file, is_there = self.broadcast((path, is_file, is_there))  # a save may be finished on one rank only
         if is_file:
             self._saves.remove_file(path, functools.partial(super().remove_checkpoint, path))
         elif is_there:

@@ -165,11 +165,11 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
             return None
         future: Future[None] = Future()
 
-        def settle(committed: Milestone[SaveReport | None]) -> None:
+        def finish(committed: Milestone[SaveReport | None]) -> None:
             error = committed.peek()
             future.set_result(None) if error is None else future.set_exception(error)
 
-        ticket.committed.add_done_callback(settle)
+        ticket.committed.add_done_callback(finish)
         return future
 
     @staticmethod

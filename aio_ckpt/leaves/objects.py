@@ -247,7 +247,7 @@ def _warn(unsafe: list[str]) -> None:
     more = f" and {len(unsafe) - _SHOWN} more" if len(unsafe) > _SHOWN else ""
     _log.warning(
         "stored, but only running code can read it back: %s%s; to load it %s. Everything else of the checkpoint needs "
-        "no trust; told once for each type",
+        "no trust; logged once for each type",
         ", ".join(unsafe[:_SHOWN]),
         more,
         _REMEDY,

@@ -62,13 +62,13 @@ class Lease:
     If Ctrl-C interrupts a method, the next call of :meth:`close` or :meth:`release` finishes its work.
     """
 
-    def __init__(self, arena: Arena, ended: Callable[[Lease], None], *, waited_secs: float) -> None:
+    def __init__(self, arena: Arena, on_end: Callable[[Lease], None], *, waited_secs: float) -> None:
         self.arena = arena
         self.waited_secs = waited_secs
         """Seconds that ``acquire`` waited for earlier leases."""
-        self.settled: Future[None] = Future()
+        self.ended: Future[None] = Future()
         """Future that is resolved when the lease has ended."""
-        self._ended = ended
+        self._on_end = on_end
         self._lock = Lock()
         self._holders: set[object] = set()
         self._is_closed = False
@@ -99,13 +99,13 @@ class Lease:
             self._end_if_unused()
 
     def _end_if_unused(self) -> None:
-        if self._is_closed and not self._holders and not self.settled.done():
+        if self._is_closed and not self._holders and not self.ended.done():
             try:
-                self._ended(self)
+                self._on_end(self)
             except Exception:  # after Ctrl-C alone, the next call finishes the work
-                self.settled.set_result(None)
+                self.ended.set_result(None)
                 raise
-            self.settled.set_result(None)
+            self.ended.set_result(None)
 
 
 class LifetimeManager:

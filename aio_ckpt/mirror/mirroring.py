@@ -68,7 +68,7 @@ class _Wanted:
     replaces: bool = False
     """Whether it replaces another save of the step, also in the mirror."""
 
-    def settle(self, path: Path | None) -> None:
+    def resolve(self, path: Path | None) -> None:
         if self.mirrored is not None:
             self.mirrored.resolve(path)
 
@@ -158,7 +158,7 @@ class Mirroring:
             newer = self._wanted.step
         if passed is not None:
             _log.warning("step %d is not copied to %s: step %d came before its turn", passed.step, self._place, newer)
-            passed.settle(None)
+            passed.resolve(None)
         self._portal.post(self._notify)
 
     def go_back(self, step: int) -> None:
@@ -261,7 +261,7 @@ class Mirroring:
         self.newest = max(wanted.step, self.newest or 0)
         with self._lock:
             self._copied_now = None
-        wanted.settle(path)
+        wanted.resolve(path)
         if self._progress:
             secs = time.monotonic() - began
             _log.info("step %d is in %s: %s in %.1f s", wanted.step, path, amount(self._progress / 2), secs)

@@ -55,7 +55,7 @@ class PacedExecutor(Executor):
     """Threads that begin each call at the :class:`Pace`."""
 
     def __init__(self, name: str, threads: int, pace: Pace, begin: Callable[[], object]) -> None:
-        super().__init__(name, threads, begin=begin)
+        super().__init__(name, threads, thread_init=begin)
         self._pace = pace
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:

@@ -148,7 +148,7 @@ class Liveness(Coordinator):
                         raise
                     if is_line_due:
                         is_first = warning.is_first
-                        warning.tell(
+                        warning.log(
                             functools.partial(wait.line, heard=self._heard, leader=self.leader, is_first=is_first)
                         )
                 now = time.monotonic()

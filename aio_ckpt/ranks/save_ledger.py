@@ -297,7 +297,7 @@ class Ledger:
         if new:
             _log.warning(
                 "%d values differ between ranks that hold the same part of them, %s for example: each part is saved "
-                "as one rank has it; PerRank(value) saves one for each rank. Told once for each name",
+                "as one rank has it; PerRank(value) saves one for each rank. Logged once for each name",
                 len(new),
                 new[:_SHOWN],
             )

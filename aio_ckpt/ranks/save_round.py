@@ -41,8 +41,8 @@ class Room(NamedTuple):
 
     is_free: bool
     """Whether the leader admits the call."""
-    settled_through: int
-    """Number of the newest call such that it and all before it have settled on the leader."""
+    finished_through: int
+    """Number of the newest call such that it and all before it have finished on the leader."""
 
 
 _ROOM: Exchange[None, Room] = Exchange(None, Room, stage="agree")

@@ -135,12 +135,12 @@ class Rescue:
         image: Image,
         chunks: CapturedChunks,
         *,
-        settled: Future[None],
+        finished: Future[None],
     ) -> None:
         """Complete ``record`` and store it when every chunk is captured, concurrently with the write.
 
         Do nothing unless the image is in a named segment and holds the whole snapshot. The lease of the image is held
-        for ``settled``, and the caller releases that hold when the save has ended.
+        for ``finished``, and the caller releases that hold when the save has ended.
         """
         segment = image.lease.arena.segment
         if not isinstance(segment, SharedSegment):
@@ -150,7 +150,7 @@ class Rescue:
                 "step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", record.step
             )
             return
-        image.lease.hold(settled)  # held before the await: the write, the other holder, may end while the id is read
+        image.lease.hold(finished)  # held before the await: the write, the other holder, may end while the id is read
         replaces = await read_save_id(self._storage, self._root / record.directory) if record.overwrite else ""
         record = msgspec.structs.replace(record, replaces=replaces, since_boot_secs=time.monotonic())
         for chunk in image.chunks:

@@ -17,7 +17,7 @@ from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, pending_path
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.root_writer import writing
-from aio_ckpt.commit.trash import SETTLE_SECS
+from aio_ckpt.commit.trash import THREAD_WAIT_SECS
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, rank_manifest_name
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
@@ -191,7 +191,7 @@ async def _write_data(
     image = Image(lease=lease, chunks=chunks, chunk_bytes=layout.chunk_bytes, slots=len(chunks), written=())
     name = data_file_name(record.save_id, 0)
     try:
-        writer = FileWriter(storage=storage, executor=executor, workers=_WORKERS, settle_secs=SETTLE_SECS)
+        writer = FileWriter(storage=storage, executor=executor, workers=_WORKERS, thread_wait_secs=THREAD_WAIT_SECS)
         preparer = ChunkPreparer(layout, record.objects, renders_constants=True)
         result = await writer.write_image(image, preparer, pending / name)
     finally:

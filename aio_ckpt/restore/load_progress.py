@@ -26,7 +26,7 @@ class Meter:
     """Meter of a load that nobody watches. All methods are called on the loop."""
 
     def restart(self) -> None:
-        """Note that a reading of a checkpoint begins. Nothing is told before :meth:`begin_reading`."""
+        """Note that a reading of a checkpoint begins. Nothing is reported before :meth:`begin_reading`."""
 
     async def begin_reading(self, requests: Iterable[ReadRequest]) -> None:
         """Begin the stage ``read``. All bytes are those of ``requests``, and those that were added before."""
@@ -48,8 +48,8 @@ class CallbackMeter(Meter):
     Invariant: one call runs at a time. After an error of the function there is no other call.
     """
 
-    def __init__(self, tell: OnProgress, executor: Executor) -> None:
-        self._tell: OnProgress | None = tell
+    def __init__(self, on_progress: OnProgress, executor: Executor) -> None:
+        self._on_progress: OnProgress | None = on_progress
         self._executor = executor
         self._stage: Stage | None = None
         self._done = self._total = 0
@@ -71,40 +71,40 @@ class CallbackMeter(Meter):
             self._submit(self._stage)
 
     async def begin(self, stage: Stage) -> None:
-        """Tell the stage, once the function has returned from the call before. Returns when it has returned again."""
+        """Report the stage, once the function has returned from the call before. Returns when it has returned again."""
         self._stage = stage
         await self._returned()
         self._submit(stage)
         await self._returned()
 
     def _submit(self, stage: Stage) -> None:
-        tell = self._tell
-        if tell is None:
+        on_progress = self._on_progress
+        if on_progress is None:
             return
         self._next = time.monotonic() + _INTERVAL_SECS
         now = Progress(stage=stage, bytes_done=self._done, bytes_total=self._total)
         with contextlib.suppress(AioCkptError):  # the engine was closed
-            self._call = self._executor.submit(self._run, tell, now)
+            self._call = self._executor.submit(self._run, on_progress, now)
 
     async def _returned(self) -> None:
         if self._call is not None:
             await asyncio.wrap_future(follow(self._call))
 
-    def _run(self, tell: OnProgress, now: Progress) -> None:
+    def _run(self, on_progress: OnProgress, now: Progress) -> None:
         try:
-            tell(now)
+            on_progress(now)
         except BaseException as error:  # noqa: BLE001 - no error of it ends a load, not even SystemExit
-            self._tell = None
+            self._on_progress = None
             _log.warning("progress= raised, it is not called again: %s: %s", type(error).__name__, str(error))
 
 
 @contextlib.asynccontextmanager
-async def metered(tell: OnProgress | None, executor: Executor) -> AsyncIterator[Meter]:
+async def metered(on_progress: OnProgress | None, executor: Executor) -> AsyncIterator[Meter]:
     """Yield the meter of one load. At the end of the block, tell the function that the load is done or has failed."""
-    if tell is None:
+    if on_progress is None:
         yield NO_METER
         return
-    meter = CallbackMeter(tell, executor)
+    meter = CallbackMeter(on_progress, executor)
     end: Stage = "failed"
     try:
         yield meter

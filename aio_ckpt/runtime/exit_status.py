@@ -1,4 +1,4 @@
-"""Exit status of a process whose last save failed and was told to nobody."""
+"""Exit status of a process whose last save failed and was reported to nobody."""
 
 from __future__ import annotations
 

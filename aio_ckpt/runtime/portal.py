@@ -52,11 +52,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Watcher = Callable[["Future[Any]"], None]
-Begin = Callable[[], object]
+ThreadInit = Callable[[], object]
 
 _logger = logging.getLogger("aio_ckpt")
 _START_TIMEOUT_SECS = 60.0
-HOUSEKEEPING_THREADS = 4
+SMALL_IO_THREADS = 4
 """I/O threads beside those that read or write. They compute sums, wait for device copies, and write small files."""
 STOP_SECS = 10.0
 """Seconds that closing waits for threads in a system call."""
@@ -113,8 +113,8 @@ class Executor(concurrent.futures.Executor):
     process.
     """
 
-    def __init__(self, name: str, threads: int, owner: object = None, begin: Begin | None = None) -> None:
-        """Start the threads. Each calls ``begin()`` first. ``Portal.check_thread`` recognises them by ``owner``.
+    def __init__(self, name: str, threads: int, owner: object = None, thread_init: ThreadInit | None = None) -> None:
+        """Start the threads. Each calls ``thread_init()`` first. ``Portal.check_thread`` recognises them by ``owner``.
 
         Raises:
             SystemLimitError: the system refuses every thread.
@@ -128,7 +128,7 @@ class Executor(concurrent.futures.Executor):
         try:
             for number in range(threads):
                 thread = threading.Thread(
-                    target=_work, args=(self._queue, owner, begin), name=f"{name}-io_{number}", daemon=True
+                    target=_work, args=(self._queue, owner, thread_init), name=f"{name}-io_{number}", daemon=True
                 )
                 self._threads.append(thread)
                 try:
@@ -197,9 +197,9 @@ class Executor(concurrent.futures.Executor):
         return not any(thread.is_alive() for thread in started)
 
 
-def _work(works: SimpleQueue[Work | None], owner: object, begin: Begin | None) -> None:
+def _work(works: SimpleQueue[Work | None], owner: object, thread_init: ThreadInit | None) -> None:
     """Run queued work until None comes. This is the main function of each thread of an executor."""
-    _own_thread(owner, begin)
+    _own_thread(owner, thread_init)
     while (work := works.get()) is not None:
         _run_one(*work)
         del work  # a waiting thread must not keep the last work and its arguments alive
@@ -264,10 +264,10 @@ async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, disp
         raise
 
 
-def _own_thread(owner: object, begin: Begin | None = None) -> None:
+def _own_thread(owner: object, thread_init: ThreadInit | None = None) -> None:
     _OWNER.value = owner
-    if begin is not None:
-        begin()
+    if thread_init is not None:
+        thread_init()
 
 
 def _nothing() -> None: ...
@@ -288,10 +288,10 @@ class Portal:
     keeps the values of a caller's context alive. In a forked child, every method raises :class:`EngineForkedError`.
     """
 
-    def __init__(self, name: str, threads: int, begin: Begin | None = None) -> None:
-        """Start nothing yet. ``threads`` is the size of the executor; each of its threads calls ``begin()`` first."""
+    def __init__(self, name: str, threads: int, thread_init: ThreadInit | None = None) -> None:
+        """Start nothing yet. ``threads`` is the size of the executor. Each thread calls ``thread_init()`` first."""
         self.name = name
-        self._threads, self._begin = threads, begin
+        self._threads, self._thread_init = threads, thread_init
         self._pid = os.getpid()
         self._is_closing = False
         self._executor: Executor | None = None
@@ -335,7 +335,7 @@ class Portal:
             self._ready.result(_START_TIMEOUT_SECS)
         except OSError as error:
             raise opening_refusal(self.name, error) from error
-        self._executor = Executor(self.name, self._threads, self, self._begin)
+        self._executor = Executor(self.name, self._threads, self, self._thread_init)
         given = self._executor.thread_count
         if given < self._threads:
             _logger.warning(

@@ -23,7 +23,7 @@ from aio_ckpt.runtime.portal import Portal, start_beside_or_here
 T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
 FIRST_LINE_SECS = 30.0
-"""Duration of a wait when the first line tells of it. Shorter waits are normal."""
+"""Duration of a wait when the first line names it. Shorter waits are normal."""
 
 
 def next_line_secs(waited_secs: float) -> float:
@@ -93,7 +93,7 @@ class WaitWarning:
         """Whether the next line is the first about this wait."""
         return self._due <= FIRST_LINE_SECS
 
-    def tell(self, describe: Callable[[str], str]) -> None:
+    def log(self, describe: Callable[[str], str]) -> None:
         """Log a line now, unless it is empty; the next is due when the wait has doubled."""
         waited = self._waited()
         self._due = next_line_secs(waited)
@@ -106,7 +106,7 @@ class WaitWarning:
         """Log the line if it is due. Return the seconds until the next is due, ``at_most`` at most."""
         left = self._left_secs()
         if left <= 0 and self._describe is not None:
-            self.tell(self._describe)
+            self.log(self._describe)
             left = self._left_secs()
         return min(at_most, max(0.0, left))
 

@@ -25,8 +25,8 @@ def naming_all_faults(flat: FlatState) -> Iterator[None]:
         if len(faults) < 2:
             raise
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        told = "; ".join(faults[:_SHOWN])
-        raise type(error)(f"{len(faults)} leaves cannot be stored: {told}{more}") from error
+        listed = "; ".join(faults[:_SHOWN])
+        raise type(error)(f"{len(faults)} leaves cannot be stored: {listed}{more}") from error
 
 
 def _faults(flat: FlatState) -> list[str]:

@@ -101,7 +101,7 @@ def _warn_of_refusal(mount: Path, reason: str) -> None:
     if _WARNERS.setdefault(mount, warner) is warner:  # atomic: of several threads, the first one warns
         _log.warning(
             "%s: the file system there opens files with O_DIRECT and refuses to write or read with it (%s): the page "
-            'cache is used instead, which is slower. direct_io="off" does so without a try. Told once',
+            'cache is used instead, which is slower. direct_io="off" does so without a try. Logged once',
             mount,
             reason,
         )

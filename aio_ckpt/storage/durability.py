@@ -62,7 +62,7 @@ def warn_of_names(mount: Path) -> None:
     """Log what is not durable on a file system that refuses fsync of directories."""
     _logger.warning(
         "%s: the file system there refuses fsync of a directory: after a power loss, the newest checkpoints may be "
-        "missing or lack files, which a load notices; what was written into the files is durable. Told once",
+        "missing or lack files, which a load notices; what was written into the files is durable. Logged once",
         mount,
     )
 

@@ -14,8 +14,10 @@ _LOCAL_TYPES = frozenset({
 """File systems that one host alone uses. Any other one may be shared."""
 _LOCKS_ON_SERVER = {"nfs": "local_lock=none", "nfs4": "local_lock=none", "lustre": "flock", "ceph": "", "gpfs": ""}
 """By type, the option with which a lock excludes other hosts; empty if it always does. See nfs(5), mount.lustre(8)."""
-_TELLING = ("vers=", "proto=", "hard", "soft", "softerr", "local_lock=", "nolock", "noac", "actimeo=", "lookupcache=",
-            "flock", "localflock", "noflock", "ro")  # fmt: skip
+_SHOWN_OPTIONS = (
+    "vers=", "proto=", "hard", "soft", "softerr", "local_lock=", "nolock", "noac", "actimeo=", "lookupcache=", "flock",
+    "localflock", "noflock", "ro",
+)  # fmt: skip
 """Options, and beginnings of options, that change what the engine can rely on."""
 _TESTED = frozenset({"nfs", "nfs4"})
 """Shared file systems on which ``tests/campaigns/hosts`` runs."""
@@ -58,8 +60,10 @@ class Mount:
         """Type and the options that matter, for messages."""
         if self.is_store:
             return "an object store"
-        told = sorted(option for option in self.options if any(map(functools.partial(_tells, option), _TELLING)))
-        return f"{self.kind or 'a file system of unknown type'}{f' ({chr(44).join(told)})' if told else ''}"
+        shown = sorted(
+            option for option in self.options if any(map(functools.partial(_is_shown, option), _SHOWN_OPTIONS))
+        )
+        return f"{self.kind or 'a file system of unknown type'}{f' ({chr(44).join(shown)})' if shown else ''}"
 
     @property
     def consequences(self) -> tuple[str, ...]:
@@ -84,8 +88,8 @@ class Mount:
         return tuple(found)
 
 
-def _tells(option: str, telling: str) -> bool:
-    return option.startswith(telling) if telling.endswith("=") else option == telling
+def _is_shown(option: str, pattern: str) -> bool:
+    return option.startswith(pattern) if pattern.endswith("=") else option == pattern
 
 
 OBJECT_STORE = Mount(_STORE, frozenset())

@@ -61,8 +61,8 @@ def as_os_error(error: Exception, path: Path) -> OSError:
     text = os.strerror(code) if code else text_of(error)
     if code == errno.EACCES:
         answer = _ANSWER.search(str(error))  # a HEAD has none
-        told = f" ({answer['message']}, {answer['code']})" if answer else ""
-        text += f"{told}: look at the credentials; they must be allowed to get, put, list and delete"
+        detail = f" ({answer['message']}, {answer['code']})" if answer else ""
+        text += f"{detail}: look at the credentials; they must be allowed to get, put, list and delete"
     return OSError(code or errno.EIO, text, str(path))
 
 

@@ -30,7 +30,7 @@ _PLAIN_SECS = 75.0
 class Meeting:
     """Two processes in one directory. The one that comes first leads."""
 
-    def __init__(self, folder: Path, limit_secs: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, limit_secs: float, report: Callable[[str], None]) -> None:
         """Wait for the peer, for ``limit_secs`` at most.
 
         Raises:
@@ -45,7 +45,7 @@ class Meeting:
                 self._pair = uuid.uuid4().hex[:8]
                 self._put("pair", self._pair)
                 self.say("here-first", socket.gethostname())
-                tell(f"waits for the same command on another host, for {limit_secs:.0f} s")
+                report(f"waits for the same command on another host, for {limit_secs:.0f} s")
                 self.peer = self.hear("here-second")
                 """Name of the other host."""
                 self.say("met")

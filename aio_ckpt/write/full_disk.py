@@ -28,7 +28,7 @@ async def explain_full_disk(
     """Add to the text of ``error`` what a save of ``needed_bytes`` needs at ``place``, if the disk or quota is full.
 
     ``remedy`` stands beside free space. Call it before the files of the save are removed, and before the other ranks
-    are told. It raises nothing.
+    hear of it. It raises nothing.
     """
     if not is_disk_full(error):
         return

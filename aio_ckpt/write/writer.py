@@ -195,7 +195,7 @@ class FileWriter:
     """Threads that prepare the chunks."""
     workers: int
     """Most writes of one file that are in flight."""
-    settle_secs: float
+    thread_wait_secs: float
     """Longest time that closing a file waits for threads that still use it."""
     admit: Callable[[int], Awaitable[None]] = no_wait
     """Returns once a write of so many bytes may begin."""
@@ -284,5 +284,5 @@ class FileWriter:
             self.on_activity("making its data durable")
             await file.sync()
         finally:
-            with anyio.move_on_after(self.settle_secs, shield=True):
+            with anyio.move_on_after(self.thread_wait_secs, shield=True):
                 await file.close()

@@ -61,7 +61,7 @@ def hold_in_first_file(storage: WatchedStorage, *, first: int) -> Gate:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed save does not wait for its threads before it reports; its lease waits all the same."""
-    monkeypatch.setattr(undo, "SETTLE_SECS", 0.05)
+    monkeypatch.setattr(undo, "THREAD_WAIT_SECS", 0.05)
 
 
 def test_a_save_keeps_its_own_bytes_while_the_next_one_is_captured_and_the_trainer_churns_memory(

@@ -127,7 +127,7 @@ def test_a_full_disk_at_any_chunk_is_raised_and_leaves_nothing_behind(tmp_path: 
 def test_the_buffer_is_lent_to_nobody_before_the_other_writes_of_a_full_disk_settle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    monkeypatch.setattr(undo, "SETTLE_SECS", 0.05)
+    monkeypatch.setattr(undo, "THREAD_WAIT_SECS", 0.05)
     storage = WatchedStorage()
     gate = storage.gate()
 

@@ -36,7 +36,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._unsettled: set[int] = set()
+        self._unfinished: set[int] = set()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pairs = [_CONTEXT.Pipe() for _ in range(count)]
         self._pipes = [mine for mine, _ in pairs]
@@ -51,7 +51,7 @@ class Ranks:
 
     def start(self, rank: int, fn: Callable[..., object], *args: object) -> None:
         """``rank`` begins ``fn(rank, count, *args)``."""
-        self._unsettled.add(rank)
+        self._unfinished.add(rank)
         self._pipes[rank].send((fn, args))
 
     def finish(self, rank: int, timeout: float = WAIT_SECS) -> Any:
@@ -63,13 +63,13 @@ class Ranks:
             self.wait_until_dead(rank)
             raise AssertionError(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
         assert not failure, f"rank {rank}:\n{failure}"
-        self._unsettled.remove(rank)
+        self._unfinished.remove(rank)
         return value
 
     @property
     def is_clean(self) -> bool:
         """Whether every rank lives, and every call has ended without an error: others may use these ranks."""
-        return not self._unsettled and all(process.is_alive() for process in self.processes)
+        return not self._unfinished and all(process.is_alive() for process in self.processes)
 
     def run(self, fn: Callable[..., object], *args: object, timeout: float = WAIT_SECS) -> list[Any]:
         """``fn(rank, count, *args)`` on every rank; what each returned."""

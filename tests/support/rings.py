@@ -91,7 +91,7 @@ async def save_image(
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(_finish, capturing)
-                writer = FileWriter(storage=storage, executor=executor, workers=workers, settle_secs=TIMEOUT)
+                writer = FileWriter(storage=storage, executor=executor, workers=workers, thread_wait_secs=TIMEOUT)
                 result = await writer.write_image(
                     image,
                     ChunkPreparer(planned.plan.layout, objects, renders_constants=renders_constants),

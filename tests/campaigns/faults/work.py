@@ -147,7 +147,7 @@ def dying_work(folder: Path, *, stride: int = 1) -> Iterator[Point]:
 
 def hanging_work(folder: Path) -> Iterator[Point]:
     """The n-th piece of work hangs in the system until its save was given up, then it goes on."""
-    with Clock() as clock, mock.patch.object(undo, "SETTLE_SECS", 0.05):
+    with Clock() as clock, mock.patch.object(undo, "THREAD_WAIT_SECS", 0.05):
         for number in itertools.count(1):
             with _ground(folder / str(number), saves=1, stall_timeout_secs=STALL_SECS) as ground:
                 clock.drive(ground.engine)

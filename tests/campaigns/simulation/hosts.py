@@ -83,7 +83,7 @@ class _WriterAndReader(_Host):
             for number in range(1, self.rng.randrange(5, 12)):
                 await self._learn(capturer.queue)
                 attempt = self._save(capturer, pipeline, number)
-                await asyncio.wrap_future(follow(attempt.save.settled))
+                await asyncio.wrap_future(follow(attempt.save.finished))
                 if error := attempt.save.ticket.committed.peek():
                     raise BrokenPromiseError(f"save {number} failed though nothing else did: {error!r}")
                 await retention.enforce(attempt.save.stored_step)
@@ -149,7 +149,7 @@ async def _take_over(seed: int, loop: asyncio.AbstractEventLoop) -> Run:
         group.start_soon(keep)
         await first._learn(capturer.queue)
         attempts = [first._save(capturer, pipeline, 1)]
-        await asyncio.wrap_future(follow(attempts[0].save.settled))
+        await asyncio.wrap_future(follow(attempts[0].save.finished))
         attempts.append(first._save(capturer, pipeline, 2))
         await anyio.sleep(rng.expovariate(10.0))
         first.threads.paused_until = loop.time() + _PAUSE_SECS
@@ -167,7 +167,7 @@ async def _take_over(seed: int, loop: asyncio.AbstractEventLoop) -> Run:
             raise BrokenPromiseError("a second writer was let in while the first one held the root")
         await clear_leftovers(second.storage, ROOT, second.ctx.names, claim.check, here=second.ctx.owner)
         visible = {found.step for found in await discovery.discover(second.storage, ROOT, second.ctx.names)}
-        await asyncio.wrap_future(follow(attempts[1].save.settled))  # once it can reach the disk again
+        await asyncio.wrap_future(follow(attempts[1].save.finished))  # once it can reach the disk again
         error = attempts[1].save.ticket.committed.peek()
         found = {found.step for found in await discovery.discover(second.storage, ROOT, second.ctx.names)}
         if found != visible:

@@ -242,7 +242,7 @@ class World:
             capturer, pipeline = await self.open(group)
             queue = capturer.queue
             for number in range(1, self.rng.randrange(2, 6)):
-                while (settled := queue.settled_before_room) is not None:
+                while (settled := queue.finished_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
                 await self._learn(queue)
                 attempt = self._save(capturer, pipeline, number)
@@ -253,7 +253,7 @@ class World:
                 if self.rng.random() < 0.5:
                     await self.lose_power()
             for attempt in self.attempts:
-                await asyncio.wrap_future(follow(attempt.save.settled))
+                await asyncio.wrap_future(follow(attempt.save.finished))
                 await self.lose_power()
             self._check_settled()
             await anyio.sleep(3 * HANG_SECS)  # what hung ends, late
@@ -359,7 +359,7 @@ class World:
         )
         attempt = Attempt(save=save, state=state, began=now)
         self.attempts.append(attempt)
-        save.settled.add_done_callback(lambda _: self._ended(attempt))
+        save.finished.add_done_callback(lambda _: self._ended(attempt))
         self.portal.post_after(rng.expovariate(100.0))
         capturer.capture(save, pipeline, [(planned, part)])
         for value in state.values():  # what a trainer does next must not reach the checkpoint
@@ -371,7 +371,7 @@ class World:
     def _ended(self, attempt: Attempt) -> None:
         attempt.ended = self.loop.time()
         before = self.attempts[: self.attempts.index(attempt)]
-        attempt.was_first = all(earlier.save.settled.done() for earlier in before)
+        attempt.was_first = all(earlier.save.finished.done() for earlier in before)
 
     def _state(self, number: int) -> dict[str, Any]:
         rng = random.Random(self.run.seed * 1000 + number // 2)  # a pair of saves shares its structure

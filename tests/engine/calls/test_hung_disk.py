@@ -18,7 +18,7 @@ from log_lines import LogLines, early_lines
 from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit.trash import SETTLE_SECS
+from aio_ckpt.commit.trash import THREAD_WAIT_SECS
 from aio_ckpt.engine import file_save
 from aio_ckpt.engine import root as root_module
 from aio_ckpt.errors import StallError
@@ -136,7 +136,7 @@ def test_a_later_save_blocks_nobody_while_the_lock_hangs_and_the_next_one_works(
             ticket = engine.save(weights(2), 2, **limits)
             with pytest.raises(StallError, match="looking at the lock of the root"):
                 ticket.result(TIMEOUT)
-            assert time.monotonic() - began < SETTLE_SECS  # no save waits for that thread
+            assert time.monotonic() - began < THREAD_WAIT_SECS  # no save waits for that thread
         assert len(disk.threads) == 1
         disk.answer()
         assert engine.save(weights(2), 2).result(TIMEOUT).step == 2

@@ -117,7 +117,7 @@ def guard_of(code: CodeType, offset: int) -> int | None:
 def check_intact(opened: SyncCheckpointEngine, interrupt: Interrupt) -> None:
     """Nothing stays pending, leased or locked: the next save commits."""
     for save in opened._queue.pending(WriteJob):
-        save.settled.result(TIMEOUT)
+        save.finished.result(TIMEOUT)
     assert opened._queue.pending(WriteJob) == (), interrupt.where
     state = {"a": torch.full((COUNT,), 7.0 + interrupt.at), "note": "n"}  # of the same plan
     report = opened.save(state).result(TIMEOUT)
@@ -228,7 +228,7 @@ def test_wherever_ctrl_c_comes_in_save_file_nothing_stays_pending_or_leased(
             except KeyboardInterrupt:
                 assert interrupt.left == 0, "raised twice"
             for pending in opened._queue.pending(WriteJob):
-                pending.settled.result(TIMEOUT)
+                pending.finished.result(TIMEOUT)
             assert opened._queue.pending(WriteJob) == (), interrupt.where
             saved(2.0).result(TIMEOUT)
             assert (opened.lifetime.leases, opened._session.lifetime._reserved_bytes) == (0, 0), interrupt.where

@@ -218,7 +218,7 @@ class Rank:
 
     def end(self, number: int, *, is_committed: bool) -> None:
         step = self.pending.pop(number)
-        self.steps.settle(step, is_committed=is_committed)
+        self.steps.finish(step, is_committed=is_committed)
         if is_committed:
             self.newest = max(step, self.newest or 0)
 

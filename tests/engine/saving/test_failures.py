@@ -351,10 +351,10 @@ def test_an_error_while_an_outcome_is_recorded_is_logged_and_loses_no_ticket(
 ) -> None:
     with gated_engine(root, on_failure="log") as (engine, storage):
 
-        def settle(*_: object) -> None:
+        def count(*_: object) -> None:
             raise MemoryError("none left")
 
-        monkeypatch.setattr(Statistics, "settle", settle)
+        monkeypatch.setattr(Statistics, "count", count)
         assert engine.save(weights(1)).result(TIMEOUT).step == 1
         storage.fail("sync", "*", broken())
         with pytest.raises(WriteError, match="the disk is gone"):

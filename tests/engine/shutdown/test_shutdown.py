@@ -333,7 +333,7 @@ def test_terminate_lets_a_commit_that_has_begun_finish(root: Path) -> None:
 def test_terminate_releases_the_engine_though_a_save_does_not_end(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(undo, "SETTLE_SECS", 1.0)
+    monkeypatch.setattr(undo, "THREAD_WAIT_SECS", 1.0)
     with gated_engine(root, stall_timeout_secs=0.2) as (engine, storage):
         storage.hold("sync", "*.distcp")
         storage.hold("remove_tree", "pending/*")

@@ -59,10 +59,10 @@ def test_all_after_the_sync_is_agreement_on_a_rank_that_does_not_lead() -> None:
 
 def test_commits_failures_and_skips_are_counted_and_a_cancelled_save_is_not() -> None:
     statistics = Statistics()
-    statistics.settle(REPORT, 200)
-    statistics.settle(replace(REPORT, step=300), 300)
-    statistics.settle(WriteError(5, "the disk is gone", "/x"), 400)
-    statistics.settle(SaveCancelledError("cancelled"), 500)
+    statistics.count(REPORT, 200)
+    statistics.count(replace(REPORT, step=300), 300)
+    statistics.count(WriteError(5, "the disk is gone", "/x"), 400)
+    statistics.count(SaveCancelledError("cancelled"), 500)
     statistics.skip()
     counters = statistics.counters
     assert (counters.committed, counters.failed, counters.skipped) == (2, 1, 1)
@@ -75,12 +75,12 @@ def test_commits_failures_and_skips_are_counted_and_a_cancelled_save_is_not() ->
 def test_only_the_step_of_the_last_commit_has_an_age() -> None:
     statistics = Statistics()
     assert statistics.counters.age_secs(None) is None
-    statistics.settle(REPORT, 200)
+    statistics.count(REPORT, 200)
     age_secs = statistics.counters.age_secs(200)
     assert age_secs is not None
     assert 0.0 <= age_secs < 60.0
     assert statistics.counters.age_secs(100) is None, "a rollback went back behind it"
-    statistics.settle(replace(REPORT, step=0), None)
+    statistics.count(replace(REPORT, step=0), None)
     assert statistics.counters.age_secs(200) is not None, "a save by path has no step"
 
 

@@ -88,9 +88,9 @@ def test_a_lease_ends_when_it_was_closed_and_its_last_future_resolved(manager: L
     lease.hold_until(second)
     lease.close()
     first.set_result(None)
-    assert (lease.settled.done(), manager.stats.leases) == (False, 1)
+    assert (lease.ended.done(), manager.stats.leases) == (False, 1)
     second.set_exception(OSError(errno.EIO, "a failed write has let go as well"))
-    assert (lease.settled.done(), manager.stats.leases) == (True, 0)
+    assert (lease.ended.done(), manager.stats.leases) == (True, 0)
 
 
 def test_a_lease_that_was_not_closed_goes_on_when_no_thread_uses_it(manager: LifetimeManager) -> None:
@@ -146,7 +146,7 @@ def test_whatever_the_order_a_lease_ends_exactly_once_and_never_while_held(
                 lease.close()
                 is_closed = True
             assert len(ends.leases) == (is_closed and not held)
-        assert lease.settled.done()
+        assert lease.ended.done()
     manager.close()
 
 
@@ -167,7 +167,7 @@ def test_threads_that_let_go_while_the_lease_is_closed_end_it_once(
 
             for act in (lease.close, lambda f=first: f.set_result(None), lambda f=second: f.set_result(None)):
                 threads.submit(race, act)
-            lease.settled.result(TIMEOUT)
+            lease.ended.result(TIMEOUT)
     assert len(ends.leases) == 200
     assert manager.stats.leases == 0
 
@@ -340,7 +340,7 @@ def test_a_lease_whose_return_fails_ends_and_its_arena_is_lent_to_nobody(
     monkeypatch.setattr(lease.arena, "poison", fail)
     with pytest.raises(MemoryError):
         lease.close()
-    assert lease.settled.done()
+    assert lease.ended.done()
     assert (manager.stats.arenas, manager.stats.leases) == (0, 0)
     take(manager, BUDGET)
 

@@ -274,7 +274,7 @@ async def test_the_first_chunks_are_summed_while_the_file_is_created(
             await saving
         assert [type(error) for error in leaves(caught.value)] == [WriteError]
         assert not (tmp_path / "data").exists()
-        await asyncio.wait_for(asyncio.wrap_future(image.lease.settled), TIMEOUT)
+        await asyncio.wait_for(asyncio.wrap_future(image.lease.ended), TIMEOUT)
     else:
         assert_holds(tmp_path / "data", planned, await saving, mixed_state())
 
@@ -314,7 +314,7 @@ async def test_the_error_of_any_chunk_is_raised_once_and_no_more_are_begun(
     watched.wait_idle()
     assert max(begun) <= failing + 2
     assert watched.torn == []
-    image.lease.settled.result(TIMEOUT)
+    image.lease.ended.result(TIMEOUT)
 
 
 async def test_a_failed_write_leaves_the_lease_to_the_threads_that_are_still_in_theirs(
@@ -338,7 +338,7 @@ async def test_a_failed_write_leaves_the_lease_to_the_threads_that_are_still_in_
     arena = image.lease.arena
     assert not bool((arena.tensor == POISON).all())
     gate.open()
-    await asyncio.wait_for(asyncio.wrap_future(image.lease.settled), TIMEOUT)
+    await asyncio.wait_for(asyncio.wrap_future(image.lease.ended), TIMEOUT)
     assert bool((arena.tensor == POISON).all())
     assert watched.torn == []
 
@@ -357,7 +357,7 @@ async def test_a_cancelled_write_leaves_the_lease_to_its_threads(
         await saving
     assert (gate.held, manager.stats.leases) == (2, 1)
     gate.open()
-    await asyncio.wait_for(asyncio.wrap_future(image.lease.settled), TIMEOUT)
+    await asyncio.wait_for(asyncio.wrap_future(image.lease.ended), TIMEOUT)
     assert watched.torn == []
 
 
@@ -384,4 +384,4 @@ async def test_preparing_a_chunk_holds_the_lease(
         await saving
     assert manager.stats.leases == 1
     gate.set()
-    await asyncio.wait_for(asyncio.wrap_future(image.lease.settled), TIMEOUT)
+    await asyncio.wait_for(asyncio.wrap_future(image.lease.ended), TIMEOUT)
