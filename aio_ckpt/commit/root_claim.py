@@ -94,8 +94,13 @@ async def mount_of_root(storage: Storage, root: Path) -> Mount:
         return OBJECT_STORE
     status = await storage.status(root)
     if status is None:
-        raise RootError(errno.ENOENT, "the root is gone: bring it back, or give another one", str(root))
+        raise _root_is_gone(root)
     return mount_of(status.identity[0])
+
+
+def _root_is_gone(root: Path) -> RootError:
+    text = "the root is gone (its directory was removed or unmounted): bring it back, or give another root"
+    return RootError(errno.ENOENT, text, str(root))
 
 
 def lock_root(storage: Storage, root: Path, mount: Mount) -> RootLock:
@@ -189,6 +194,8 @@ class Claim:
             return
         holder = await claim_holder(self._storage, self._root)
         if holder is None:
+            if not await self._storage.exists(self._root):
+                raise _root_is_gone(self._root)
             text = "the claim of this writer is gone: another one took over, or the file was removed. Open a new engine"
             raise RootError(errno.EBUSY, text, str(self._path))
         if holder.session != self.owner.session:

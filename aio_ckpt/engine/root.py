@@ -46,6 +46,10 @@ Ts = TypeVarTuple("Ts")
 StepsChange: TypeAlias = tuple[int | None, list[int]]
 """(newest step after a change of the committed steps, or None; the steps that are gone)."""
 _log = logging.getLogger("aio_ckpt")
+_NEW_LOCK_FILE = (
+    "%s: the lock file of this engine is gone, as if the directory was replaced or its file system was unmounted: look "
+    "whether its steps are there. Saves go on in the directory that is there now"
+)
 _SHARED_STALE_SECS = 180.0
 """Least ``stale_after_secs`` on a shared file system. A client of NFS keeps attributes for 60 s."""
 
@@ -266,6 +270,7 @@ class RootSession:
             if lock is not None:
                 await self._renew(lock)
                 if self._lacks_claim:  # the root may be a new one
+                    _log.warning(_NEW_LOCK_FILE, ctx.root)
                     await make_engine_dirs(ctx.storage, ctx.root)
                     await self._take_claim(lock, await mount_of_root(ctx.storage, ctx.root), NO_DEADLINE)
                     self._lacks_claim = False

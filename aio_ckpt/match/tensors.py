@@ -116,7 +116,7 @@ def shared_memory(catalog: Catalog, fills: Fills, template: Template) -> tuple[l
     for before, later in overlapping(tensors):
         shards = catalog.shards[names[before]], catalog.shards[names[later]]
         is_tied = signature_of(tensors[later]) == signature_of(tensors[before])
-        if is_tied and _may_be_equal(*shards):
+        if is_tied and may_be_equal(*shards):
             if any(type(shard) is not Item for found in shards for shard in found):
                 unproven.append((names[before], names[later]))
             continue
@@ -128,7 +128,7 @@ def shared_memory(catalog: Catalog, fills: Fills, template: Template) -> tuple[l
     return unproven, faults
 
 
-def _may_be_equal(one: Shards, other: Shards) -> bool:
+def may_be_equal(one: Shards, other: Shards) -> bool:
     """Return whether two tied names may hold the same values, judged by dtype, shape and the checksums that are known.
 
     Those of plain DCP are not read yet.

@@ -203,6 +203,30 @@ def test_tied_weights_stay_tied_and_those_that_are_tied_in_the_checkpoint_alone_
     assert not apart.held["a"].any()
 
 
+class Tied(nn.Module):
+    """Two layers, of one weight if ``is_tied``."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+
+def test_a_tied_module_takes_equal_values_of_an_untied_one_and_refuses_others(engine: SyncCheckpointEngine) -> None:
+    untied, tied = Tied(is_tied=False), Tied(is_tied=True)
+    engine.save({"m": untied}).result(SECS)
+    before = tied.head.weight.detach().clone()
+    with pytest.raises(TemplateMismatchError, match=r"'m\.head\.weight' and 'm\.embedding\.weight' are one tensor"):
+        engine.load({"m": tied})
+    assert torch.equal(tied.head.weight, before)
+    untied.head.weight.data.copy_(untied.embedding.weight)
+    engine.save({"m": untied}).result(SECS)
+    engine.load({"m": tied})
+    assert tied.head.weight is tied.embedding.weight
+    assert torch.equal(tied.head.weight, untied.head.weight)
+
+
 class Shifting(nn.Sequential):
     """Renames what it loads by a hook of its own: each stored layer is that of the layer behind it."""
 

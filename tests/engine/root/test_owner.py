@@ -442,7 +442,7 @@ def test_a_writer_that_lost_its_lock_keeps_the_root_by_its_claim(tmp_path: Path,
         assert child.stdout.readline() == "9\n"
 
 
-def test_a_root_that_was_removed_and_made_anew_is_saved_into(tmp_path: Path) -> None:
+def test_a_root_that_was_removed_and_made_anew_is_saved_into(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "root"
     with SyncCheckpointEngine(root) as engine:
         engine.save(weights(1), 1).result(TIMEOUT)
@@ -452,6 +452,19 @@ def test_a_root_that_was_removed_and_made_anew_is_saved_into(tmp_path: Path) -> 
         root.mkdir()
         engine.save(weights(3), 3).result(TIMEOUT)
         assert engine.steps() == [3]
+    assert "the lock file of this engine is gone" in caplog.text
+
+
+def test_a_save_during_which_the_root_is_removed_says_so(tmp_path: Path) -> None:
+    with gated_engine(tmp_path / "root") as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        gate = storage.hold("sync_dir", "*")
+        saving = engine.save(weights(2), 2)
+        gate.wait_reached()
+        shutil.rmtree(tmp_path / "root")
+        gate.open()
+        with pytest.raises(RootError, match="the root is gone"):
+            saving.result(TIMEOUT)
 
 
 def test_a_save_that_ends_before_it_claims_a_root_made_anew_leaves_the_claim_to_the_next(
