@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from aio_ckpt.checks import check_path
+from aio_ckpt.argument_checks import check_path
 from aio_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from aio_ckpt.checks import check_callback, check_flag, check_kind, shown
+from aio_ckpt.argument_checks import check_callback, check_flag, check_kind, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.loader import load_report, read_report, selection

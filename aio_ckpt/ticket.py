@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from aio_ckpt.checks import MAX_SECS, check_wait, shown
+from aio_ckpt.argument_checks import MAX_SECS, check_wait, shown
 from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.reports import Progress, SaveReport, title
 

@@ -23,7 +23,7 @@ from aio_ckpt.format.checkpoint_files import TRAILER_BYTES, rank_manifest_name
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.rank_manifest import decode_rank, encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry, decode_root
-from aio_ckpt.format.tensor_table import TensorEntry
+from aio_ckpt.format.tensor_columns import TensorEntry
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, TensorSignature
 from aio_ckpt.ranks.messages import Frame, pack, unpack
 from aio_ckpt.ranks.save_ledger import (

@@ -13,7 +13,7 @@ import torch
 
 from aio_ckpt.checkpoint.boxes import check_boxes
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.format.dcp_metadata_read import DTYPES
+from aio_ckpt.format.dtypes import DTYPES
 from aio_ckpt.format.rank_manifest import FileTable, RankManifest
 
 V = TypeVar("V")

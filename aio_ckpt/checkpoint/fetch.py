@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from aio_ckpt.checkpoint.data_files import Files
-from aio_ckpt.checkpoint.requests import ReadRequest, ReassemblyBuffer
+from aio_ckpt.checkpoint.read_requests import ReadRequest, ReassemblyBuffer
 from aio_ckpt.checkpoint.verified_copy import copy_pieces, finish_buffers
 from aio_ckpt.errors import AioCkptError, MismatchError
 from aio_ckpt.memory.copies import Copies

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -20,6 +19,7 @@ from aio_ckpt._torch import StorageInfo
 from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, StoredObject, UnparsedItem, global_shape
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.format.tensor_zip import parse, records_of
 
@@ -151,7 +151,7 @@ def check_zip(name: str, data: bytes) -> bool:
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"object {name!r}: {error}") from error
     for record, (body, crc32) in records.items():
-        if crc32 not in (0, isal_zlib.crc32(body)):
+        if crc32 not in (0, crc32_of(body)):
             raise MismatchError(f"object {name!r}: record {record} does not match its CRC32")
     return all(crc32 or not body for body, crc32 in records.values())
 

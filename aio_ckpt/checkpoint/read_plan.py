@@ -1,8 +1,8 @@
 """Read plan: the byte ranges to read, their checksums and their targets. Touches no file.
 
-Every tensor is cut into pieces (:mod:`aio_ckpt.checkpoint.requests`). If the target is laid out like the stored bytes,
-each piece is copied to it once it is verified. Otherwise (a slice, another layout), its pieces are put together in a
-``ReassemblyBuffer`` first.
+Every tensor is cut into pieces (:mod:`aio_ckpt.checkpoint.read_requests`). If the target is laid out as the stored
+bytes, each piece is copied to it once it is verified. Otherwise (a slice, another layout), its pieces are put together
+in a ``ReassemblyBuffer`` first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from aio_ckpt._torch import neg_view
 from aio_ckpt.checkpoint.catalog import Item, StoredObject
-from aio_ckpt.checkpoint.requests import REQUEST_BYTES_MAX, ReadRequest, ReassemblyBuffer, Row, block_rows, cut_requests
+from aio_ckpt.checkpoint.read_requests import (
+    REQUEST_BYTES_MAX,
+    ReadRequest,
+    ReassemblyBuffer,
+    Row,
+    block_rows,
+    cut_requests,
+)
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_zip import is_dense

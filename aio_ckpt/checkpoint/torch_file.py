@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from isal import isal_zlib
-
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, UnsupportedLeafError
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.zip_directory import CompressedError, Record, body_offset, read_directory, read_record
 from aio_ckpt.storage.data_file import translate_errors
 
@@ -99,7 +98,7 @@ def _check_record(data: _OpenFile, record: Record) -> int:
     if not record.crc32:
         return begin
     for at in range(begin, begin + record.nbytes, _BLOCK_BYTES):
-        found = isal_zlib.crc32(data.get(at, min(_BLOCK_BYTES, begin + record.nbytes - at)), found)
+        found = crc32_of(data.get(at, min(_BLOCK_BYTES, begin + record.nbytes - at)), found)
     if found != record.crc32:
         raise MismatchError(f"{data.path} is damaged: the CRC32 of {record.title} differs")
     return begin

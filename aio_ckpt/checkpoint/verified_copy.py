@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from isal import isal_zlib
 
-from aio_ckpt.checkpoint.requests import Pieces, ReadRequest, ReassemblyBuffer
+from aio_ckpt.checkpoint.read_requests import Pieces, ReadRequest, ReassemblyBuffer
 from aio_ckpt.errors import MismatchError
-from aio_ckpt.format.tensor_table import IntArray
+from aio_ckpt.format.checksum import crc32_combine, crc32_of
+from aio_ckpt.format.tensor_columns import IntArray
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.memory.host_copy import copy_all, memmove
@@ -46,7 +46,7 @@ def copy_pieces(request: ReadRequest, view: memoryview, verify: bool, copies: Se
 def finish_buffers(reassemblies: Sequence[ReassemblyBuffer], verify: bool, copies: Sequence[Copies]) -> None:
     """Finish full reassembly buffers and free their memory."""
     try:
-        combine = isal_zlib.crc32_combine if verify else None
+        combine = crc32_combine if verify else None
         for buffer in reassemblies:
             buffer.finish(combine, copies[buffer.device])
     finally:
@@ -91,18 +91,18 @@ def _runs(moves: IntArray) -> IntArray:
 
 
 def _verify(request: ReadRequest, view: memoryview, begins: IntArray) -> None:
-    pieces, crc32 = request.pieces, isal_zlib.crc32
+    pieces = request.pieces
     ends = begins + pieces.nbytes
     is_summed = pieces.crcs >= 0
     rows = np.flatnonzero(is_summed)
-    sums = [crc32(view[begin:end]) for begin, end in zip(begins[rows].tolist(), ends[rows].tolist(), strict=True)]
+    sums = [crc32_of(view[begin:end]) for begin, end in zip(begins[rows].tolist(), ends[rows].tolist(), strict=True)]
     bad = np.flatnonzero(pieces.crcs[rows] != sums)
     if len(bad):
         raise _mismatch(request, int(rows[bad[0]]))
     for row in np.flatnonzero(~is_summed).tolist():
         buffer = pieces.reassemblies[row]
         if buffer is not None and buffer.sums:
-            buffer.sums[pieces.positions[row]] = (crc32(view[begins[row] : ends[row]]), int(pieces.nbytes[row]))
+            buffer.sums[pieces.positions[row]] = (crc32_of(view[begins[row] : ends[row]]), int(pieces.nbytes[row]))
 
 
 def _mismatch(request: ReadRequest, row: int) -> MismatchError:

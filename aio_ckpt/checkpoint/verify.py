@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from aio_ckpt.checkpoint.catalog import StoredObject, UnparsedItem
@@ -22,7 +21,7 @@ from aio_ckpt.checkpoint.foreign_items import check_zip, parse_item, parse_or_ob
 from aio_ckpt.checkpoint.locate import Ends, check_inside, read_ends
 from aio_ckpt.checkpoint.open import Checkpoint, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
-from aio_ckpt.checkpoint.requests import REQUEST_BYTES_MAX, ReadRequest, ReassemblyBuffer, Row, cut_requests
+from aio_ckpt.checkpoint.read_requests import REQUEST_BYTES_MAX, ReadRequest, ReassemblyBuffer, Row, cut_requests
 from aio_ckpt.errors import (
     AioCkptError,
     CorruptCheckpointError,
@@ -32,10 +31,11 @@ from aio_ckpt.errors import (
     SystemLimitError,
 )
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_metadata
+from aio_ckpt.format.checksum import crc32_combine
 from aio_ckpt.format.constants import TensorSpec
-from aio_ckpt.format.dcp_metadata_read import DTYPES
+from aio_ckpt.format.dtypes import DTYPES
 from aio_ckpt.format.rank_manifest import FileTable, RankManifest
-from aio_ckpt.format.tensor_table import TensorEntry
+from aio_ckpt.format.tensor_columns import TensorEntry
 from aio_ckpt.format.tensor_zip import fill_crc, render
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state.skeleton import decode_skeleton
@@ -439,5 +439,5 @@ def _combine_all(parts: Iterable[tuple[int, int]]) -> int:
     """Return the CRC32 of consecutive runs of bytes, each given as (CRC32, length)."""
     total = 0
     for crc32, nbytes in parts:
-        total = isal_zlib.crc32_combine(total, crc32, nbytes)
+        total = crc32_combine(total, crc32, nbytes)
     return total

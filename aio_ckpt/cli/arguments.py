@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from aio_ckpt.checks import check_path
+from aio_ckpt.argument_checks import check_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest

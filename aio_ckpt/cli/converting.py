@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.checks import check_path
+from aio_ckpt.argument_checks import check_path
 from aio_ckpt.cli.arguments import Directory, MistypedPathError, json_option, step_dir_option
 from aio_ckpt.cli.console import Screen, bytes_progress, printable
 from aio_ckpt.config import EngineConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from aio_ckpt.checks import check_seconds
+from aio_ckpt.argument_checks import check_seconds
 from aio_ckpt.cli.arguments import (
     Directory,
     check_root,

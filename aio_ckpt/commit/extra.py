@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from aio_ckpt.checks import shown
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import ConfigError
 
 MAX_EXTRA_BYTES = 1 << 16

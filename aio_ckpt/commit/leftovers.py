@@ -14,7 +14,8 @@ from aio_ckpt.errors import AioCkptError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import PENDING_DIR, TRASH_DIR, StepNames, protected_name
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.storage.local import Storage, names_in, sync_parents
+from aio_ckpt.storage.durability import sync_parents
+from aio_ckpt.storage.local import Storage, names_in
 
 _log = logging.getLogger("aio_ckpt")
 

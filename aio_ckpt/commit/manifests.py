@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 import torch
-from isal import isal_zlib
 
 from aio_ckpt._version import __version__
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, trailer
+from aio_ckpt.format.checksum import crc32_combine, crc32_of
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.rank_manifest import FrozenOut, ObjectEntry, encode_rank
 from aio_ckpt.format.root_manifest import (
@@ -41,7 +41,7 @@ def object_entries(plan: Plan, objects: ObjectBytes) -> list[ObjectEntry]:
         names.setdefault(span, []).append(name)
     begin, region = _objects_at(plan), memoryview(objects.region)
     return [
-        ObjectEntry(tuple(fqns), begin + start, nbytes, isal_zlib.crc32(region[start : start + nbytes]))
+        ObjectEntry(tuple(fqns), begin + start, nbytes, crc32_of(region[start : start + nbytes]))
         for (start, nbytes), fqns in names.items()
     ]
 
@@ -122,9 +122,9 @@ def render_metadata_file(
     """Fill a template of ``.metadata`` with the places of this save's objects: (offset in the data file, length)."""
     start, fixed, rest = template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
     rest += trailer(save_id)
-    crc32 = isal_zlib.crc32_combine(isal_zlib.crc32(start), template.fixed_crc32, len(fixed))
+    crc32 = crc32_combine(crc32_of(start), template.fixed_crc32, len(fixed))
     nbytes = len(start) + len(fixed) + len(rest)
-    entry = FileEntry(METADATA_FILE, nbytes, isal_zlib.crc32(rest, crc32))
+    entry = FileEntry(METADATA_FILE, nbytes, crc32_of(rest, crc32))
     return MetadataFile((start, fixed, rest), entry, any(is_frozen for _, is_frozen, _ in template.files))
 
 
@@ -136,7 +136,7 @@ def object_spans(plan: Plan, objects: ObjectBytes) -> tuple[tuple[int, int], ...
 
 def metadata_file(data: bytes) -> MetadataFile:
     """Return the :class:`MetadataFile` of a ``.metadata`` that was rendered before."""
-    entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(data))
+    entry = FileEntry(METADATA_FILE, len(data), crc32_of(data))
     return MetadataFile((data,), entry)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from aio_ckpt.checks import shown
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import ConfigError
 
 

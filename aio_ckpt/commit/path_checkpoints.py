@@ -16,7 +16,8 @@ from aio_ckpt.commit.user_files import files_of_caller, is_of_checkpoint
 from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.root_names import ENGINE_DIR, TRASH_DIR, StepNames
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.storage.local import Storage, sync_or_undo
+from aio_ckpt.storage.durability import sync_or_undo
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import device_of
 
 _SHOWN = 3

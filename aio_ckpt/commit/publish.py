@@ -17,7 +17,8 @@ from aio_ckpt.commit.trash import discard_pending, tidy, trash_of
 from aio_ckpt.errors import ReadError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_root_manifest
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.storage.local import Storage, sync_or_undo
+from aio_ckpt.storage.durability import sync_or_undo
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.object_store import store_of
 
 _log = logging.getLogger("aio_ckpt")

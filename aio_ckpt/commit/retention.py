@@ -24,7 +24,8 @@ from aio_ckpt.errors import (
     StepOrderError,
 )
 from aio_ckpt.format.root_names import TRASH_DIR, StepNames, protected_name
-from aio_ckpt.storage.local import Storage, names_in, sync_parents
+from aio_ckpt.storage.durability import sync_parents
+from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import read_root
 
 _SHOWN = 10

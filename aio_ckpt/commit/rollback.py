@@ -10,7 +10,8 @@ from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.errors import CheckpointNotFoundError
 from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
-from aio_ckpt.storage.local import Storage, sync_parents
+from aio_ckpt.storage.durability import sync_parents
+from aio_ckpt.storage.local import Storage
 
 
 async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str, check: Check) -> list[int]:

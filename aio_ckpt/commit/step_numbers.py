@@ -7,7 +7,7 @@ import operator
 from collections.abc import Collection
 from typing import TypeVar
 
-from aio_ckpt.checks import shown
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import StepOrderError
 
 MAX_STEP = 1 << 62

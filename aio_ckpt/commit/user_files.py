@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from aio_ckpt.checks import shown
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE

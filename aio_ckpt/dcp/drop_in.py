@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
-from aio_ckpt.checks import check_flag, check_kind, local_path, shown
+from aio_ckpt.argument_checks import check_flag, check_kind, local_path, shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.installed import Installed, same_handle
 from aio_ckpt.dcp.item_sources import Sources

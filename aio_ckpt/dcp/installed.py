@@ -6,7 +6,7 @@ import logging
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from aio_ckpt.checks import shown
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import ConfigError
 

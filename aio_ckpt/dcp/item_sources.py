@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -17,10 +16,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_pickle
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.rank_manifest import ObjectEntry
 from aio_ckpt.leaves.values import LeafKind
+from aio_ckpt.plan.fingerprint import check_sources, fingerprint_of, partition
 from aio_ckpt.plan.save_plan import PlannedImage, placement_of, plan_image, tied_names
-from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, partition
+from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.state.flatten import FlatState
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -108,7 +109,7 @@ def collect_sources(
         aliases=tuple(aliases),
         streams=tuple(streams),
         objects=tuple(
-            ObjectEntry((stream.index.fqn,), start, len(stream.data), isal_zlib.crc32(stream.data))
+            ObjectEntry((stream.index.fqn,), start, len(stream.data), crc32_of(stream.data))
             for start, stream in zip(starts, streams, strict=False)
         ),
     )
@@ -145,7 +146,7 @@ def plan_tensors(
     flat = FlatState(list(names), list(tensors), [LeafKind.TENSOR] * len(tensors), int(LeafKind.TENSOR))
     leaves = Leaves(tensors=tensors, types=[torch.Tensor] * len(tensors), shards=dict(enumerate(boxes)), objects=[])
     structure = Structure.of(flat, leaves)
-    fingerprint = addresses(tensors)
+    fingerprint = fingerprint_of(tensors)
     check_sources(flat, tensors, fingerprint)
     aliases = partition(structure, fingerprint)
     placements = [

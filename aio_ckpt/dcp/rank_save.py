@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
-from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -30,6 +29,7 @@ from aio_ckpt.format.checkpoint_files import (
     root_manifest_name,
     trailer,
 )
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry
@@ -241,7 +241,7 @@ class _RankWrite:
             skeleton=b"",  # names are as DCP flattened them
         )
         await self.runtime.storage.write_file(self.directory / save.manifest, data)
-        entry = FileEntry(save.manifest, len(data), isal_zlib.crc32(data))
+        entry = FileEntry(save.manifest, len(data), crc32_of(data))
         return ManifestResult(index=_MANIFEST_INDEX, size_in_bytes=len(data), storage_data=entry, save_id=save.save_id)
 
     async def _clean_up(self, image: Image, cause: BaseException) -> BaseException:

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from aio_ckpt._torch import StorageInfo, reader_transforms
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
-from aio_ckpt.checks import shown
 from aio_ckpt.commit.discovery import IS_FILE
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from aio_ckpt._torch import log_untried_torch
-from aio_ckpt.checks import MAX_SECS, check_kind
+from aio_ckpt.argument_checks import MAX_SECS, check_kind
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
 from aio_ckpt.errors import ConfigError, RootError
 from aio_ckpt.memory.available import default_budget_bytes, ranks_on_host

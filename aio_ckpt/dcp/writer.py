@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from aio_ckpt._torch import DCP_VERSION, writer_transforms
-from aio_ckpt.checks import check_flag, shown
+from aio_ckpt.argument_checks import check_flag, shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.item_sources import Sources, collect_sources
 from aio_ckpt.dcp.rank_save import (

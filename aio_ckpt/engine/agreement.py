@@ -8,14 +8,13 @@ import struct
 import time
 from dataclasses import dataclass, replace
 
-from isal import isal_zlib
-
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import NumberedCall, SaveJob, sent_target
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.plan.save_plan import PlannedSave, narrow
@@ -99,7 +98,7 @@ class Agreement:
         costs training more than the save does.
         """
         plan = planned.plan
-        crc32s = [isal_zlib.crc32(objects.region[start : start + nbytes]) for start, nbytes in objects.spans]
+        crc32s = [crc32_of(objects.region[start : start + nbytes]) for start, nbytes in objects.spans]
         is_due = self.ctx.members.is_comparison_due
         if is_due:  # a rank that planned anew may hold what no other rank held when this share was assigned
             self.outdated_share = plan.share_id

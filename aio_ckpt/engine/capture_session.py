@@ -6,7 +6,7 @@ import contextlib
 import logging
 from concurrent.futures import Future
 
-from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import EngineClosedError
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder

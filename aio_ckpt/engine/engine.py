@@ -16,7 +16,7 @@ from typing import Any, Literal, ParamSpec, Self, SupportsFloat, TypeVar
 import torch
 
 from aio_ckpt._torch import log_untried_torch
-from aio_ckpt.checks import check_callback, check_flag, check_kind
+from aio_ckpt.argument_checks import check_callback, check_flag, check_kind
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
@@ -37,7 +37,8 @@ from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkpoint
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.removal import Remover
-from aio_ckpt.engine.root import (
+from aio_ckpt.engine.root_changes import RootChanges
+from aio_ckpt.engine.root_session import (
     RootSession,
     check_in_store,
     check_stale_after,
@@ -45,7 +46,6 @@ from aio_ckpt.engine.root import (
     usable_mirror,
     usable_root,
 )
-from aio_ckpt.engine.root_changes import RootChanges
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.state_pipeline import StatePipeline

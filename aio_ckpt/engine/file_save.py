@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from aio_ckpt.checks import MAX_SECS, check_path, shown
+from aio_ckpt.argument_checks import MAX_SECS, check_path, shown
 from aio_ckpt.commit.path_checkpoints import file_refusal
 from aio_ckpt.engine.call_lock import CallLock, LockedCalls
 from aio_ckpt.engine.capture_job import JobCapturer

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import anyio
 
-from aio_ckpt.checks import check_flag, check_one_of
+from aio_ckpt.argument_checks import check_flag, check_one_of
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.extra import check_extra
 from aio_ckpt.commit.metrics import check_metrics

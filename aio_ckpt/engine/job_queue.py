@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.path_checkpoints import is_same_place
 from aio_ckpt.commit.quarantine import Quarantine
@@ -25,7 +25,7 @@ from aio_ckpt.engine.job import Job, RemoveJob, SaveJob, WriteJob
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.outcomes import OutcomeRecorder, logged_errors, named
 from aio_ckpt.engine.removal import Remover
-from aio_ckpt.engine.root import RootSession
+from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError, PeerFailedError, SaveCancelledError
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.mirror import Mirroring

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 import anyio
 
-from aio_ckpt.checks import check_one_of, shown
+from aio_ckpt.argument_checks import check_one_of, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number

@@ -7,13 +7,13 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from aio_ckpt.checks import check_flag
+from aio_ckpt.argument_checks import check_flag
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.engine.call_lock import LockedCalls
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.known_steps import EarlierSteps
-from aio_ckpt.engine.root import RootSession, StepsChange
+from aio_ckpt.engine.root_session import RootSession, StepsChange
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError
 from aio_ckpt.mirror import Mirroring
 from aio_ckpt.ranks.exchange import Exchange

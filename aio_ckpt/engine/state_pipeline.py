@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
-from isal import isal_zlib
 
-from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.commit import path_checkpoints, publish
 from aio_ckpt.commit.manifests import (
     MetadataFile,
@@ -32,10 +31,11 @@ from aio_ckpt.engine.committed_frozen import CommittedFrozen
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
 from aio_ckpt.engine.outcomes import explain_failure
-from aio_ckpt.engine.root import RootSession
+from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.engine.write_job import JobWriter
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, rank_manifest_name
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.plan.global_plan import places
 from aio_ckpt.ranks.heartbeats import heartbeat_pauses
@@ -171,7 +171,7 @@ class StatePipeline:
             metadata=metadata,
             spans=spans,
             manifest_bytes=len(manifest),
-            manifest_crc32=isal_zlib.crc32(manifest),
+            manifest_crc32=crc32_of(manifest),
         )
 
     async def _write_data(self, job: SaveJob, part: Part) -> tuple[WriteResult, FrozenFile | None]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 import struct
 
-from isal import isal_zlib
-
 from aio_ckpt.errors import MismatchError
+from aio_ckpt.format.checksum import crc32_of
 
 METADATA_FILE = ".metadata"
 _ID = r"([0-9a-zA-Z-]{1,40})"
@@ -63,7 +62,7 @@ def save_of_root_manifest(name: str) -> str | None:
 def trailer(save_id: str) -> bytes:
     """Return the bytes behind the pickle of ``.metadata``: a mark, the id of the save, and their CRC32."""
     body = _TRAILER.pack(_MAGIC, save_id.encode(), 0)[:-4]
-    return body + struct.pack("<I", isal_zlib.crc32(body))
+    return body + struct.pack("<I", crc32_of(body))
 
 
 def save_of_metadata(data: bytes) -> str | None:
@@ -76,7 +75,7 @@ def save_of_metadata(data: bytes) -> str | None:
     if len(end) < TRAILER_BYTES:
         return None
     mark, save_id, crc32 = _TRAILER.unpack(end)
-    if isal_zlib.crc32(end[:-4]) == crc32 and mark == _MAGIC:
+    if crc32_of(end[:-4]) == crc32 and mark == _MAGIC:
         return str(save_id.rstrip(b"\0").decode("ascii", "replace"))
     if sum(there == here for there, here in zip(mark, _MAGIC, strict=True)) > len(_MAGIC) // 2:
         raise MismatchError(f"{METADATA_FILE}: not as it was written: its last {TRAILER_BYTES} bytes are damaged")

@@ -30,14 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.constants import MAX_BYTES
+from aio_ckpt.format.dtypes import DTYPES
 from aio_ckpt.format.restricted_unpickler import Allowed, RefusedError, RestrictedUnpickler, check_key, make_set
 
 _log = logging.getLogger("aio_ckpt")
-
-DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
-"""Every dtype of this torch by its name without ``torch.``."""
 
 
 def parse_metadata(data: bytes, *, name: str) -> Metadata:

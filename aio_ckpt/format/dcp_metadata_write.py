@@ -27,7 +27,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -40,8 +39,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.format.checkpoint_files import data_file_name
-from aio_ckpt.format.dcp_metadata_read import DTYPES, OLDEST_FIELDS
-from aio_ckpt.format.tensor_table import IntArray
+from aio_ckpt.format.checksum import crc32_of
+from aio_ckpt.format.dcp_metadata_read import OLDEST_FIELDS
+from aio_ckpt.format.dtypes import DTYPES
+from aio_ckpt.format.tensor_columns import IntArray
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Hole: TypeAlias = "str | int"
@@ -120,7 +121,7 @@ class MetadataTemplate:
         return cls(
             files=files,
             fixed=fixed,
-            fixed_crc32=isal_zlib.crc32(fixed),
+            fixed_crc32=crc32_of(fixed),
             head=head,
             holes=holes,
             middle=middle,

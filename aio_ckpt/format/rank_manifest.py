@@ -30,7 +30,7 @@ from aio_ckpt.format.root_manifest import (
     FormatHead,
     decode_checked,
 )
-from aio_ckpt.format.tensor_table import (
+from aio_ckpt.format.tensor_columns import (
     Names,
     StoredColumns,
     TensorColumns,

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
-from isal import isal_zlib
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.constants import MAX_BYTES, Size
 
 FORMAT_MAJOR = 1
@@ -39,7 +39,7 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True):
 
     def vouches_for(self, data: bytes) -> bool:
         """Return whether ``data`` is the whole file as it was written, by its length and CRC32."""
-        return len(data) == self.nbytes and isal_zlib.crc32(data) == self.crc32
+        return len(data) == self.nbytes and crc32_of(data) == self.crc32
 
 
 # -- manifests of any kind --------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from aio_ckpt.checks import check_kind
+from aio_ckpt.argument_checks import check_kind
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.installed import Installed

@@ -16,11 +16,10 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from isal import isal_zlib
-
 from aio_ckpt.checkpoint.torch_file import check_torch_file, is_zip
 from aio_ckpt.engine.file_pipeline import TEMPORARY
 from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, UnsupportedLeafError, WriteError
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
 from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.durability import sync_dir, sync_file
@@ -65,7 +64,7 @@ def write_checksums(folder: Path, known: Mapping[Path, int]) -> None:
     text = "".join(lines).encode("utf-8", "surrogateescape")
     sums = folder / SUMS_FILE
     with translate_errors(WriteError, sums):
-        sums.write_bytes(text + f"; {len(lines)} files, {isal_zlib.crc32(text):08x}\n".encode())
+        sums.write_bytes(text + f"; {len(lines)} files, {crc32_of(text):08x}\n".encode())
     sync_path(sums)
     for place, _, _ in os.walk(folder, topdown=False):
         sync_path(Path(place))
@@ -167,7 +166,7 @@ def _sums(folder: Path) -> Iterator[tuple[Path, int]]:
     sums = folder / SUMS_FILE
     found = re.fullmatch(rb"(.*)(?<![^\n]); (\d+) files, ([0-9a-f]{8})\n", sums.read_bytes(), re.DOTALL)
     lines = found[1].decode("utf-8", "surrogateescape").split("\n")[:-1] if found else []
-    if found is None or int(found[2]) != len(lines) or int(found[3], 16) != isal_zlib.crc32(found[1]):
+    if found is None or int(found[2]) != len(lines) or int(found[3], 16) != crc32_of(found[1]):
         raise CorruptCheckpointError(f"{sums} is damaged: it does not end in the count and the CRC32 of its own lines")
     for line in lines:
         name, _, crc32 = line.rpartition(" ")
@@ -206,7 +205,7 @@ def _crc32(path: Path) -> int:
     crc32 = 0
     with translate_errors(ReadError, path), path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
-            crc32 = isal_zlib.crc32(block, crc32)
+            crc32 = crc32_of(block, crc32)
     return int(crc32)
 
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from aio_ckpt.argument_checks import check_kind, shown
 from aio_ckpt.checkpoint.torch_file import check_torch_file, is_zip
-from aio_ckpt.checks import check_kind, shown
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError

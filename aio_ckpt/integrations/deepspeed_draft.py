@@ -17,7 +17,8 @@ from aio_ckpt.ranks.messages import Failure
 from aio_ckpt.ranks.polls import AgreedWork, Work, work_failure
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.local import Storage, names_in, sync_parents
+from aio_ckpt.storage.durability import sync_parents
+from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import read_small_file
 
 _log = logging.getLogger("aio_ckpt")

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from aio_ckpt.checks import local_path
+from aio_ckpt.argument_checks import local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp import default
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError

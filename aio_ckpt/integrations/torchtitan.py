@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from aio_ckpt.checks import check_kind, local_path
+from aio_ckpt.argument_checks import check_kind, local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.places import Expected, moved_names

@@ -4,7 +4,7 @@ In: one value of a state. Out: its bytes or parts, and a note of its type (``obj
 ``compound``, ``keys``).
 
 In: bytes or parts, and a note. Out: the value, made without running code unless its type is trusted
-(``object_unpickler``; ``allowed_types``: paths, dates, random generators, enumerations). ``values`` are the
+(``object_unpickler``; ``pickle_allow_list``: paths, dates, random generators, enumerations). ``values`` are the
 leaves that have a meaning of their own, ``tensor_memory`` tells which tensors share memory. Imports ``format``,
 ``errors`` and ``_torch``.
 """

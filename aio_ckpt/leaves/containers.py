@@ -27,8 +27,8 @@ import torch
 
 from aio_ckpt._torch import PYTREE_NODES
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, SourceChangedError
-from aio_ckpt.leaves.allowed_types import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
 from aio_ckpt.leaves.objects import decode_object, encode_object, type_name
+from aio_ckpt.leaves.pickle_allow_list import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
 
 Notes: TypeAlias = "tuple[tuple[str, Any], ...]"
 """Notes of a container in a skeleton, such as its type: (name, value) pairs in a fixed order.

@@ -17,7 +17,7 @@ from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.restricted_unpickler import Allowed, RefusedError, RestrictedUnpickler
 from aio_ckpt.format.tensor_pickle import STORAGES, StorageRef, storage_ref, tensor_view
 from aio_ckpt.format.tensor_zip import check_bounds
-from aio_ckpt.leaves.allowed_types import (
+from aio_ckpt.leaves.pickle_allow_list import (
     FILLS,
     HARMLESS,
     ClassNotImportedError,

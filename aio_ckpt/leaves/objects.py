@@ -1,7 +1,7 @@
 """Objects (every leaf that is no tensor and no array) to and from bytes, without running code when they are read.
 
 The bytes are those of ``torch.save``, so stock ``dcp.load`` gives the very values. A restricted unpickler reads them:
-it makes harmless values (:mod:`aio_ckpt.leaves.allowed_types`), tensors, and values of the types that the user allowed.
+it makes harmless values (:mod:`aio_ckpt.leaves.pickle_allow_list`), tensors, and values of types that the user allowed.
 Any other value needs trust when it is read.
 """
 

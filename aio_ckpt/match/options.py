@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from aio_ckpt.checks import check_callback, check_flag
+from aio_ckpt.argument_checks import check_callback, check_flag
 from aio_ckpt.match.rename import Rename, check_rename
 from aio_ckpt.reports import OnProgress
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, MissingNameError
 from aio_ckpt.state.names import branches_of, listed, node_names
 

@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from aio_ckpt.checks import shown
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.memory.copies import Copies, CopyEvent, DeviceMemory, Groups
 from aio_ckpt.memory.cuda_driver import batch_copy

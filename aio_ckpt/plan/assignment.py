@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from aio_ckpt.errors import PlanChangedError
-from aio_ckpt.format.tensor_table import IntArray
+from aio_ckpt.format.tensor_columns import IntArray
 from aio_ckpt.plan.shard_table import Flags, ShardTable, SmallInts
 
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 64 << 10, 16 << 20

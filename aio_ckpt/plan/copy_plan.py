@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aio_ckpt.format.tensor_table import IntArray
+from aio_ckpt.format.tensor_columns import IntArray
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.cuda_driver import batch_copy
 from aio_ckpt.memory.host_copy import CopyVectors

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from aio_ckpt.format.tensor_table import IntArray
+from aio_ckpt.format.tensor_columns import IntArray
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.assignment import Boxes, packed
 from aio_ckpt.plan.shard_table import Flags, ShardTable, malformed

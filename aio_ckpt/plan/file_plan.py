@@ -13,9 +13,10 @@ from aio_ckpt.format.torch_file import ZipTail, pickle_object, storage_envelope
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.chunks import cut_chunks
 from aio_ckpt.plan.copy_plan import image_order, is_gathered
+from aio_ckpt.plan.fingerprint import check_sources, fingerprint_of
 from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, plan_layout
-from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources
+from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.plan.tensor_item import Placement, TensorItem
 from aio_ckpt.state.flatten import FlatState
 
@@ -78,7 +79,7 @@ class FilePlans:
         """
         flat = FlatState(names, list(tensors), [LeafKind.TENSOR] * len(tensors), int(LeafKind.TENSOR))
         leaves = Leaves(tensors=tensors, types=[torch.Tensor] * len(tensors), shards={}, objects=[])
-        fingerprint = addresses(tensors)
+        fingerprint = fingerprint_of(tensors)
         check_sources(flat, tensors, fingerprint)
         kept_header, kept = self._kept.get(slot, (None, None))
         is_hit = kept is not None and kept_header == header and kept.structure.is_of(flat, leaves)

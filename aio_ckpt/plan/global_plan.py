@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, render_metadata
-from aio_ckpt.format.tensor_table import IntArray, are_sizes
+from aio_ckpt.format.tensor_columns import IntArray, are_sizes
 from aio_ckpt.leaves.arrays import as_tensor
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.assignment import Assignment

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from aio_ckpt.config import GATHER_BYTES
+from aio_ckpt.plan.fingerprint import check_sources, fingerprint_of, partition, storage_bytes
 from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.save_plan import Plan, PlannedSave, collector_paused, laid_out_anew, make_plan
-from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, check_whole, partition, storage_bytes
+from aio_ckpt.plan.structure import Leaves, Structure, check_whole
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import FlatState
 
@@ -61,7 +62,7 @@ class PlanCache:
             plan = self._plan  # read once: a save that fails in the background clears it
             cached = plan if plan is not None and plan.structure.is_of(flat, leaves) else None
             structure = Structure.of(flat, leaves) if cached is None else cached.structure
-            fingerprint = addresses(leaves.tensors) if cached is not None else []
+            fingerprint = fingerprint_of(leaves.tensors) if cached is not None else []
         except (RuntimeError, TypeError, NotImplementedError):
             check_leaves(flat)
             raise
@@ -101,7 +102,7 @@ class PlanCache:
         self._plan = None
         if self._world_size == 1:
             check_whole(flat, structure)
-        fingerprint = addresses(leaves.tensors)
+        fingerprint = fingerprint_of(leaves.tensors)
         source_bytes = check_sources(flat, leaves.tensors, fingerprint)
         with collector_paused():
             plan = make_plan(

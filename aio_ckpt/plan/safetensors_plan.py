@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from aio_ckpt.checks import shown
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import ConfigError, UnsupportedLeafError
 from aio_ckpt.format.constants import Envelope, TensorSpec
 from aio_ckpt.format.safetensors_file import (

@@ -17,17 +17,18 @@ from torch.distributed.checkpoint.planner import WriteItem
 from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.rank_manifest import encode_static
-from aio_ckpt.format.tensor_table import TensorEntry
+from aio_ckpt.format.tensor_columns import TensorEntry
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.memory.cuda import can_copy_by_address
 from aio_ckpt.plan.assignment import Assignment, unpacked
 from aio_ckpt.plan.copy_plan import CopyPlan, image_order, is_gathered, plan_copies
 from aio_ckpt.plan.differing_replicas import Tolerance, tolerances
+from aio_ckpt.plan.fingerprint import partition
 from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
 from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.shard_table import LocalPlan
-from aio_ckpt.plan.structure import Structure, partition
+from aio_ckpt.plan.structure import Structure
 from aio_ckpt.plan.tensor_item import Placement, TensorItem
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.skeleton import encode_skeleton

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
 from aio_ckpt.format.constants import MAX_BYTES
-from aio_ckpt.format.dcp_metadata_read import DTYPES
-from aio_ckpt.format.tensor_table import IntArray
+from aio_ckpt.format.dtypes import DTYPES
+from aio_ckpt.format.tensor_columns import IntArray
 
 SmallInts: TypeAlias = "npt.NDArray[np.int32]"
 Tolerances: TypeAlias = "npt.NDArray[np.uint32]"

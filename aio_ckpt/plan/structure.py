@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import SHARDS_DIFFER
-from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
+from aio_ckpt.errors import UnsupportedLeafError
 from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.leaves.arrays import as_tensor
-from aio_ckpt.leaves.tensor_memory import extent_bytes, local_memory, needed_bytes
+from aio_ckpt.leaves.tensor_memory import extent_bytes, local_memory
 from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.flatten import FlatState
 
@@ -204,38 +204,6 @@ def _mesh_key(mesh: DeviceMesh) -> tuple[object, ...]:
     return key
 
 
-def partition(structure: Structure, fingerprint: Sequence[int]) -> list[int]:
-    """Return, per tensor leaf, the first leaf with the same bytes, dtype, shape and stride.
-
-    Empty tensors share nothing.
-    """
-    first: dict[tuple[object, ...], int] = {}
-    rows = zip(
-        fingerprint,
-        structure.dtypes,
-        structure.shapes,
-        structure.strides,
-        structure.conj,
-        structure.neg,
-        structure.devices,
-        strict=True,
-    )
-    return [
-        position if not row[0] else first.setdefault((*row, *structure.shards.get(position, ())), position)
-        for position, row in enumerate(rows)
-    ]
-
-
-def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the address of the first element of every tensor: the fingerprint."""
-    return list(map(torch.Tensor.data_ptr, tensors))
-
-
-def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the length of the storage of every tensor, in bytes."""
-    return list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)))
-
-
 def has_stored_bytes(tensor: torch.Tensor) -> bool:
     """Return whether the memory of ``tensor`` holds its bytes exactly as a data file stores them."""
     is_lazy = tensor.is_conj() or tensor.is_neg()
@@ -262,21 +230,3 @@ def check_whole(flat: FlatState, structure: Structure) -> None:
                 f"{shape}, and this engine saves for one rank: give the whole tensor (as a DTensor's "
                 "full_tensor()), or an engine for all ranks"
             )
-
-
-def check_sources(flat: FlatState, tensors: Sequence[torch.Tensor], fingerprint: Sequence[int]) -> list[int]:
-    """Check that all storages exist, and return the storage length of every tensor leaf, in bytes.
-
-    Raises:
-        SourceChangedError: a storage was freed, or is too short for its tensor.
-    """
-    names = (name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT)
-    available_bytes = storage_bytes(tensors)
-    for name, tensor, address, available in zip(names, tensors, fingerprint, available_bytes, strict=True):
-        needed = needed_bytes(tensor)
-        if needed and (not address or needed > available):
-            raise SourceChangedError(
-                f"{name!r}: a tensor of shape {tuple(tensor.shape)} needs {needed} bytes of its storage, which has "
-                f"{available}: it was freed or resized; save before freeing it, or materialize it first"
-            )
-    return available_bytes

@@ -17,7 +17,7 @@ import anyio
 import msgspec
 import torch.distributed as dist
 
-from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, RootError, StallError

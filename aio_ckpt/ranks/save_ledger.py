@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
-from isal import isal_zlib
 
 from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import DuplicateNameError, EmptyStateError, PeerFailedError, PlanChangedError
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.differing_replicas import (
@@ -118,7 +118,7 @@ class SentExtents:
 def extents_crc32(spans: Sequence[Extent]) -> int:
     """Return the CRC32 over offsets and lengths as int64, little-endian."""
     flat = [number for span in spans for number in span]
-    return isal_zlib.crc32(struct.pack(f"<{len(flat)}q", *flat))
+    return crc32_of(struct.pack(f"<{len(flat)}q", *flat))
 
 
 # -- the leader to a rank ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from aio_ckpt.checks import is_path
+from aio_ckpt.argument_checks import is_path
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner, is_abandoned, owner_by_name

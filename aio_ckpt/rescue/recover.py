@@ -10,7 +10,6 @@ from pathlib import Path
 
 import anyio
 import msgspec
-from isal import isal_zlib
 
 from aio_ckpt.commit import publish
 from aio_ckpt.commit.manifests import metadata_file, render_root
@@ -20,6 +19,7 @@ from aio_ckpt.commit.root_writer import writing
 from aio_ckpt.commit.trash import THREAD_WAIT_SECS
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, rank_manifest_name
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.format.root_names import SEGMENTS_FILE, StepNames
@@ -211,4 +211,4 @@ async def _write_data(
     )
     manifest_name = rank_manifest_name(record.save_id, 0)
     await storage.write_file(pending / manifest_name, manifest)
-    return FileEntry(manifest_name, len(manifest), isal_zlib.crc32(manifest)), result.image_bytes
+    return FileEntry(manifest_name, len(manifest), crc32_of(manifest)), result.image_bytes

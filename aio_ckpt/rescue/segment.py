@@ -17,9 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from isal import isal_zlib
-
 from aio_ckpt.errors import BudgetExceededError, ConfigError
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.constants import PAGE_BYTES
 
 SEGMENT_PREFIX = "aio_ckpt-"
@@ -91,7 +90,7 @@ class SharedSegment:
         finally:
             os.close(descriptor)
         self._header[_RECORD_BYTES] = len(record)
-        self._header[_RECORD_CRC32] = isal_zlib.crc32(record)
+        self._header[_RECORD_CRC32] = crc32_of(record)
         self._header[_GENERATION] += 1
 
     def mark_invalid(self) -> None:
@@ -241,7 +240,7 @@ def read_segment(path: Path) -> StoredSegment:
         return faulty(f"cannot be read: {error.strerror}", is_damaged=True)
     finally:
         os.close(descriptor)
-    if isal_zlib.crc32(record) != crc32:
+    if crc32_of(record) != crc32:
         return faulty("torn: its snapshot record does not match its sum", is_damaged=True)
     return StoredSegment(
         path=path, generation=generation, capacity=capacity, record=record, modified_unix=modified_unix

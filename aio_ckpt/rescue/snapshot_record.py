@@ -12,13 +12,13 @@ import time
 from typing import Annotated, Any
 
 import msgspec
-from isal import isal_zlib
 
 from aio_ckpt.commit.manifests import object_entries
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.checkpoint_files import data_file_name
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.constants import BLOCK_BYTES, MAX_BYTES, PAGE_BYTES, TensorSpec
-from aio_ckpt.format.dcp_metadata_read import DTYPES
+from aio_ckpt.format.dtypes import DTYPES
 from aio_ckpt.format.rank_manifest import RankManifest, decode_rank, encode_rank
 from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.format.tensor_zip import render
@@ -171,7 +171,7 @@ def layout_of(record: SnapshotRecord) -> tuple[RankManifest, ImageLayout]:
 
 def raw_sums(layout: ImageLayout, memory: memoryview) -> bytes:
     """Return the CRC32 of each block of raw bytes, as the rank's manifest stores it. ``memory`` holds the image."""
-    crc32 = isal_zlib.crc32
+    crc32 = crc32_of
     return b"".join(
         crc32(memory[start : min(start + BLOCK_BYTES, item.trailer_offset)]).to_bytes(4, "little")
         for item in layout.items

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import anyio
 
-from aio_ckpt.checkpoint.requests import ReadRequest
+from aio_ckpt.checkpoint.read_requests import ReadRequest
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.reports import OnProgress, Progress, Stage
 from aio_ckpt.runtime.futures import follow

@@ -19,7 +19,7 @@ from aio_ckpt.checkpoint.foreign_items import parse_item
 from aio_ckpt.checkpoint.locate import locate
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
-from aio_ckpt.checkpoint.requests import ReadRequest
+from aio_ckpt.checkpoint.read_requests import ReadRequest
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsupportedLeafError
 from aio_ckpt.format.tensor_zip import is_dense, row_major_stride
 from aio_ckpt.leaves.tensor_memory import unwrapped

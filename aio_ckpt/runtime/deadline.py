@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from aio_ckpt.checks import check_seconds
+from aio_ckpt.argument_checks import check_seconds
 from aio_ckpt.errors import StallError
 from aio_ckpt.reports import title
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from aio_ckpt.checks import shown
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import ConfigError, WrongThreadError
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

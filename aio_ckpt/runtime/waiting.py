@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.errors import StallError
 from aio_ckpt.reports import title
 from aio_ckpt.runtime.portal import Portal, start_beside_or_here

@@ -16,8 +16,9 @@ from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import copy_all, first_unreadable
 from aio_ckpt.plan.chunks import Chunk, Piece
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable, GatherRun
+from aio_ckpt.plan.fingerprint import fingerprint_of
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
-from aio_ckpt.plan.structure import addresses, flat_bytes, has_stored_bytes
+from aio_ckpt.plan.structure import flat_bytes, has_stored_bytes
 from aio_ckpt.snapshot.captured_chunks import CapturedRun
 from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.gather_buffers import GatherBuffers
@@ -193,7 +194,7 @@ class Capture:
     def check_sources(self) -> None:
         """Raise SourceChangedError if another thread has freed or resized a source during the capture."""
         planned = self._planned
-        if addresses(planned.tensors) != planned.plan.fingerprint:
+        if fingerprint_of(planned.tensors) != planned.plan.fingerprint:
             raise SourceChangedError(
                 "a tensor was freed, resized or reassigned by another thread while save() captured it: "
                 "keep the state still until save() returns"

@@ -15,7 +15,8 @@ from aio_ckpt.leaves.compound import plain_tensors
 from aio_ckpt.leaves.tensor_memory import local_memory, span_of
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.cuda import is_capturing_graph
-from aio_ckpt.plan.structure import Structure, addresses
+from aio_ckpt.plan.fingerprint import fingerprint_of
+from aio_ckpt.plan.structure import Structure
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _SHARDED_TYPES = _PLAIN_TYPES | {DTensor}
@@ -84,10 +85,10 @@ class OptimizerGuards:
             return frozenset()
         tensors = [tensor for guarded in self._objects for tensor in _tensors_of(guarded)]
         try:
-            starts = addresses(tensors)
+            starts = fingerprint_of(tensors)
         except RuntimeError:  # a sparse tensor has no address, but its parts have
             tensors = [part for tensor in tensors for part in plain_tensors(tensor) if part.layout == torch.strided]
-            starts = addresses(tensors)
+            starts = fingerprint_of(tensors)
         counts = list(map(torch.Tensor.numel, tensors))
         found = self._found
         if found is None or starts != found[0] or counts != found[1] or fingerprint is not found[2]:

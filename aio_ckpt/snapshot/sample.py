@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from isal import isal_zlib
 
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import CopyStreams
@@ -57,5 +57,5 @@ def differing_item(
         for copies in begun.values():
             copies.record_event().synchronize()
     wanted = np.frombuffer(sums, "<u4")[blocks].tolist()
-    found = [isal_zlib.crc32(view) for view in views]
+    found = [crc32_of(view) for view in views]
     return next((items[index] for index, old, new in zip(chosen, wanted, found, strict=True) if old != new), None)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from aio_ckpt._torch import ShardedTensor
-from aio_ckpt.checks import shown
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import DuplicateNameError, EmptyStateError, UnsupportedLeafError
 from aio_ckpt.leaves.compound import CompoundTensor, is_compound, take_apart
 from aio_ckpt.leaves.containers import Notes, UnreadableError, entries_of, fields_of, notes_of, objects_of, parts_of

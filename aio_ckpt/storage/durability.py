@@ -10,10 +10,16 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from aio_ckpt.errors import AioCkptError
 from aio_ckpt.storage.direct_io import NOT_SUPPORTED
 from aio_ckpt.storage.mounts import mount_point
+
+if TYPE_CHECKING:
+    from aio_ckpt.storage.local import Storage  # it imports this module
 
 _logger = logging.getLogger("aio_ckpt")
 
@@ -74,3 +80,32 @@ def _explain(error: OSError) -> None:
             f"{error.strerror}: this file system refuses fsync, so that a power loss could tear a checkpoint on it: "
             "save to a local disk, and copy committed checkpoints from there by another tool"
         )
+
+
+async def sync_parents(storage: Storage, src: Path, dst: Path) -> None:
+    """Make a rename from ``src`` to ``dst`` durable.
+
+    The new name becomes durable first, so that after a power loss in between at least one of the names is there.
+    """
+    await storage.sync_dir(dst.parent)
+    if src.parent != dst.parent:
+        await storage.sync_dir(src.parent)
+
+
+async def sync_or_undo(storage: Storage, move: Callable[[Path, Path], Awaitable[None]], src: Path, dst: Path) -> None:
+    """Make a rename from ``src`` to ``dst``, which ``move`` made, durable. If that fails, ``move`` takes it back.
+
+    Raises:
+        WriteError: an fsync failed. If ``in_doubt`` is set, the rename could not be taken back.
+    """
+    try:
+        await sync_parents(storage, src, dst)
+    except Exception as error:
+        try:
+            await move(dst, src)
+            await sync_parents(storage, dst, src)
+        except (AioCkptError, OSError) as undoing:
+            error.add_note(f"what was renamed to {dst} may still become visible, whole: undoing that failed: {undoing}")
+            if isinstance(error, AioCkptError):
+                error.in_doubt = True
+        raise

@@ -13,7 +13,7 @@ import functools
 import os
 import shutil
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
@@ -398,32 +398,3 @@ async def names_in(storage: Storage, path: Path) -> list[str]:
         if error.errno != errno.ENOENT and await storage.exists(path):
             raise
         return []
-
-
-async def sync_parents(storage: Storage, src: Path, dst: Path) -> None:
-    """Make a rename from ``src`` to ``dst`` durable.
-
-    The new name becomes durable first, so that after a power loss in between at least one of the names is there.
-    """
-    await storage.sync_dir(dst.parent)
-    if src.parent != dst.parent:
-        await storage.sync_dir(src.parent)
-
-
-async def sync_or_undo(storage: Storage, move: Callable[[Path, Path], Awaitable[None]], src: Path, dst: Path) -> None:
-    """Make a rename from ``src`` to ``dst``, which ``move`` made, durable. If that fails, ``move`` takes it back.
-
-    Raises:
-        WriteError: an fsync failed. If ``in_doubt`` is set, the rename could not be taken back.
-    """
-    try:
-        await sync_parents(storage, src, dst)
-    except Exception as error:
-        try:
-            await move(dst, src)
-            await sync_parents(storage, dst, src)
-        except (AioCkptError, OSError) as undoing:
-            error.add_note(f"what was renamed to {dst} may still become visible, whole: undoing that failed: {undoing}")
-            if isinstance(error, AioCkptError):
-                error.in_doubt = True
-        raise

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from aio_ckpt.checks import is_path, local_name, shown, without_secrets
+from aio_ckpt.argument_checks import is_path, local_name, shown, without_secrets
 from aio_ckpt.errors import RootError
 from aio_ckpt.storage.durability import sync_dir
 

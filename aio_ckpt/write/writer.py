@@ -16,8 +16,8 @@ from typing import TypeAlias
 import anyio
 import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream
-from isal import isal_zlib
 
+from aio_ckpt.format.checksum import crc32_combine, crc32_of
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.plan.chunks import Chunk, Piece
 from aio_ckpt.plan.layout import ImageLayout
@@ -113,7 +113,7 @@ class ChunkPreparer:
                 offset = start - chunk.start
                 view[offset : offset + len(data)] = data
         return BlockSums(
-            spans=[isal_zlib.crc32(view[start:stop]) for start, stop in chunk.sums.spans],
+            spans=[crc32_of(view[start:stop]) for start, stop in chunk.sums.spans],
             parts=[_sum_part(piece, view, chunk.start) for piece in chunk.sums.parts],
         )
 
@@ -151,13 +151,13 @@ class ChunkPreparer:
         total, position = 0, piece.raw_start
         for part, nbytes in parts:
             if position % BLOCK_BYTES:
-                blocks[-1] = isal_zlib.crc32_combine(blocks[-1], part, nbytes)
+                blocks[-1] = crc32_combine(blocks[-1], part, nbytes)
             else:
                 blocks.append(part)
-            total = isal_zlib.crc32_combine(total, part, nbytes)
+            total = crc32_combine(total, part, nbytes)
             position += nbytes
         before = int(self._item_crc32s[piece.item])
-        self._item_crc32s[piece.item] = isal_zlib.crc32_combine(before, total, piece.nbytes)
+        self._item_crc32s[piece.item] = crc32_combine(before, total, piece.nbytes)
         return total
 
     def _sum_file(self, chunk: Chunk, view: memoryview, totals: Sequence[int]) -> None:
@@ -165,9 +165,9 @@ class ChunkPreparer:
         running, position = self.file_crc32, 0
         for piece, total in zip(chunk.sums.parts, totals, strict=True):
             start = piece.image_start - chunk.start
-            running = isal_zlib.crc32_combine(isal_zlib.crc32(view[position:start], running), total, piece.nbytes)
+            running = crc32_combine(crc32_of(view[position:start], running), total, piece.nbytes)
             position = start + piece.nbytes
-        self.file_crc32 = isal_zlib.crc32(view[position:], running)
+        self.file_crc32 = crc32_of(view[position:], running)
 
 
 def _sum_part(piece: Piece, view: memoryview, chunk_start: int) -> list[tuple[int, int]]:
@@ -177,7 +177,7 @@ def _sum_part(piece: Piece, view: memoryview, chunk_start: int) -> list[tuple[in
     position, stop = piece.raw_start, piece.raw_start + piece.nbytes
     while position < stop:
         end = min(stop, (position // BLOCK_BYTES + 1) * BLOCK_BYTES)
-        parts.append((isal_zlib.crc32(view[offset + position : offset + end]), end - position))
+        parts.append((crc32_of(view[offset + position : offset + end]), end - position))
         position = end
     return parts
 

@@ -24,7 +24,8 @@ from aio_ckpt.commit.manifests import object_entries
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError, WriteError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
-from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
+from aio_ckpt.plan.fingerprint import fingerprint_of, partition
+from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.state.flatten import flatten
 
 SMALL, LARGE = 1000, SMALL_COPY_BYTES  # floats: copied by address, and by torch
@@ -171,7 +172,7 @@ def test_lists_of_unequal_length_raise_and_never_truncate(engine):
     flat = flatten({"a": torch.ones(2), "b": torch.ones(2), "c": 1, "d": 2}, rank=0)
     leaves = Leaves.of(flat)
     structure = Structure.of(flat, leaves)
-    fingerprint = addresses(leaves.tensors)
+    fingerprint = fingerprint_of(leaves.tensors)
     with pytest.raises(ValueError, match=r"zip\(\)"):
         partition(structure, fingerprint[:-1])
     with pytest.raises(ValueError, match=r"zip\(\)"):

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
-from aio_ckpt.engine import root as engine_root
+from aio_ckpt.engine import root_session as engine_root
 from aio_ckpt.engine import state_pipeline
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign

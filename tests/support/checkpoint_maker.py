@@ -27,7 +27,7 @@ from aio_ckpt.format import checkpoint_files, root_manifest, tensor_zip
 from aio_ckpt.format import rank_manifest as manifest
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
-from aio_ckpt.format.tensor_table import TensorEntry
+from aio_ckpt.format.tensor_columns import TensorEntry
 from aio_ckpt.leaves.arrays import as_tensor
 from aio_ckpt.leaves.objects import encode_object
 from aio_ckpt.leaves.values import LeafKind

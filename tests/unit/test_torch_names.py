@@ -40,7 +40,7 @@ PRIVATE = re.compile(
     r"|\btorch\._[a-zA-Z]|\._local_tensor\b|\bdistributed_c10d\.",
     re.MULTILINE,
 )
-PICKLED = {"format/tensor_pickle.py", "leaves/allowed_types.py", "leaves/object_unpickler.py"}
+PICKLED = {"format/tensor_pickle.py", "leaves/pickle_allow_list.py", "leaves/object_unpickler.py"}
 """They hold private names as text, which stands in files and is never imported."""
 
 

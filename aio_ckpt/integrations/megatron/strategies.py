@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from aio_ckpt.checks import check_kind
+from aio_ckpt.argument_checks import check_kind
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.writer import Writer

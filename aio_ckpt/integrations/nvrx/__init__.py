@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from aio_ckpt.checks import check_kind
+from aio_ckpt.argument_checks import check_kind
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.installed import same_handle
 from aio_ckpt.errors import ConfigError

@@ -37,7 +37,7 @@ from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.removal import Remover
-from aio_ckpt.engine.root import RootSession
+from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.state_pipeline import StatePipeline
 from aio_ckpt.engine.write_job import JobWriter

@@ -21,7 +21,7 @@ from gated_storage import TIMEOUT
 
 import aio_ckpt
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
-from aio_ckpt.checks import shown
+from aio_ckpt.argument_checks import shown
 from aio_ckpt.dcp import Reader, Writer
 from aio_ckpt.errors import (
     AioCkptError,

@@ -20,7 +20,7 @@ from warm_python import run_warm
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.trash import THREAD_WAIT_SECS
 from aio_ckpt.engine import file_save
-from aio_ckpt.engine import root as root_module
+from aio_ckpt.engine import root_session as root_module
 from aio_ckpt.errors import StallError
 from aio_ckpt.rescue import hooks
 from aio_ckpt.runtime.portal import Executor
@@ -289,11 +289,11 @@ def test_a_thread_that_the_disk_holds_does_not_stop_the_interpreters_exit(root: 
         """
         import sys, threading, torch
         from aio_ckpt import EngineConfig, SyncCheckpointEngine
-        from aio_ckpt.engine import engine as engines, root
+        from aio_ckpt.engine import engine as engines, root_session
         from aio_ckpt.storage.root_lock import RootLock
         engine = SyncCheckpointEngine(sys.argv[1], EngineConfig(stall_timeout_secs=0.3))
         engine.save({"w": torch.ones(3)}, 1).result()
-        root.STOP_SECS = engines.STOP_SECS = 0.3
+        root_session.STOP_SECS = engines.STOP_SECS = 0.3
         RootLock.renew = RootLock.release = lambda lock: threading.Event().wait()
         try:
             engine.save({"w": torch.ones(3)}, 2).result()

@@ -16,7 +16,7 @@ import torch
 
 from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.engine import agreement, capture_job, capture_session, engine, file_save, job_queue
-from aio_ckpt.engine import root as keeper
+from aio_ckpt.engine import root_session as keeper
 from aio_ckpt.engine import state_save as saver
 from aio_ckpt.engine.job import SaveJob, WriteJob
 from aio_ckpt.errors import SaveCancelledError

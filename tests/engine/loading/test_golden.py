@@ -36,7 +36,7 @@ from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.cli.commands import run
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.root_manifest import FORMAT_MAJOR, FORMAT_MINOR, FROZEN_FORMAT, add_checksum
-from aio_ckpt.format.tensor_table import StoredColumns
+from aio_ckpt.format.tensor_columns import StoredColumns
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage

@@ -212,7 +212,7 @@ def test_without_verification_nothing_is_summed_and_nothing_said_to_be_verified(
     engine.save(made()).result(TIMEOUT)
     state = zeros()
     with monkeypatch.context() as patched:
-        patched.setattr(verified_copy, "isal_zlib", None)
+        patched.setattr(verified_copy, "crc32_of", None)
         assert not load(engine, state).verified
     check_equal(state)
     engine.close_blocking()

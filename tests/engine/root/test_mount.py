@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.engine import root as engine_root
+from aio_ckpt.engine import root_session as engine_root
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.storage.mounts import Mount
 

@@ -13,7 +13,8 @@ from wrapper_tensors import blockwise
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, EngineClosedError
-from aio_ckpt.plan.structure import Leaves, Structure, addresses
+from aio_ckpt.plan.fingerprint import fingerprint_of
+from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.capture import Capture
 from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
@@ -155,7 +156,7 @@ def test_no_leaf_is_guarded_beyond_the_tensor_that_the_optimizer_changes() -> No
     flat = flatten(views, rank=0)
     structure = Structure.of(flat, Leaves.of(flat))
     structure = replace(structure, devices=[torch.device("cuda")] * len(views))
-    fingerprint = addresses(list(views.values()))
+    fingerprint = fingerprint_of(list(views.values()))
     guarded = {list(views)[leaf] for leaf in guards.leaves(fingerprint, structure)}
     assert guarded == {"same", "part", "turned"}
     short.data = memory[:4]

@@ -21,7 +21,7 @@ from aio_ckpt.format.root_manifest import (
     data_files_of,
     decode_root,
 )
-from aio_ckpt.format.tensor_table import StoredColumns, TensorEntry
+from aio_ckpt.format.tensor_columns import StoredColumns, TensorEntry
 
 TENSOR = TensorEntry(("a", "tied"), "bfloat16", (3, 1 << 20), (1, 3), (0, 7), 0, 6 << 20 | 1024, 512, 6 << 20)
 SMALL = TensorEntry(("b",), "int64", (), (), (), 7 << 20, 600, (7 << 20) + 512, 8)

@@ -36,8 +36,9 @@ from aio_ckpt import PerRank
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format import dcp_metadata_write as metadata_pickle
 from aio_ckpt.format.checkpoint_files import data_file_name
-from aio_ckpt.format.dcp_metadata_read import DTYPES, parse_metadata
+from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
+from aio_ckpt.format.dtypes import DTYPES
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.global_plan import Stored, render_global
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature

@@ -29,9 +29,10 @@ from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.plan import plan_cache, structure
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
+from aio_ckpt.plan.fingerprint import fingerprint_of, partition
 from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.plan.save_plan import Plan, PlannedSave, narrow
-from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
+from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.state.flatten import FlatState, flatten
 
 W = torch.arange(8.0)
@@ -46,7 +47,7 @@ def describe(state: object) -> tuple[Structure, list[int]]:
     flat = flat_of(state)
     leaves = Leaves.of(flat)
     structure = Structure.of(flat, leaves)
-    return structure, partition(structure, addresses(leaves.tensors))
+    return structure, partition(structure, fingerprint_of(leaves.tensors))
 
 
 def is_of(structure: Structure, state: object) -> bool:

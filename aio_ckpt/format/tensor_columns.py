@@ -228,7 +228,7 @@ def _signature_fault(
     raw_bytes: int,
     whole: tuple[int, ...] | None,
 ) -> str:
-    from aio_ckpt.format.dcp_metadata_read import DTYPES  # here: the root manifest is read without torch
+    from aio_ckpt.format.dtypes import DTYPES
 
     dtype = DTYPES.get(dtype_name)
     if dtype is None or dtype_name.startswith(_QUANTIZED):

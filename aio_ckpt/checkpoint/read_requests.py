@@ -13,7 +13,7 @@ import torch
 from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
-from aio_ckpt.format.tensor_table import IntArray
+from aio_ckpt.format.tensor_columns import IntArray
 from aio_ckpt.memory.copies import Copies
 
 _ObjectArray: TypeAlias = npt.NDArray[np.object_]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aio_ckpt.checks import check_path, local_name, local_path
+from aio_ckpt.argument_checks import check_path, local_name, local_path
 from aio_ckpt.errors import ConfigError
 
 

@@ -1,0 +1,10 @@
+"""CRC32 by ISA-L: the checksum of files, tensors, objects and manifests. Nothing else computes one."""
+
+from __future__ import annotations
+
+from isal import isal_zlib
+
+crc32_of = isal_zlib.crc32
+"""(data, CRC32 of the bytes before it = 0) -> CRC32."""
+crc32_combine = isal_zlib.crc32_combine
+"""(CRC32 of a, CRC32 of b, bytes of b) -> CRC32 of a + b."""
