@@ -25,7 +25,7 @@ import torch
 from aio_ckpt import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.storage.object_store import open_store
+from aio_ckpt.storage.object_client import open_store
 from bench.common import seaweedfs
 from bench.common.limits import pack
 from bench.common.measure import DONE, Contender, Spread, Waitable, interleave

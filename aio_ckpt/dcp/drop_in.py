@@ -28,7 +28,7 @@ from aio_ckpt.dcp.stager import AsyncStager, stage_copy
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError, PlanChangedError, RootError
 from aio_ckpt.remote_path import RemotePath, find_bucket
-from aio_ckpt.storage.object_store import has_obstore
+from aio_ckpt.storage.object_client import has_obstore
 
 _log = logging.getLogger("aio_ckpt")
 

@@ -18,6 +18,7 @@ import torch
 
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
+from aio_ckpt.format.dtypes import SAFETENSORS_NAMES, known_dtypes
 
 SUFFIX = ".safetensors"
 """End of the names of safetensors files."""
@@ -29,32 +30,8 @@ METADATA = "__metadata__"
 """Key of the metadata in the header, which no tensor may have."""
 _ALTERNATE = "-alternate"
 """Mark in the alternate names of several files. It keeps the begin and the end by which tools find them."""
-_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float4_e2m1fn_x2": "F4",
-}
 _DTYPES: Mapping[str, torch.dtype] = {
-    name: getattr(torch, ours)
-    for ours, name in _NAMES.items()
-    if hasattr(torch, ours)  # the last two came with torch 2.7 and 2.8
+    SAFETENSORS_NAMES[own]: dtype for own, dtype in known_dtypes(SAFETENSORS_NAMES).items()
 }
 PACKED: torch.dtype | None = _DTYPES.get("F4")
 """Dtype whose elements hold two numbers each; None if this torch lacks it. The header counts numbers, so that its last

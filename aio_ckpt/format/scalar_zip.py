@@ -11,12 +11,12 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
-import zlib
 from functools import lru_cache
 from types import NoneType
 from typing import NamedTuple
 
 from aio_ckpt.format import zip_records
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.zip_records import LOCAL
 
 SCALAR_TYPES = frozenset({NoneType, bool, int, float, str})
@@ -73,7 +73,7 @@ def read_scalar(data: bytes) -> object:
 
 
 def _filled(frame: _Frame, body: bytes) -> bytes:
-    crc = _CRC.pack(zlib.crc32(body))
+    crc = _CRC.pack(crc32_of(body))
     before_crc, before_body, after_body, after_crc = frame
     return b"".join((before_crc, crc, before_body, body, after_body, crc, after_crc))
 

@@ -17,39 +17,14 @@ import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.format.constants import TensorSpec
+from aio_ckpt.format.dtypes import V2_STORAGES, V3_NAMES, known_dtypes
 from aio_ckpt.format.restricted_unpickler import Allowed, RefusedError, RestrictedUnpickler
 
-_V2_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex128": "ComplexDoubleStorage",
-    "complex64": "ComplexFloatStorage",
-}
-_V3_NAMES = (
-    *("complex32", "bcomplex32", "uint16", "uint32", "uint64", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-)
-
-
-def _known_dtypes(names: Sequence[str]) -> dict[str, torch.dtype]:
-    """Return the dtypes of ``names`` that the running torch has."""
-    found = ((name, getattr(torch, name, None)) for name in names)
-    return {name: dtype for name, dtype in found if isinstance(dtype, torch.dtype)}
-
-
-_V2_DTYPES = _known_dtypes(tuple(_V2_STORAGES))
-_V3_DTYPES = _known_dtypes(_V3_NAMES)
+_V2_DTYPES = known_dtypes(V2_STORAGES)
+_V3_DTYPES = known_dtypes(V3_NAMES)
 STORAGES: dict[str, Any] = {
     "torch.storage.UntypedStorage": torch.UntypedStorage,
-    **{f"torch.{_V2_STORAGES[name]}": dtype for name, dtype in _V2_DTYPES.items()},
+    **{f"torch.{V2_STORAGES[name]}": dtype for name, dtype in _V2_DTYPES.items()},
 }
 """What stands for the class of a storage, by its full name: the dtype of its elements, or ``UntypedStorage``."""
 _STORABLE = frozenset((*_V2_DTYPES.values(), *_V3_DTYPES.values()))
@@ -101,8 +76,8 @@ def render_pickle(spec: TensorSpec) -> bytes:
     """Return ``data.pkl`` of a dense tensor in record ``data/0``, without memo entries: no value occurs twice."""
     name = str(spec.dtype).removeprefix("torch.")
     slots = math.prod(spec.shape)
-    if name in _V2_STORAGES:
-        version, storage, dtype = "2", f"torch\n{_V2_STORAGES[name]}", ""
+    if name in V2_STORAGES:
+        version, storage, dtype = "2", f"torch\n{V2_STORAGES[name]}", ""
     else:
         version, storage, dtype = "3", "torch.storage\nUntypedStorage", f"ctorch\n{name}\n"
         slots *= spec.dtype.itemsize

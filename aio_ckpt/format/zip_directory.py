@@ -9,12 +9,12 @@ Source: PKWARE APPNOTE 6.3.10 (§4.3, §4.5.3).
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.zip_records import CENTRAL, END, END64, LOCAL, LOCATOR64, MAX_U32, ZIP64_EXTRA
 
 _ENCRYPTED_FLAG = 0x01
@@ -130,7 +130,7 @@ def read_record(data: ZipBytes, record: Record) -> bytes:
     body = _get(data, body_offset(data, record), record.nbytes)
     if body is None:
         raise UnsupportedLeafError(f"record {record.title!r} of {record.nbytes} bytes is no plain tensor's")
-    if record.crc32 not in (0, zlib.crc32(body)):
+    if record.crc32 not in (0, crc32_of(body)):
         corrupt(f"record {record.title!r} does not match its CRC32")
     return bytes(body)
 

@@ -9,8 +9,8 @@ Source: PKWARE APPNOTE 6.3.10 (§4.3, §4.5.3).
 from __future__ import annotations
 
 import struct
-import zlib
 
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 
 LOCAL = struct.Struct("<4s2xHH4x3I2H")
@@ -35,7 +35,7 @@ _PADDING_EXTRA = 0x4246
 def small_record(name: bytes, body: bytes) -> bytes:
     """Return a whole record, whose bytes are known: local header and bytes."""
     size = len(body)
-    return LOCAL.pack(b"PK\3\4", 0, 0, zlib.crc32(body), size, size, len(name), 0) + name + body
+    return LOCAL.pack(b"PK\3\4", 0, 0, crc32_of(body), size, size, len(name), 0) + name + body
 
 
 def small_entry(name: bytes, body: bytes, offset: int) -> bytes:
@@ -43,7 +43,7 @@ def small_entry(name: bytes, body: bytes, offset: int) -> bytes:
     zip64 = offset >= MAX_U32
     extra = struct.pack("<2HQ", ZIP64_EXTRA, 8, offset) if zip64 else b""
     lengths = (len(name), len(extra), 0, 0)
-    sizes = (zlib.crc32(body), len(body), len(body))
+    sizes = (crc32_of(body), len(body), len(body))
     return CENTRAL.pack(b"PK\1\2", 0, 0, *sizes, *lengths, MAX_U32 if zip64 else offset) + name + extra
 
 

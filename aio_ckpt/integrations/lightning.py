@@ -38,7 +38,8 @@ from aio_ckpt.ranks.exchange import SoloCoordinator
 from aio_ckpt.ranks.store_coordinator import default_coordinator
 from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.standalone import read
-from aio_ckpt.storage.object_store import has_obstore, is_object
+from aio_ckpt.storage.object_client import has_obstore
+from aio_ckpt.storage.object_store import is_object
 
 
 def _import_lightning() -> tuple[Any, Any]:

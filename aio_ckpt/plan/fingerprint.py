@@ -9,30 +9,7 @@ import torch
 from aio_ckpt.errors import SourceChangedError
 from aio_ckpt.leaves.tensor_memory import needed_bytes
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.plan.structure import Structure
 from aio_ckpt.state.flatten import FlatState
-
-
-def partition(structure: Structure, fingerprint: Sequence[int]) -> list[int]:
-    """Return, per tensor leaf, the first leaf with the same bytes, dtype, shape and stride.
-
-    Empty tensors share nothing.
-    """
-    first: dict[tuple[object, ...], int] = {}
-    rows = zip(
-        fingerprint,
-        structure.dtypes,
-        structure.shapes,
-        structure.strides,
-        structure.conj,
-        structure.neg,
-        structure.devices,
-        strict=True,
-    )
-    return [
-        position if not row[0] else first.setdefault((*row, *structure.shards.get(position, ())), position)
-        for position, row in enumerate(rows)
-    ]
 
 
 def fingerprint_of(tensors: Sequence[torch.Tensor]) -> list[int]:

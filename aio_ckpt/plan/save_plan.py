@@ -23,13 +23,13 @@ from aio_ckpt.memory.cuda import can_copy_by_address
 from aio_ckpt.plan.assignment import Assignment, unpacked
 from aio_ckpt.plan.copy_plan import CopyPlan, image_order, is_gathered, plan_copies
 from aio_ckpt.plan.differing_replicas import Tolerance, tolerances
-from aio_ckpt.plan.fingerprint import partition
 from aio_ckpt.plan.frozen import FrozenLeaves
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
 from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.shard_table import LocalPlan
 from aio_ckpt.plan.structure import Structure
 from aio_ckpt.plan.tensor_item import Placement, TensorItem
+from aio_ckpt.plan.tied_tensors import partition, tied_names
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.skeleton import encode_skeleton
 
@@ -179,14 +179,6 @@ def parameters_of(flat: FlatState) -> list[torch.nn.Parameter]:
     """Return the parameters of a state: those given as such, and those of its modules."""
     given = [value for value in flat.values if isinstance(value, torch.nn.Parameter)]
     return [*given, *chain.from_iterable(module.parameters() for module in flat.modules)]
-
-
-def tied_names(names: Sequence[str], aliases: Sequence[int]) -> dict[int, list[str]]:
-    """Return the names of each stored leaf. ``aliases``: per name, the first leaf that shares its bytes."""
-    tied: dict[int, list[str]] = {}
-    for name, first in zip(names, aliases, strict=True):
-        tied.setdefault(first, []).append(name)
-    return tied
 
 
 def placement_of(structure: Structure, leaf: int, names: Sequence[str], offsets: tuple[int, ...]) -> Placement:

@@ -8,19 +8,16 @@ once the call that put it has returned, and no answer of a store is old.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
-import importlib.util
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from aio_ckpt.config import DirectIO
-from aio_ckpt.errors import ConfigError, EngineForkedError, MismatchError, ReadError, RootError, WriteError
+from aio_ckpt.errors import EngineForkedError, MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.remote_path import Place, RemotePath, place_of
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage import object_directories
@@ -29,52 +26,19 @@ from aio_ckpt.storage.data_file import DataFile, ReadFile, translate_errors
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_file
 from aio_ckpt.storage.local import Coro, FileStatus, Storage
-from aio_ckpt.storage.object_errors import DoubtfulError, raising_os_errors, text_of
+from aio_ckpt.storage.object_client import adopt_store, open_store
+from aio_ckpt.storage.object_errors import DoubtfulError, raising_os_errors
 from aio_ckpt.storage.object_upload import PART_BYTES, ObjectUpload
 from aio_ckpt.storage.root_lock import ProcessLock, RootLock
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _MODE = 0o644
-RETRY_SECS, REQUEST_SECS = 45, 30
-"""Time after which a request that fails is tried no more, and obstore's limit of one try. Their sum is less than the
-silence after which a writer is dead: a commit that hangs must not come after the next writer has cleared the save."""
-_RETRIES: Any = {
-    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
-    "max_retries": 10_000,  # the time alone counts: refused connections use up any small number in a third of it
-    "retry_timeout": timedelta(seconds=RETRY_SECS),
-}
 _PARTS, _UPLOADS = 9_000, 11
 """Most parts of an object (a store takes 10,000), and parts that are sent at once, which bound the memory of an upload.
 
 On 16 cores, of which 8 were the server's, 8 parts at once reached 0.85 of the speed of 12.
 """
-
-
-def has_obstore() -> bool:
-    """Return whether the library for object stores is installed."""
-    return importlib.util.find_spec("obstore") is not None
-
-
-def open_store(place: RemotePath) -> Any:
-    """Return the store of a bucket. Its credentials, its region and its endpoint come from the environment.
-
-    For S3, profiles of ``~/.aws`` count, too, which boto3 reads.
-
-    Raises:
-        ConfigError: obstore is missing, or refuses the URL.
-    """
-    try:
-        from obstore.exceptions import BaseError
-        from obstore.store import MemoryStore, from_url
-    except ImportError as error:
-        raise ConfigError(f"{place}: object stores need obstore: pip install 'aio-ckpt[remote]'") from error
-    try:
-        if place.is_in_memory:
-            return MemoryStore()
-        return from_url(place.bucket_url, retry_config=_RETRIES, **_s3_options(place))
-    except (BaseError, OSError, ValueError) as error:
-        raise ConfigError(f"{place}: {text_of(error)}") from error
 
 
 def is_object(place: RemotePath) -> bool:
@@ -91,34 +55,6 @@ def is_object(place: RemotePath) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _adopt(store: Any) -> Any:
-    """Return a caller's store object for its whole bucket, with this module's limits of time, which a commit needs."""
-    from obstore.store import MemoryStore
-
-    if isinstance(store, MemoryStore):
-        return store
-    arguments, settings = store.__getnewargs_ex__()  # those of a pickle
-    client_options = {**(settings.get("client_options") or {}), "timeout": timedelta(seconds=REQUEST_SECS)}
-    changed = {"prefix": None, "retry_config": _RETRIES, "client_options": client_options}
-    return type(store)(*arguments, **{**settings, **changed})
-
-
-def _s3_options(place: RemotePath) -> dict[str, Any]:
-    """Return the options of a store that speaks S3: the server checks the sum of each part, by a header that most know.
-
-    boto3 finds the credentials, if it is installed: obstore looks for them in fewer places.
-    """
-    if not place.bucket_url.startswith("s3:"):
-        return {}
-    options: dict[str, Any] = {} if "AWS_CHECKSUM_ALGORITHM" in os.environ else {"checksum_algorithm": "SHA256"}
-    if "AWS_ACCESS_KEY_ID" not in os.environ:
-        with contextlib.suppress(ImportError, ValueError):  # no boto3; no credentials
-            from obstore.auth.boto3 import Boto3CredentialProvider
-
-            options["credential_provider"] = Boto3CredentialProvider()
-    return options
 
 
 @functools.cache
@@ -473,7 +409,7 @@ class AnyStorage(Storage):
         for value in given:
             place = place_of("root", value)
             if isinstance(place, RemotePath) and place is not value:
-                self._stores[place.bucket_url] = ObjectStorage(executor, _adopt(value))
+                self._stores[place.bucket_url] = ObjectStorage(executor, adopt_store(value))
 
     def store_of(self, place: RemotePath) -> ObjectStorage:
         """Return the storage of a bucket, which is opened at its first use.

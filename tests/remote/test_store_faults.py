@@ -24,7 +24,7 @@ from aio_ckpt.format.checkpoint_files import save_of_file, save_of_metadata
 from aio_ckpt.format.root_manifest import decode_root
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage import object_store
+from aio_ckpt.storage import object_client
 from aio_ckpt.storage.mounts import OBJECT_STORE
 from aio_ckpt.storage.object_store import ObjectStorage
 
@@ -199,9 +199,9 @@ async def test_of_two_engines_that_set_a_dead_claim_aside_one_gets_it(bucket: Me
 def test_a_request_that_hangs_ends_before_its_writer_counts_as_dead() -> None:
     place = RemotePath.of("s3://bucket/run")
     assert place is not None
-    retry, silence = object_store.open_store(place).retry_config, claims.longest_silence(OBJECT_STORE)
-    assert retry["retry_timeout"].total_seconds() == object_store.RETRY_SECS
-    assert silence > object_store.RETRY_SECS + object_store.REQUEST_SECS + 2 * claims.HEARTBEAT_SECS
+    retry, silence = object_client.open_store(place).retry_config, claims.longest_silence(OBJECT_STORE)
+    assert retry["retry_timeout"].total_seconds() == object_client.RETRY_SECS
+    assert silence > object_client.RETRY_SECS + object_client.REQUEST_SECS + 2 * claims.HEARTBEAT_SECS
 
 
 @pytest.mark.parametrize("is_overwrite", [False, True])

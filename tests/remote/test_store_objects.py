@@ -21,7 +21,8 @@ from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngin
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, ReadError, RootError
 from aio_ckpt.remote_path import RemotePath, place_of
 from aio_ckpt.snapshot.captured_chunks import CapturedChunks
-from aio_ckpt.storage.object_store import REQUEST_SECS, RETRY_SECS, AnyStorage
+from aio_ckpt.storage.object_client import REQUEST_SECS, RETRY_SECS
+from aio_ckpt.storage.object_store import AnyStorage
 from aio_ckpt.storage.object_upload import ObjectUpload
 from bench.common.seaweedfs import KEY, SECRET
 
