@@ -182,7 +182,7 @@ def load_report(
     found = outcome.found
     return LoadReport(
         **_common_fields(chosen, skipped, outcome),
-        missing=tuple(found.missing),
+        missing=(*found.missing, *found.lacking),
         unexpected=found.unexpected,
         dropped=found.dropped,
         mismatched=found.mismatched,

@@ -18,7 +18,7 @@ from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import close_remedy
 from aio_ckpt.match.stateful import match_stateful
-from aio_ckpt.match.takers import LeavesTaker, Taker
+from aio_ckpt.match.takers import LeavesTaker, StatefulTaker, Taker
 from aio_ckpt.match.tensors import shared_memory
 from aio_ckpt.state.flatten import read_template
 from aio_ckpt.state.names import first_of, listed
@@ -34,8 +34,8 @@ class Match:
     """Names of one tensor of the template that plain DCP stores twice. Their checksums are compared once read."""
     takers: Sequence[Taker]
     """Parts of the template that get values once all is verified, in this order."""
-    missing: list[str]
-    """Template names that the checkpoint lacks."""
+    missing: tuple[str, ...]
+    """Template names that the checkpoint lacks, but for entries of Stateful values: see ``StatefulTaker.lacking``."""
     unexpected: tuple[str, ...]
     """Names that the template lacks."""
     mismatched: tuple[str, ...]
@@ -46,6 +46,11 @@ class Match:
     """Targets of a cast to a dtype of smaller range, as messages name them."""
     converted: tuple[str, ...]
     """Tensors of modules of another dtype, which ``load_state_dict`` converts without a cast, as messages name them."""
+
+    @property
+    def lacking(self) -> list[str]:
+        """Names of entries of Stateful values that the checkpoint lacks. Known once the takers are prepared."""
+        return [name for taker in self.takers if isinstance(taker, StatefulTaker) for name in taker.lacking]
 
     @property
     def fills_template(self) -> bool:
@@ -69,8 +74,7 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
     missing, any_faults = match_any_leaves(template, fills, leaves, missing)
     compounds, faults, missing = match_compounds(checkpoint, template, missing, ctx.rank)
     tied, shared_faults = shared_memory(checkpoint.catalog, fills, template)
-    lacking: list[str] = []
-    stateful, modules, stateful_faults = match_stateful(checkpoint, template, fills, ctx, options, lacking)
+    stateful, modules, stateful_faults = match_stateful(checkpoint, template, fills, ctx, options)
     missing += modules.missing
     faults += misfits + any_faults + shared_faults + stateful_faults + modules.faults
     takers: list[Taker] = [*compounds, leaves, *stateful]
@@ -88,7 +92,6 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
         raise MissingNameError(f"{checkpoint.path}: lacks {listed(missing)}; {'; '.join(filter(None, remedies))}")
     if faults:
         raise TemplateMismatchError(f"{checkpoint.path}: {first_of(faults, between='; ')}")
-    lacking += missing
     narrow: tuple[str, ...] = ()
     if options.cast:
         dtypes = [(fill.name, memory_of(fill.target).dtype) for fill in fills.others if fill.target is not None]
@@ -102,7 +105,7 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
         fills=fills,
         tied=tied,
         takers=takers,
-        missing=lacking,
+        missing=tuple(missing),
         unexpected=unexpected,
         mismatched=(*mismatched, *(name for taker in stateful for name in taker.kept)),
         dropped=dropped,

@@ -33,9 +33,9 @@ from aio_ckpt.state.names import NamedNode, below_each, find_named, is_below, li
 
 
 def match_stateful(
-    checkpoint: Checkpoint, template: Template, fills: Fills, ctx: ReadContext, options: LoadOptions, lacking: list[str]
+    checkpoint: Checkpoint, template: Template, fills: Fills, ctx: ReadContext, options: LoadOptions
 ) -> tuple[list[StatefulTaker], ModuleDifferences, list[str]]:
-    """Add what Stateful values take to ``fills``. ``lacking``: see :class:`StatefulTaker`.
+    """Add what Stateful values take to ``fills``.
 
     Returns their takers, what modules lack or hold differently, and the faults. What is missing includes values of
     which nothing is stored.
@@ -73,7 +73,6 @@ def match_stateful(
                 branch=branch,
                 ctx=ctx,
                 options=options,
-                lacking=lacking,
             )
             takers.append(taker)
             if branch is None and (fault := _branch_fault(prefix, value, checkpoint.compounds(rank))):

@@ -208,14 +208,14 @@ class StatefulTaker:
     """Stored name of the branch that it is given; None if it is given leaves of several branches."""
     ctx: ReadContext
     options: LoadOptions
-    lacking: list[str]
-    """With ``allow_missing``, gets the names that are not stored, of values that are kept."""
     part: NamedNode | None = None
     """Its part of the skeleton; None if there is none, as in plain DCP."""
     kept: Mapping[str, Target] = field(default_factory=dict)
     """Name -> its own tensor, of another shape than the stored one, which it keeps."""
     compounds: Mapping[str, CompoundTensor] = field(default_factory=dict)
     """Stored name -> the compound tensor that it holds now. Its type is used for the loaded one."""
+    lacking: list[str] = field(default_factory=list)
+    """With ``allow_missing``, names of entries that are not stored and stay. :meth:`prepare` finds them."""
 
     def prepare(self, fetched: Fetched) -> Put:
         """Build the ``state_dict()`` to load. Leaves whose object needs trust keep the value's own."""

@@ -144,7 +144,7 @@ def test_missing_names_are_all_listed_with_the_remedy_or_left_as_they_are() -> N
     with pytest.raises(MissingNameError, match=r"lacks 2 names: 'b', 'c'; allow_missing=True leaves them"):
         match({"a": torch.ones(1)}, template)
     found = match({"a": torch.ones(1)}, template, allow_missing=True)
-    assert found.missing == ["b", "c"]
+    assert found.missing == ("b", "c")
     assert list(filled(found)) == ["a"]
     put(found)
     assert template["c"] == 0
@@ -345,7 +345,7 @@ def test_with_allow_missing_a_module_keeps_what_is_not_stored_and_the_names_are_
     before = model.bias.detach().clone()
     found = match({"m": torch.nn.Linear(2, 2, bias=False)}, {"m": model}, allow_missing=True)
     put(found, **{"m.weight": torch.full((2, 2), 7.0)})
-    assert found.missing == ["m.bias"]
+    assert found.lacking == ["m.bias"]
     assert torch.equal(model.bias, before)
     assert bool((model.weight == 7).all())
 

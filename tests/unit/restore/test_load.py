@@ -240,7 +240,7 @@ async def test_a_load_fills_tensors_and_arrays_in_place_and_replaces_the_rest(st
     target["scalar"], target["lists"][1], target["ordered"]["a"] = np.float32(0), {"k": None, "none": 1}, None
     target["rng"].value["seed"] = 0
     outcome = await load(storage, path, target)
-    assert (outcome.found.missing, outcome.found.unexpected, outcome.fetched.has_unchecked) == ([], (), False)
+    assert (outcome.found.missing, outcome.found.unexpected, outcome.fetched.has_unchecked) == ((), (), False)
     assert kept[0] is target["array"]
     assert kept[1] is target["big"]
     assert kept[2] is target["model"]["w"]
@@ -443,7 +443,7 @@ async def test_missing_names_are_left_alone_when_allowed_and_unexpected_ones_ref
     path = save_state(tmp_path / "c", {"t": torch.ones(4), "n": 3, "m": torch.nn.Linear(1, 1)})
     state = {"t": torch.zeros(4), "more": torch.full((2,), 9.0)}
     outcome = await load(storage, path, state, allow_missing=True)
-    assert outcome.found.missing == ["more"]
+    assert outcome.found.missing == ("more",)
     assert outcome.found.unexpected == ("m.bias", "m.weight", "n")
     assert state["more"].tolist() == [9, 9]
     assert state["t"].tolist() == [1] * 4
@@ -754,7 +754,7 @@ async def test_an_empty_template_takes_what_its_rank_saved(direct, tmp_path):
     with pytest.raises(MissingNameError, match=r"'rng\.rank2'"):
         await load(direct, path, {}, rank=2, world_size=3)
     state = {"stage0": {}, "rng": None}
-    assert (await load(direct, path, state, rank=2, world_size=3, allow_missing=True)).found.missing == ["rng.rank2"]
+    assert (await load(direct, path, state, rank=2, world_size=3, allow_missing=True)).found.missing == ("rng.rank2",)
     assert state["rng"] is None
     assert state["stage0"]["w"].tolist() == [1.0, 1.0]
 
