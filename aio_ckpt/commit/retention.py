@@ -30,6 +30,8 @@ from aio_ckpt.storage.small_files import read_root
 
 _SHOWN = 10
 """Most steps that the line of one pass names."""
+_MOVED_AT_ONCE = 16
+"""Most steps that are renamed before the first is deleted: a commit waits for the renames."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -195,7 +197,8 @@ class Retention:
                 async with self._renames:
                     left = await restore_protected(self._storage, self._root, self._names, self._check)
                 await self._delete(self._steps_in(left), undeleted)
-                removed = await self._delete(await self._move_expired(undeleted), undeleted)
+                while moved := await self._move_expired(undeleted):
+                    removed += await self._delete(moved, undeleted)
             except OSError as error:
                 self._has_trash = True
                 _log.warning("%s: retention was put off: %s", self._root, error)
@@ -242,10 +245,11 @@ class Retention:
         return {path: step for path in trash if (step := self._names.step(path.name)) is not None}
 
     async def _move_expired(self, undeleted: dict[int, str]) -> dict[Path, int]:
-        """Rename the expired steps to trash, oldest first. Returns the step of each new path."""
+        """Rename some of the expired steps to trash, oldest first. Returns the step of each new path."""
         moved: dict[Path, int] = {}
         async with self._renames:
-            for checkpoint in [] if self._must_wait() else await self._list_expired():
+            due = [] if self._must_wait() else await self._list_expired()
+            for checkpoint in [each for each in due if each.step not in undeleted][:_MOVED_AT_ONCE]:
                 await self._check()
                 with self._reporting_kept(checkpoint.step, undeleted):
                     if (trash := await self._move_to_trash(checkpoint)) is not None:

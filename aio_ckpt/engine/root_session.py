@@ -193,7 +193,7 @@ class RootSession:
             ctx.names,
             policy,
             check=claim.check,
-            committed=self._committed,
+            committed=self.committed,
             renames=quarantine.renames,
             must_wait=must_wait,
             held=held,
@@ -397,13 +397,14 @@ class RootSession:
     def steps(self, deadline: Deadline = NO_DEADLINE) -> list[int]:
         """Return the committed steps, ascending, without those to be set aside. Raises StallError at ``deadline``."""
         try:
-            found = self._call(self._committed, what="reading the steps", deadline=deadline)
+            found = self._call(self.committed, what="reading the steps", deadline=deadline)
         except Exception as error:
             note_stage(error, "open")
             raise
         return [checkpoint.step for checkpoint in found]
 
-    async def _committed(self) -> Sequence[discovery.CommittedCheckpoint]:
+    async def committed(self) -> Sequence[discovery.CommittedCheckpoint]:
+        """Return the committed checkpoints, on the loop, without those to be set aside."""
         return await self._quarantine.committed(self._ctx.storage, self._ctx.root, self._ctx.names)
 
     def latest_step(self) -> int | None:
@@ -452,7 +453,7 @@ class RootSession:
     async def _abandon_after(self, step: int) -> StepsChange:
         ctx = self._ctx
         tag, check = str(time.time_ns()), self._claim.check
-        if ctx.mirror is not None and step in [found.step for found in await self._committed()]:
+        if ctx.mirror is not None and step in [found.step for found in await self.committed()]:
             await check()
             await record_rollback(ctx.storage, ctx.root, ctx.mirror, ctx.names, step, tag)
         async with self._quarantine.renames:

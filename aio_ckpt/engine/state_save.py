@@ -67,7 +67,7 @@ class StateSaves(LockedCalls):
 
         async def read_steps() -> list[int]:
             with disk_warning("reading the steps", ctx.root, rank=ctx.rank).on_loop():
-                found = await self.pipeline.quarantine.committed(ctx.storage, ctx.root, ctx.names)
+                found = await self.root_session.committed()
             return [checkpoint.step for checkpoint in found]
 
         async def meet() -> None:

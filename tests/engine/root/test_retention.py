@@ -268,7 +268,7 @@ def test_a_load_of_a_step_that_is_gone_names_retention_only_if_it_may_have_expir
                 engine.load(weights(0), step=step)
 
 
-def test_a_pass_renames_all_that_expired_before_it_deletes_the_first(root: Path) -> None:
+def test_a_pass_renames_several_steps_before_it_deletes_the_first(root: Path) -> None:
     """Deletions take longer than commits: one pair of fsyncs serves all, so that they keep up with several saves."""
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2, 3)
@@ -280,6 +280,18 @@ def test_a_pass_renames_all_that_expired_before_it_deletes_the_first(root: Path)
         assert sum(call.matches("sync_dir", "trash") for call in storage.calls) == 1
         gate.open()
     assert listing(root) == ["step_000000004"]
+
+
+def test_a_commit_waits_for_the_renames_of_a_few_steps_only(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, *range(1, 41))
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        gate = storage.hold("remove_tree", "trash/*")
+        engine.save(weights(41), 41).result(TIMEOUT)
+        gate.wait_reached()
+        assert committed(root) == [*range(17, 42)]
+        gate.open()
+    assert listing(root) == ["step_000000041"]
 
 
 @pytest.mark.parametrize("where", ["sync_dir", "remove_tree"])
