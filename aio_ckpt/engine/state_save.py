@@ -195,9 +195,8 @@ class StateSaves(LockedCalls):
             try:
                 self._check_step(step, call)
             except StepOrderError:
-                if (
-                    self.ctx.members.is_leader
-                ):  # if another process writes, it has made these steps, and the error says so
+                # If another process writes, it has made these steps, and the error says so.
+                if self.ctx.members.is_leader:
                     self.root_session.become_writer(self.queue.steps.learn, call.deadline)
                 raise
 
