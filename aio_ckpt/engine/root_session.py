@@ -225,7 +225,8 @@ class RootSession:
             StallError: the deadline of the save passed. The next save begins anew.
         """
         if self._lock is not None:
-            self._call(self.renew, what=f"looking at the lock of {self._ctx.root}", deadline=deadline)
+            renew = functools.partial(self._ctx.members.coordinator.while_beating, self.renew)  # other ranks may wait
+            self._call(renew, what=f"looking at the lock of {self._ctx.root}", deadline=deadline)
             return
         self._check_open()
         ctx, lock = self._ctx, None
