@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,7 +196,8 @@ class Retention:
                 self._has_trash = False
                 async with self._renames:
                     left = await restore_protected(self._storage, self._root, self._names, self._check)
-                await self._delete(self._steps_in(left), undeleted)
+                steps = {path: self._names.step(path.name) for path in left}
+                await self._delete({path: step for path, step in steps.items() if step is not None}, undeleted)
                 while moved := await self._move_expired(undeleted):
                     removed += await self._delete(moved, undeleted)
             except OSError as error:
@@ -236,13 +237,10 @@ class Retention:
             WriteError: an fsync or a removal failed. A later pass or the next writer goes on.
         """
         async with self._one_at_a_time:
-            paths = [self._root / TRASH_DIR / name for name in await names_in(self._storage, self._root / TRASH_DIR)]
-            for path in (path for path, found in self._steps_in(paths).items() if found == step):
-                await sync_parents(self._storage, self._root / path.name, path)
-                await delete_trash(self._storage, path)
-
-    def _steps_in(self, trash: Iterable[Path]) -> dict[Path, int]:
-        return {path: step for path in trash if (step := self._names.step(path.name)) is not None}
+            for name in await names_in(self._storage, self._root / TRASH_DIR):
+                if self._names.step(name) == step:
+                    await sync_parents(self._storage, self._root / name, self._root / TRASH_DIR / name)
+                    await delete_trash(self._storage, self._root / TRASH_DIR / name)
 
     async def _move_expired(self, undeleted: dict[int, str]) -> dict[Path, int]:
         """Rename some of the expired steps to trash, oldest first. Returns the step of each new path."""

@@ -25,7 +25,7 @@ from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
 from aio_ckpt.storage.remedies import DISK_FULL
-from aio_ckpt.storage.root_lock import ProcessLock, RootLock
+from aio_ckpt.storage.root_lock import ProcessLock, RootLock, root_is_gone
 from aio_ckpt.storage.small_files import read_small_file
 
 HEARTBEAT_SECS = 10.0
@@ -94,13 +94,8 @@ async def mount_of_root(storage: Storage, root: Path) -> Mount:
         return OBJECT_STORE
     status = await storage.status(root)
     if status is None:
-        raise _root_is_gone(root)
+        raise root_is_gone(root)
     return mount_of(status.identity[0])
-
-
-def _root_is_gone(root: Path) -> RootError:
-    text = "the root is gone (its directory was removed or unmounted): bring it back, or give another root"
-    return RootError(errno.ENOENT, text, str(root))
 
 
 def lock_root(storage: Storage, root: Path, mount: Mount) -> RootLock:
@@ -195,7 +190,7 @@ class Claim:
         holder = await claim_holder(self._storage, self._root)
         if holder is None:
             if not await self._storage.exists(self._root):
-                raise _root_is_gone(self._root)
+                raise root_is_gone(self._root)
             text = "the claim of this writer is gone: another one took over, or the file was removed. Open a new engine"
             raise RootError(errno.EBUSY, text, str(self._path))
         if holder.session != self.owner.session:

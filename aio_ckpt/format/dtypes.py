@@ -57,5 +57,4 @@ SAFETENSORS_NAMES = {
 
 def known_dtypes(names: Iterable[str]) -> dict[str, torch.dtype]:
     """Return the dtypes of ``names`` that the running torch has."""
-    found = ((name, getattr(torch, name, None)) for name in names)
-    return {name: dtype for name, dtype in found if isinstance(dtype, torch.dtype)}
+    return {name: DTYPES[name] for name in names if name in DTYPES}

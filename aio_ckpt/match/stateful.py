@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def match_stateful(
     shards = checkpoint.catalog.shards
     held: dict[str, Target] = {}
     layouts: dict[str, Target] = {}
+    loaded_by_names: list[Mapping[str, Target]] = []
     counts = Counter(prefix for prefix, _ in template.stateful)
     faults += [
         f"{prefix!r} is the name of several values with state_dict(), as keys with dots join to one name: rename one"
@@ -85,7 +87,7 @@ def match_stateful(
                 found = {name: leaf for name in tensors if isinstance(leaf := own.get(name), (torch.Tensor, Shard))}
                 if goes_by_names:
                     modules.add(taker, [f"{prefix and f'{prefix}.'}{key}" for key in state_dict], found)
-                    faults += _tied_faults(found, shards)
+                    loaded_by_names.append(found)
                 like = _layouts_below(prefix, value, tensors, found)
                 faults += _meta_fault(prefix, value, like | found)
                 if options.skip_mismatched and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
@@ -101,7 +103,10 @@ def match_stateful(
         parts = find_named(checkpoint.skeleton(rank), wanted, rank=rank)
     for taker in takers:
         taker.part = parts.get(taker.branch) if taker.branch is not None else None
-    _add_fills(checkpoint, takers, fills, held, layouts, casts=options.cast)
+    in_place = _add_fills(checkpoint, takers, fills, held, layouts, casts=options.cast)
+    for own_tensors in loaded_by_names:
+        if not own_tensors.keys() <= in_place:  # tied tensors of different values are never filled in place
+            faults += _tied_faults(own_tensors, shards)
     return takers, modules, faults
 
 
@@ -113,8 +118,11 @@ def _add_fills(
     layouts: Mapping[str, Target],
     *,
     casts: bool,
-) -> None:
-    """Add what the takers need to ``fills``. A tensor of ``held`` is filled in place if it can be."""
+) -> AbstractSet[str]:
+    """Add what the takers need to ``fills``. A tensor of ``held`` is filled in place if it can be.
+
+    Returns the names of the tensors that are filled in place.
+    """
     catalog = checkpoint.catalog
     addresses = exact_addresses(list(held.values()), [catalog.shards[name] for name in held])
     fitting = {
@@ -134,6 +142,7 @@ def _add_fills(
         if like is not None and full_shape(like) != global_shape(shards):  # a scalar, say, where a shard is held now
             like = None
         fills.others.append(Fill(name, targets.get(name), like, fitting[name] if name in targets else 0))
+    return targets.keys()
 
 
 def _branch_fault(prefix: str, value: Any, compounds: Iterable[str]) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
-from aio_ckpt.runtime.portal import Condition, Executor
+from aio_ckpt.runtime.portal import Condition, Executor, ThreadInit
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,8 +54,8 @@ class Pace:
 class PacedExecutor(Executor):
     """Threads that begin each call at the :class:`Pace`."""
 
-    def __init__(self, name: str, threads: int, pace: Pace, begin: Callable[[], object]) -> None:
-        super().__init__(name, threads, thread_init=begin)
+    def __init__(self, name: str, threads: int, pace: Pace, thread_init: ThreadInit) -> None:
+        super().__init__(name, threads, thread_init=thread_init)
         self._pace = pace
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:

@@ -171,9 +171,8 @@ def layout_of(record: SnapshotRecord) -> tuple[RankManifest, ImageLayout]:
 
 def raw_sums(layout: ImageLayout, memory: memoryview) -> bytes:
     """Return the CRC32 of each block of raw bytes, as the rank's manifest stores it. ``memory`` holds the image."""
-    crc32 = crc32_of
     return b"".join(
-        crc32(memory[start : min(start + BLOCK_BYTES, item.trailer_offset)]).to_bytes(4, "little")
+        crc32_of(memory[start : min(start + BLOCK_BYTES, item.trailer_offset)]).to_bytes(4, "little")
         for item in layout.items
         for start in range(item.raw_offset, item.trailer_offset, BLOCK_BYTES)
     )

@@ -141,6 +141,12 @@ class ProcessLock(RootLock):
         return None, False
 
 
+def root_is_gone(path: Path) -> RootError:
+    """Return the error for a root that does not exist any more; ``path``: the root, or what was looked for in it."""
+    message = "the root is gone (its directory was removed or unmounted): bring it back, or give another root"
+    return RootError(errno.ENOENT, message, str(path))
+
+
 def _open_locked(path: Path) -> tuple[int, bool]:
     """Return a descriptor of the lock file, and whether its lock was granted."""
     for is_last in (*[False] * _TRIES, True):
@@ -155,8 +161,7 @@ def _open_locked(path: Path) -> tuple[int, bool]:
         except RootError:
             raise
         except FileNotFoundError as exc:
-            message = "the root is gone (its directory was removed or unmounted): bring it back, or give another root"
-            raise RootError(exc.errno, message, str(path)) from exc
+            raise root_is_gone(path) from exc
         except OSError as exc:
             way_on = files_remedy() if exc.errno == errno.EMFILE else "give a writable root"
             message = f"cannot open the lock file ({exc.strerror}): {way_on}"
