@@ -24,7 +24,7 @@ from aio_ckpt.runtime.waiting import WaitWarning
 
 T = TypeVar("T")
 
-_POLL_SECS_MAX = 0.01
+POLL_SECS_MAX = 0.01
 _POLL_SECS_A_RANK = 1e-4
 """Longest pause between two polls, per rank. The store has one thread: all ranks together poll it 1 / this a second."""
 _POLL_SHARE = 1 / 8
@@ -123,7 +123,7 @@ class Liveness(Coordinator):
         Raises:
             PeerFailedError: one of them will not come, judged by its heartbeat.
         """
-        longest = max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
+        longest = max(POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
         begun = time.monotonic()
         pauses = heartbeat_pauses(self.stall_secs)
         due = begun + next(pauses)
@@ -162,7 +162,7 @@ class Liveness(Coordinator):
         """Poll ``find`` until it returns a value; None after ``limit_secs``. No heartbeat tells of this wait."""
         with anyio.move_on_after(limit_secs):
             while (found := await self._ask(find)) is None:  # noqa: ASYNC110 - the store has no event
-                await anyio.sleep(_POLL_SECS_MAX)
+                await anyio.sleep(POLL_SECS_MAX)
             return found
         return None
 

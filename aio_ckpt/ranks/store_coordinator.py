@@ -27,7 +27,7 @@ from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.exchange import CallEnd, Coordinator, SoloCoordinator
 from aio_ckpt.ranks.flag_watch import FlagWatch
-from aio_ckpt.ranks.heartbeats import Liveness
+from aio_ckpt.ranks.heartbeats import POLL_SECS_MAX, Liveness
 from aio_ckpt.ranks.lost_ranks import HEARTBEATS_A_STALL, MEETING
 from aio_ckpt.ranks.messages import REPLIES, Failure, Frame, Reply, Topic, failure_of
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
@@ -37,8 +37,9 @@ from aio_ckpt.runtime.futures import follow
 T = TypeVar("T")
 
 _LEAVE_SECS = 5.0
-_GIVE_UP_SECS = 4.0
-"""Both together are less than the time that an engine gives its coordinator to leave."""
+_GIVE_UP_SECS = 3.0
+_WAITS_END_SECS = 1.0
+"""All three together are less than the time that an engine gives its coordinator to leave."""
 _RING_SECS = 2.0
 """Seconds that closing waits for the watch of the flags. A store that is gone has ended it."""
 
@@ -203,15 +204,21 @@ class StoreCoordinator(Liveness):
     async def leave(self) -> None:
         """Leave the group. The leader waits until all ranks have left, because it may host the store.
 
-        Aborts in progress end first: the last rank to leave deletes the leader's replies to them.
+        Aborts in progress end first: the last rank to leave deletes the leader's replies to them. Then the waits of
+        this rank end, and the aborts that follow: what it set after the last rank has left would stay.
         """
         with anyio.move_on_after(_GIVE_UP_SECS):
             while self._aborts:
                 await next(iter(self._aborts)).wait()
         keys, has_left, self._is_leaving = self._keys, self._is_leaving, True
-        leader = self._lost.get(self.leader)
-        if has_left or keys is None or self._rendezvous is not None or (leader is not None and leader.is_silent):
+        if has_left or keys is None or self._rendezvous is not None:
             return  # if this rank is still in the rendezvous, ``open`` ends itself
+        with anyio.move_on_after(_WAITS_END_SECS):
+            while self._waits or self._aborts:  # noqa: ASYNC110 - a wait ends by its next poll
+                await anyio.sleep(POLL_SECS_MAX)
+        leader = self._lost.get(self.leader)
+        if leader is not None and leader.is_silent:
+            return
         with contextlib.suppress(AioCkptError):
             await self.beat(has_left=True)
             await self._ask(self._end_flags)

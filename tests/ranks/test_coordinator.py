@@ -20,6 +20,7 @@ from log_lines import early_lines
 from rank_processes import Ranks, needs_list_keys, ranks
 
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
+from aio_ckpt.ranks import heartbeats
 from aio_ckpt.ranks import store_coordinator as coordinator_module
 from aio_ckpt.ranks.exchange import CallEnd, Exchange, SoloCoordinator
 from aio_ckpt.ranks.lost_ranks import HEARTBEATS_A_STALL, REMEDY, RankWait
@@ -464,6 +465,35 @@ def test_a_rank_that_has_left_waits_for_no_word(monkeypatch: pytest.MonkeyPatch)
             return time.monotonic() - began
 
     assert asyncio.run(main()) < STALL_SECS / HEARTBEATS_A_STALL
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_rank_that_leaves_while_it_waits_tells_so_before_it_goes_and_leaves_no_keys(
+    last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank to leave deletes all keys: what another rank sets after that would stay for ever."""
+    monkeypatch.setattr(heartbeats, "_POLL_SHARE", 1)
+    monkeypatch.setattr(heartbeats, "POLL_SECS_MAX", 0.2)  # its wait ends long after leave() was called
+
+    async def main() -> int:
+        store = dist.HashStore()
+        both = [StoreCoordinator(store, rank=rank, world_size=2) for rank in range(2)]
+        try:
+            await meet(both)
+            waits = asyncio.create_task(BYTES.run(both[last], Topic("t"), b"", never))
+            while Topic("t") not in both[last]._waits:
+                await anyio.sleep(0.001)
+            with anyio.move_on_after(SHORT_SECS if last else 0.1):  # the leader waits for the others to leave, too
+                await both[1 - last].leave()
+            await both[last].leave()
+            with pytest.raises(EngineClosedError):
+                await waits
+            return store.num_keys()
+        finally:
+            for coordinator in both:
+                coordinator.close()
+
+    assert asyncio.run(main()) == 1, "the queue, empty"
 
 
 def test_a_word_that_is_out_is_never_taken_back() -> None:
