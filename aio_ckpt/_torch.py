@@ -81,7 +81,7 @@ _log = logging.getLogger("aio_ckpt")
 # StorageInfo: what DCP pickles into `.metadata` for the place of an item. If it moves, follow `FileSystemWriter`: the
 #   pickled module and name have to be those of the running torch. Allow the new name in `format/dcp_metadata_read` too.
 # ShardedTensor: what FSDP1 without a mesh and TorchRec give in a `state_dict()`. If it moves, DCP's planner has its new
-#   place; if it goes, so does `leaves/shards.py`.
+#   place; if it goes, so does `leaves/sharded_tensor.py`.
 # create_chunk_list: the box of the global tensor that this rank holds of a DTensor. If it moves, take what
 #   `default_planner` calls. `compute_local_shape_and_global_offset` is no replacement: it moved more often.
 # DistWrapper: what `state_dict_saver` makes of a process group, and NVRx hands to its users. If it moves, take it from

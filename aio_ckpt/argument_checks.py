@@ -36,6 +36,8 @@ def shown(value: object) -> str:
 
     The repr of a caller's value may raise, such as that of an int of 5,000 digits.
     """
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
     return _REPR.repr_instance(value, 1)
 
 
@@ -43,8 +45,7 @@ def check_seconds(name: str, value: object) -> None:
     """Raise ConfigError unless ``value``, called ``name``, is a number of seconds above 0 and at most ``MAX_SECS``."""
     # The value is only compared: a nan fails comparisons, and an int of a thousand digits cannot become a float.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECS:
-        text = "so large a number" if isinstance(value, int) and value > MAX_SECS else shown(value)
-        raise ConfigError(f"{name}={text}: give a finite number of seconds above 0")
+        raise ConfigError(f"{name}={shown(value)}: give a finite number of seconds above 0")
 
 
 def check_wait(name: str, value: object) -> None:

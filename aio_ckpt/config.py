@@ -282,8 +282,7 @@ def _rate(least: int) -> _Check:
         is_rate = is_number and least <= value <= MAX_BYTES_PER_SEC  # type: ignore[operator]
         if value is None or is_rate:
             return
-        text = "so large a number" if isinstance(value, int) and value > 1 << 64 else shown(value)
-        raise ConfigError(f"{name}={text}: give bytes a second from {least} to 1e15, or None")
+        raise ConfigError(f"{name}={shown(value)}: give bytes a second from {least} to 1e15, or None")
 
     return check
 

@@ -14,8 +14,8 @@ from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.read_requests import ReadRequest, ReassemblyBuffer
 from aio_ckpt.checkpoint.verified_copy import copy_pieces, finish_buffers
 from aio_ckpt.errors import AioCkptError, MismatchError
-from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import begin_uploads, on_device, prefers_page_locked
+from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.memory.read_buffers import bounce_buffers, page_locked
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking

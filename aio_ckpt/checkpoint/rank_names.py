@@ -9,7 +9,7 @@ from dataclasses import replace
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.state.names import below_each, branches_of, find_named, first_of, is_below, is_selected, skeleton_names
-from aio_ckpt.state.union import united
+from aio_ckpt.state.skeleton_union import united
 
 _log = logging.getLogger("aio_ckpt")
 

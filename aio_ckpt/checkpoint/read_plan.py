@@ -31,8 +31,8 @@ from aio_ckpt.checkpoint.read_requests import (
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_zip import is_dense
-from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import can_copy_by_address, is_host_memory
+from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.memory.read_buffers import address_of
 
 _REQUEST_BYTES_MIN = (3 << 20) + 2 * PAGE_BYTES

@@ -14,7 +14,7 @@ from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_columns import IntArray
-from aio_ckpt.memory.copies import Copies
+from aio_ckpt.memory.image_copies import Copies
 
 _ObjectArray: TypeAlias = npt.NDArray[np.object_]
 

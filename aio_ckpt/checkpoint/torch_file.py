@@ -1,4 +1,4 @@
-"""The checksums of a ``torch.save`` file, which ``torch.load`` does not compare, and the places of its records."""
+"""Checks of a ``torch.save`` file: its format, the checksums that ``torch.load`` does not compare, its records."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, UnsupportedLeafError
+from aio_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MismatchError,
+    ReadError,
+    UnsupportedLeafError,
+)
 from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.zip_directory import CompressedError, Record, body_offset, read_directory, read_record
 from aio_ckpt.storage.data_file import translate_errors
 
 _BLOCK_BYTES = 1 << 20
 _MAGIC = b"PK\x03\x04"
+_OLD_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""Start of the files of torch before 1.6: a pickled number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,22 @@ def is_zip(path: Path) -> bool:
     """
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
+
+
+def check_is_torch_file(path: Path) -> None:
+    """Raise CheckpointNotFoundError if ``path`` does not begin as a ``torch.save`` file does, or is of an old format.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        begin = file.read(len(_OLD_MAGIC))
+    if begin == _OLD_MAGIC:
+        raise CheckpointNotFoundError(
+            f"{path}: has the format of torch before 1.6: load it by torch.load and save it by torch.save first"
+        )
+    if not begin.startswith(_MAGIC):
+        raise CheckpointNotFoundError(f"{path}: no torch.save file")
 
 
 def check_torch_file(path: Path) -> TorchFile:

@@ -10,9 +10,9 @@ from aio_ckpt.checkpoint.read_requests import Pieces, ReadRequest, ReassemblyBuf
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.checksum import crc32_combine, crc32_of
 from aio_ckpt.format.tensor_columns import IntArray
-from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.memory.host_copy import copy_all, memmove
+from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.memory.read_buffers import address_of
 
 _SMALL_COPY_BYTES = 64 << 10

@@ -59,7 +59,7 @@ def _words(error: Exception) -> str:
     """Return the message of an error; of one of the operating system without its number, and with a way out."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
-    from aio_ckpt.storage.remedies import with_remedy  # here: --help must not import anyio
+    from aio_ckpt.storage.os_errors import with_remedy  # here: --help must not import anyio
 
     text = with_remedy(error, writes=False)
     return f"{error.filename}: {text}" if error.filename else text

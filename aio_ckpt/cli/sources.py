@@ -17,14 +17,13 @@ import msgspec
 import torch
 
 from aio_ckpt.checkpoint.open import open_checkpoint
-from aio_ckpt.checkpoint.torch_file import TorchFile, check_torch_file
+from aio_ckpt.checkpoint.torch_file import TorchFile, check_is_torch_file, check_torch_file
 from aio_ckpt.cli.access import call, use_newest
 from aio_ckpt.cli.console import OnProgress
 from aio_ckpt.cli.inspecting import leaves_of
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
     AioCkptError,
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsafeObjectError,
     WriteError,
@@ -43,11 +42,8 @@ from aio_ckpt.restore.read import assemble, read_leaves, stored_names
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.remedies import DISK_FULL, with_remedy
+from aio_ckpt.storage.os_errors import DISK_FULL, with_remedy
 
-_ZIP = b"PK\x03\x04"
-_OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""What torch.save files begin with, and those of torch before 1.6: a pickled number."""
 _INDEX = ".index.json"
 Check = Callable[[Storage, int | None, Mapping[str, object]], Awaitable[None]]
 """Gets the step and the objects of a checkpoint before its tensors are read. Raises if no result can be made."""
@@ -204,14 +200,7 @@ def _mapped_torch(path: Path, *, trusted: bool) -> Any:
 
     Runs code of the file only if ``trusted``.
     """
-    with path.open("rb") as file:
-        begin = file.read(len(_OLD_FORMAT))
-    if begin == _OLD_FORMAT:
-        raise CheckpointNotFoundError(
-            f"{path}: has the format of torch before 1.6: load it by torch.load and save it by torch.save first"
-        )
-    if not begin.startswith(_ZIP):
-        raise CheckpointNotFoundError(f"{path}: no torch.save file")
+    check_is_torch_file(path)
     stored = check_torch_file(path)
     try:
         if trusted:

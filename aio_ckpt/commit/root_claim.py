@@ -24,7 +24,7 @@ from aio_ckpt.format.root_names import CLAIM_FILE, LOCK_FILE, PENDING_DIR, TRASH
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
-from aio_ckpt.storage.remedies import DISK_FULL
+from aio_ckpt.storage.os_errors import DISK_FULL
 from aio_ckpt.storage.root_lock import ProcessLock, RootLock, root_is_gone
 from aio_ckpt.storage.small_files import read_small_file
 

@@ -44,8 +44,7 @@ def check_step_number(step: object) -> int:
     """
     number = whole_number(step)
     if type(number) is not int or not 0 <= number <= MAX_STEP:
-        text = shown(step) if type(number) is not int or abs(number) <= MAX_STEP else "so large a number"
-        raise StepOrderError(f"step={text}: give a whole number of at least 0 and at most {MAX_STEP}")
+        raise StepOrderError(f"step={shown(step)}: give a whole number from 0 to {MAX_STEP}, such as int(step)")
     return number
 
 

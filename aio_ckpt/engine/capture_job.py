@@ -14,8 +14,8 @@ from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.run_job import JobRunner, Pipeline
-from aio_ckpt.engine.write_job import JobWriter
+from aio_ckpt.engine.job_runner import JobRunner, Pipeline
+from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.ranks.membership import CALL_STAGE

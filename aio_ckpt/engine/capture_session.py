@@ -13,7 +13,7 @@ from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan.frozen import FrozenLeaves
+from aio_ckpt.plan.frozen_leaves import FrozenLeaves
 from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, PlannedSave
 from aio_ckpt.reports import Target, title
@@ -22,8 +22,8 @@ from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.snapshot.capture import CopyEngines
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
+from aio_ckpt.state.check_leaves import naming_all_faults
 from aio_ckpt.state.flatten import FlatState, check_not_empty, flatten
-from aio_ckpt.state.leaf_faults import naming_all_faults
 
 _log = logging.getLogger("aio_ckpt")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aio_ckpt.plan.frozen import FrozenLeaves
+from aio_ckpt.plan.frozen_leaves import FrozenLeaves
 from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.save_plan import Plan
-from aio_ckpt.plan.trusted_frozen import Versions
-from aio_ckpt.write.frozen import FrozenFile
+from aio_ckpt.plan.trusted_plan import Versions
+from aio_ckpt.write.frozen_file import FrozenFile
 from aio_ckpt.write.result import WriteResult
 
 

@@ -33,6 +33,8 @@ from aio_ckpt.engine.file_pipeline import FilePipeline
 from aio_ckpt.engine.file_save import FileSaves
 from aio_ckpt.engine.job import SaveCall
 from aio_ckpt.engine.job_queue import JobQueue
+from aio_ckpt.engine.job_runner import JobRunner
+from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkpoint
 from aio_ckpt.engine.outcomes import OutcomeRecorder
@@ -46,12 +48,10 @@ from aio_ckpt.engine.root_session import (
     usable_mirror,
     usable_root,
 )
-from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.state_pipeline import StatePipeline
 from aio_ckpt.engine.state_save import StateSaves
 from aio_ckpt.engine.trusted_leaves import TrustedLeaves
-from aio_ckpt.engine.write_job import JobWriter
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from aio_ckpt.commit import discovery
-from aio_ckpt.commit.copies import counting_copies
+from aio_ckpt.commit.mirror_copies import counting_copies
 from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import (

@@ -15,7 +15,7 @@ from aio_ckpt.commit.publish_files import only_writer, publish_files
 from aio_ckpt.commit.trash import end_failed_save
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob
-from aio_ckpt.engine.write_job import JobWriter
+from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.format.safetensors_file import SUFFIX
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport

@@ -20,10 +20,10 @@ from aio_ckpt.commit.extra import check_extra
 from aio_ckpt.commit.metrics import check_metrics
 from aio_ckpt.commit.user_files import check_files
 from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.memory.copies import CopyEvent
+from aio_ckpt.memory.image_copies import CopyEvent
 from aio_ckpt.plan.file_plan import FileContent
 from aio_ckpt.plan.save_plan import Plan
-from aio_ckpt.plan.trusted_frozen import Versions
+from aio_ckpt.plan.trusted_plan import Versions
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
@@ -35,7 +35,7 @@ from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.snapshot.captured_chunks import CapturedRun
 from aio_ckpt.snapshot.stall_timer import StallTimer
 from aio_ckpt.ticket import Milestone, SaveTicket
-from aio_ckpt.write.frozen import FrozenFile
+from aio_ckpt.write.frozen_file import FrozenFile
 from aio_ckpt.write.part import Part
 
 

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt.commit import discovery, path_checkpoints, protection, retention, rollback
-from aio_ckpt.commit.copies import record_rollback
 from aio_ckpt.commit.leftovers import clear_leftovers
+from aio_ckpt.commit.mirror_copies import record_rollback
 from aio_ckpt.commit.owner import make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.root_claim import Claim, lock_root, longest_silence, mount_of_root

@@ -30,9 +30,9 @@ from aio_ckpt.commit.user_files import write_user_files
 from aio_ckpt.engine.committed_frozen import CommittedFrozen
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
+from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.engine.outcomes import explain_failure
 from aio_ckpt.engine.root_session import RootSession
-from aio_ckpt.engine.write_job import JobWriter
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, rank_manifest_name
 from aio_ckpt.format.checksum import crc32_of
@@ -45,7 +45,7 @@ from aio_ckpt.reports import SaveReport
 from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import run_blocking
-from aio_ckpt.write.frozen import NOT_CAPTURED, FrozenFile, write_frozen, write_trusted
+from aio_ckpt.write.frozen_file import NOT_CAPTURED, FrozenFile, write_frozen, write_trusted
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.result import WriteResult, check_complete
 

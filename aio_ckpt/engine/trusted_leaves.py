@@ -12,14 +12,14 @@ from aio_ckpt.engine.committed_frozen import CommittedFrozen
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import ReadError, StallError
 from aio_ckpt.plan.save_plan import Plan, PlannedImage, PlannedSave, parameters_of
-from aio_ckpt.plan.trusted_frozen import TrustedPlan, Versions
+from aio_ckpt.plan.trusted_plan import TrustedPlan, Versions
 from aio_ckpt.reports import Target, title
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import Image, image_bytes_of
 from aio_ckpt.snapshot.sample import SAMPLE_BYTES, differing_item
 from aio_ckpt.state.flatten import FlatState
-from aio_ckpt.write.frozen import FrozenFile
+from aio_ckpt.write.frozen_file import FrozenFile
 
 _STAMP_SECS = 2.0
 """Time in which the storage must tell whether the known file is there. Else the save captures all."""

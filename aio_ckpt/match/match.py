@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import ne
 
@@ -14,9 +14,9 @@ from aio_ckpt.match.compounds import match_compounds
 from aio_ckpt.match.dtype_changes import changed, is_narrower
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.leaves import match_any_leaves, match_leaves
+from aio_ckpt.match.missing_names import close_remedy, per_rank_remedy, renamed_remedy
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.read_context import ReadContext
-from aio_ckpt.match.rename import close_remedy
 from aio_ckpt.match.stateful import match_stateful
 from aio_ckpt.match.takers import LeavesTaker, StatefulTaker, Taker
 from aio_ckpt.match.tensors import shared_memory
@@ -80,12 +80,12 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
     takers: list[Taker] = [*compounds, leaves, *stateful]
     below = {name for taker in takers for name in taker.names}
     if missing and not options.allow_missing:
-        remedies = modules.remedies or [_per_rank_remedy(missing, checkpoint)]
+        remedies = modules.remedies or [per_rank_remedy(missing, checkpoint)]
         if not any(remedies):
             beyond = [*map(checkpoint.stored_name, modules.unexpected)]
             beyond += _not_loaded(checkpoint, below, template.names, ctx, is_missing=True)[0]
             remedies = [
-                _renamed_remedy(checkpoint, {*template.names, *below}),
+                renamed_remedy(checkpoint, {*template.names, *below}),
                 close_remedy(missing, beyond),
                 "allow_missing=True leaves them as they are",
             ]
@@ -133,29 +133,3 @@ def _not_loaded(
     beyond.update(name for name, new in checkpoint.names.items() if new is None)
     dropped = dropped_names(checkpoint, known, ctx.world_size)
     return tuple(sorted(beyond)), tuple(checkpoint.stored_names.get(name, name) for name in dropped)
-
-
-def _renamed_remedy(checkpoint: Checkpoint, taken: Set[str]) -> str:
-    """Return the stored names that ``rename=`` gives other names which the template lacks; '' if there is none."""
-    unused = sorted(checkpoint.stored_names.keys() - taken)
-    pairs = [f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused]
-    return f"rename= gives it {first_of(pairs)}" if pairs else ""
-
-
-def _per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str:
-    """Return the remedy if a missing name differs from a stored one by ``PerRank`` alone (``w``, ``w.rank0``); else ''.
-
-    It may be the ``PerRank`` value of a rank that did not save, too.
-    """
-    for name in missing:
-        bare, _, rank = name.rpartition(".rank")
-        if rank.isdigit() and int(rank) >= checkpoint.world_size and checkpoint.holds(f"{bare}.rank0"):
-            return (
-                f"{bare!r} is PerRank, and rank {rank} did not save: {checkpoint.world_size} saved. On ranks that are "
-                "new, leave it out of the template, or give allow_missing=True, which leaves it as it is"
-            )
-        if rank.isdigit() and checkpoint.holds(bare):
-            return f"it holds {bare!r} of all ranks: give that without PerRank"
-        if checkpoint.holds(f"{name}.rank0"):
-            return f"it holds {name!r} of each rank by itself: give it as PerRank(...)"
-    return ""

@@ -14,7 +14,7 @@ from aio_ckpt.checkpoint.catalog import Shards, global_shape
 from aio_ckpt.leaves.objects import type_name
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.leaves.values import Target
-from aio_ckpt.match.rename import prefix_remedy
+from aio_ckpt.match.missing_names import prefix_remedy
 from aio_ckpt.match.takers import StatefulTaker
 from aio_ckpt.match.tensors import has_other_shape, shape_fault
 from aio_ckpt.state.names import branches_of, first_of, listed, prefix_of

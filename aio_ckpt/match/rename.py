@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from aio_ckpt.argument_checks import shown
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import ConfigError, MissingNameError
-from aio_ckpt.state.names import branches_of, listed, node_names
+from aio_ckpt.state.names import branches_of, joined, node_names
 
 Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 """Maps the stored name of a leaf to its name in the template; None leaves it out. A mapping may name branches, too."""
@@ -88,80 +87,6 @@ def _by_branches(
     return convert
 
 
-def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, branch: str | None) -> str:
-    """Return how ``rename=`` fits the keys that a module was given to its own; '' unless they differ by one prefix.
-
-    A wrapper (``torch.compile``, DDP) puts one prefix before all keys.
-
-    Args:
-        own: keys of the module in the template.
-        given: keys that are stored for it.
-        name: name of the module in the template.
-        branch: stored name of the branch that the module is given; None if it is given leaves of several.
-    """
-    keys = list(own)
-    missing, unexpected = [key for key in keys if key not in given], sorted(set(given).difference(keys))
-    if not missing or not unexpected:
-        return ""
-    if branch is not None and (prefix := _prefix(unexpected, missing)):
-        pair = missing[0], missing[0].removeprefix(f"{prefix}.")
-        rename = f"rename={{{branch!r}: {_joined(name, prefix)!r}}} adds the prefix"
-    elif branch is not None and (prefix := _prefix(missing, unexpected)):
-        pair = missing[0], f"{prefix}.{missing[0]}"
-        rename = f"rename={{{_joined(branch, prefix)!r}: {name!r}}} takes the prefix off"
-    else:
-        return ""
-    return f"the template has {pair[0]!r} where {pair[1]!r} is stored: {rename}"
-
-
-_MOST_COMPARED = 1000
-"""Most stored names that are compared with a missing one. A comparison takes about 20 us."""
-
-
-def close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Return which ``rename=`` loads a stored leaf or branch for the first missing one; if none is close, what is left.
-
-    ``unexpected``: stored names that the template lacks.
-    """
-    name, wanted = missing[0], {*missing}
-    unexpected = [other for other in unexpected if other not in wanted]  # those that rename= itself leaves out
-    above, _, last = name.rpartition(".")
-    near = [other for other in unexpected if other.rpartition(".")[0] == above or other.rpartition(".")[2] == last]
-    # A module in the template is one name, and many below it are stored.
-    beside = (branch for other in unexpected for branch in branches_of(other) if branch.rpartition(".")[0] == above)
-    candidates = [*dict.fromkeys((*near[:_MOST_COMPARED], *beside))][:_MOST_COMPARED]
-    other = _closest(name, [*filter(None, candidates)])
-    if other is not None and _closest(other, missing[:_MOST_COMPARED]) == name:
-        old, new = other.split("."), name.split(".")
-        while old[-1] == new[-1] and min(len(old), len(new)) > 1:
-            old, new = old[:-1], new[:-1]
-        return f"rename={{{'.'.join(old)!r}: {'.'.join(new)!r}}} loads {other!r} as {name!r}"
-    if not unexpected:
-        return ""
-    return f"it holds {listed(unexpected)}, which the template lacks, and rename= maps stored names to the template's"
-
-
-def _closest(name: str, others: Sequence[str]) -> str | None:
-    """Return which of ``others`` is closest to ``name``; None if none is close, or several are equally close.
-
-    A guess among several could load one layer's weights into another of the same shape.
-    """
-    found = difflib.get_close_matches(name, others, n=2)
-    ratios = [difflib.SequenceMatcher(None, other, name).ratio() for other in found]
-    return found[0] if found and len({*ratios}) == len(ratios) else None
-
-
-def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:
-    """Return what stands before each of ``bare`` in ``wrapped``, without its dot; None if that is not one prefix."""
-    first = min(bare)
-    found = [key.removesuffix(f".{first}") for key in wrapped if key.endswith(f".{first}")]
-    return next((prefix for prefix in found if {f"{prefix}.{key}" for key in bare} == set(wrapped)), None)
-
-
-def _joined(*parts: str) -> str:
-    return ".".join(filter(None, parts))
-
-
 # -- branches --------------------------------------------------------------------------------------
 
 
@@ -201,7 +126,7 @@ def stored_branch(checkpoint: Checkpoint, prefix: str, below: Sequence[str], bra
         return None if prefix in branches.left_out else prefix
     rests = ["" if name == prefix else name.removeprefix(f"{prefix}.") for name in below]
     branch = stored[0].removesuffix(rests[0]).removesuffix(".") if rests[0] else stored[0]
-    moved = {_joined(branch, rest) for rest in rests}
+    moved = {joined(branch, rest) for rest in rests}
     # Keys of a module hold dots, so the common beginning of its names need not be the name of a container.
     is_one = branches.held is None or branch in branches.held
     return branch if is_one and moved == {*stored} and len(moved) == branches.counts[branch] else None

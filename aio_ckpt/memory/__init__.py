@@ -4,7 +4,7 @@ In: sizes; tensors. Out: leases on page-aligned arenas, read buffers, and copies
 ``torch.cuda`` is used here only. Imports ``runtime`` and ``format``.
 """
 
-from aio_ckpt.memory.copies import Copies
+from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 
 __all__ = ["Copies", "Lease", "LifetimeManager"]

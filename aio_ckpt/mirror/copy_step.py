@@ -12,7 +12,7 @@ import anyio
 
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.commit import discovery
-from aio_ckpt.commit.copies import abandoned_copies
+from aio_ckpt.commit.mirror_copies import abandoned_copies
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.retention import Policy, Retention
 from aio_ckpt.commit.rollback import abandon

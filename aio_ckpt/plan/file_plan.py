@@ -9,7 +9,7 @@ import torch
 
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.format.safetensors_file import SafetensorsIndex
-from aio_ckpt.format.torch_file import ZipTail, pickle_object, storage_envelope
+from aio_ckpt.format.torch_file_write import ZipTail, pickle_object, storage_envelope
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.chunks import cut_chunks
 from aio_ckpt.plan.copy_plan import image_order, is_gathered

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import AsyncCollectiveTensor
-from aio_ckpt.errors import UnsupportedLeafError
-from aio_ckpt.leaves.objects import type_name
+from aio_ckpt.errors import UnsafeObjectError, UnsupportedLeafError
+from aio_ckpt.leaves.objects import encode_object, type_name
 from aio_ckpt.leaves.tensor_memory import local_memory
 from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.classify import TENSOR_TYPES
@@ -79,3 +81,36 @@ def tensor_fault(value: Any) -> str | None:
             "or a DTensor over a plain tensor"
         )
     return None
+
+
+_SHOWN = 10
+"""Most leaves that one error names."""
+
+
+@contextlib.contextmanager
+def naming_all_faults(flat: FlatState) -> Iterator[None]:
+    """If a leaf of ``flat`` is refused inside, raise an error of the same type that names all leaves to refuse."""
+    try:
+        yield
+    except (UnsupportedLeafError, UnsafeObjectError) as error:
+        faults = _faults(flat)
+        if len(faults) < 2:
+            raise
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        listed = "; ".join(faults[:_SHOWN])
+        raise type(error)(f"{len(faults)} leaves cannot be stored: {listed}{more}") from error
+
+
+def _faults(flat: FlatState) -> list[str]:
+    """Return, for each leaf that cannot be stored, its name, why, and what to give instead."""
+    faults = []
+    for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True):
+        fault = leaf_fault(name, value, kind)
+        if fault is not None:
+            faults.append(f"{name!r}: {fault}")
+        elif kind is LeafKind.OBJECT:
+            try:
+                encode_object(name, value)
+            except (UnsupportedLeafError, UnsafeObjectError) as error:
+                faults.append(str(error))
+    return faults

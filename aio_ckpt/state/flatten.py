@@ -31,7 +31,7 @@ from aio_ckpt.leaves.compound import CompoundTensor, is_compound, take_apart
 from aio_ckpt.leaves.containers import Notes, UnreadableError, entries_of, fields_of, notes_of, objects_of, parts_of
 from aio_ckpt.leaves.keys import Key, frozen_keys
 from aio_ckpt.leaves.objects import MAX_DEPTH, type_name
-from aio_ckpt.leaves.shards import shard_of
+from aio_ckpt.leaves.sharded_tensor import shard_of
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
 from aio_ckpt.state.classify import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES, code_of
 from aio_ckpt.state.names import compound_notes, is_below, prefix_of

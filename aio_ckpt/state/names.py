@@ -177,6 +177,11 @@ def _count(node: Any) -> int:
 _SHOWN = 5
 
 
+def joined(*parts: str) -> str:
+    """Return the name of several parts, of which any may be empty."""
+    return ".".join(filter(None, parts))
+
+
 def listed(names: Sequence[str]) -> str:
     """Return the number of names, and the first of them, for a message."""
     number = "1 name" if len(names) == 1 else f"{len(names)} names"

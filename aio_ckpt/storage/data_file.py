@@ -32,7 +32,7 @@ from aio_ckpt.storage.direct_io import (
 )
 from aio_ckpt.storage.durability import sync_data
 from aio_ckpt.storage.mounts import is_shared
-from aio_ckpt.storage.remedies import with_remedy
+from aio_ckpt.storage.os_errors import with_remedy
 
 if TYPE_CHECKING:
     from aio_ckpt.config import DirectIO

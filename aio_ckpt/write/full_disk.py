@@ -11,7 +11,7 @@ import anyio
 from aio_ckpt.errors import WriteError
 from aio_ckpt.reports import amount
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.remedies import DISK_FULL
+from aio_ckpt.storage.os_errors import DISK_FULL
 
 LOOK_SECS = 2.0
 """Time within which the file system must tell how much is free: the save has failed and others wait for it."""

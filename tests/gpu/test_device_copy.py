@@ -13,8 +13,8 @@ from cuda_machine import MIB, STAGINGS, TIMEOUT, ones
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.config import Staging
-from aio_ckpt.memory.copies import DeviceMemory
 from aio_ckpt.memory.cuda import CudaCopies
+from aio_ckpt.memory.image_copies import DeviceMemory
 
 pytestmark = pytest.mark.gpu
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from aio_ckpt import PerRank, SyncCheckpointEngine
-from aio_ckpt.plan import frozen, layout
+from aio_ckpt.plan import frozen_leaves, layout
 
 STEP = 7
 RANKS = 3
@@ -114,7 +114,7 @@ def _write_one_rank(root: Path) -> None:
 def _write_frozen(root: Path) -> None:
     """After steps in which only the optimizer changes."""
     # A frozen file of a few bytes is read like any other. The engine makes none.
-    frozen.LEAST_FROZEN_BYTES = layout.LEAST_FROZEN_BYTES = 1
+    frozen_leaves.LEAST_FROZEN_BYTES = layout.LEAST_FROZEN_BYTES = 1
     with SyncCheckpointEngine(root) as engine:
         for step in range(1, STEP + 1):
             state = golden_state()

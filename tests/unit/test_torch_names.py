@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import aio_ckpt
 from aio_ckpt import SyncCheckpointEngine, _torch
 from aio_ckpt.dcp import Reader
-from aio_ckpt.leaves.shards import shard_of
+from aio_ckpt.leaves.sharded_tensor import shard_of
 
 PACKAGE = Path(aio_ckpt.__file__).parent
 PRIVATE = re.compile(

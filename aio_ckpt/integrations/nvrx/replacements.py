@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from aio_ckpt._torch import DistWrapper
 from aio_ckpt.dcp.reader import Reader
-from aio_ckpt.dcp.resolved import ResolvedPlanner
+from aio_ckpt.dcp.resolved_planner import ResolvedPlanner
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.async_calls import AsyncCallsQueue, CommitWait, SaverResources

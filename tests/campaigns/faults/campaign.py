@@ -15,7 +15,7 @@ from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.root_names import CLAIM_FILE, LOCK_FILE, PENDING_DIR, TRASH_DIR
-from aio_ckpt.storage.remedies import DISK_FULL
+from aio_ckpt.storage.os_errors import DISK_FULL
 from tests.campaigns.faults.clock import Clock
 from tests.campaigns.faults.ground import Ground, Outcome, explain, is_state, small_chunks, state_of
 from tests.campaigns.faults.store import CALLS, ERRORS, SYNCS, Call, Fault

@@ -34,13 +34,13 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted
 from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue
+from aio_ckpt.engine.job_runner import JobRunner
+from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.removal import Remover
 from aio_ckpt.engine.root_session import RootSession
-from aio_ckpt.engine.run_job import JobRunner
 from aio_ckpt.engine.state_pipeline import StatePipeline
-from aio_ckpt.engine.write_job import JobWriter
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.root_names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR, StepNames

@@ -29,8 +29,8 @@ from aio_ckpt.format.constants import BLOCK_BYTES, align_up
 from aio_ckpt.match import tensors
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory import read_buffers as bounce
-from aio_ckpt.memory.copies import Copies, CopyEvent
 from aio_ckpt.memory.host_copy import CopyVectors
+from aio_ckpt.memory.image_copies import Copies, CopyEvent
 from aio_ckpt.storage import data_file as datafile
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aio_ckpt import SyncCheckpointEngine
-from aio_ckpt.engine import run_job, state_pipeline
+from aio_ckpt.engine import job_runner, state_pipeline
 from aio_ckpt.errors import PeerFailedError, StallError
 from aio_ckpt.storage.local import Storage
 
@@ -26,7 +26,7 @@ def test_a_deadline_that_strikes_as_the_save_ends_is_too_late(tmp_path: Path, mo
         finally:
             raise StallError("too late")
 
-    monkeypatch.setattr(run_job.JobRunner, "_watch", late)
+    monkeypatch.setattr(job_runner.JobRunner, "_watch", late)
     with SyncCheckpointEngine(tmp_path) as engine:
         report = engine.save(STATE).result(TIMEOUT)
         assert report is not None

@@ -52,7 +52,7 @@ from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.read_context import ReadContext
-from aio_ckpt.memory.copies import Copies
+from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.restore.load import match_checkpoint
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.portal import Executor

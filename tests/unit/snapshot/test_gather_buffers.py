@@ -12,7 +12,7 @@ import torch
 from rings import TIMEOUT, image_of, plan_of
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.memory.copies import Copies
+from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan import copy_plan as copy_methods
 from aio_ckpt.runtime.portal import Executor

@@ -11,7 +11,7 @@ from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.state.build import build
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import skeleton_names
-from aio_ckpt.state.union import united
+from aio_ckpt.state.skeleton_union import united
 
 
 def as_one(*states: object, rank: int = 0) -> tuple[Any, list[str]]:

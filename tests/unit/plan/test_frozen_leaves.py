@@ -10,7 +10,7 @@ import torch
 
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.format.tensor_zip import render
-from aio_ckpt.plan.frozen import FrozenLeaves
+from aio_ckpt.plan.frozen_leaves import FrozenLeaves
 from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.tensor_item import Placement
 

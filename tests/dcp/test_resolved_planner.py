@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aio_ckpt.dcp import Writer
-from aio_ckpt.dcp.resolved import ResolvedPlanner
+from aio_ckpt.dcp.resolved_planner import ResolvedPlanner
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from aio_ckpt._torch import StorageWeakRef, storage_reference
-from aio_ckpt.plan.frozen import address_of
+from aio_ckpt.plan.frozen_leaves import address_of
 from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.save_plan import ImagePlan, Plan, plan_layout
 from aio_ckpt.plan.structure import has_stored_bytes

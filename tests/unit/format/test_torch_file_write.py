@@ -11,7 +11,7 @@ import torch
 from isal import isal_zlib
 
 from aio_ckpt.errors import UnsupportedLeafError
-from aio_ckpt.format.torch_file import ZipTail, pickle_object, storage_envelope
+from aio_ckpt.format.torch_file_write import ZipTail, pickle_object, storage_envelope
 
 GIB = 1 << 30
 

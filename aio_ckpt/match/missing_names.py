@@ -1,0 +1,105 @@
+"""Remedies for names that a checkpoint lacks: what is stored instead, and how a load gets it. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence, Set
+
+from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.state.names import branches_of, first_of, joined, listed
+
+
+def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, branch: str | None) -> str:
+    """Return how ``rename=`` fits the keys that a module was given to its own; '' unless they differ by one prefix.
+
+    A wrapper (``torch.compile``, DDP) puts one prefix before all keys.
+
+    Args:
+        own: keys of the module in the template.
+        given: keys that are stored for it.
+        name: name of the module in the template.
+        branch: stored name of the branch that the module is given; None if it is given leaves of several.
+    """
+    keys = list(own)
+    missing, unexpected = [key for key in keys if key not in given], sorted(set(given).difference(keys))
+    if not missing or not unexpected:
+        return ""
+    if branch is not None and (prefix := _prefix(unexpected, missing)):
+        pair = missing[0], missing[0].removeprefix(f"{prefix}.")
+        rename = f"rename={{{branch!r}: {joined(name, prefix)!r}}} adds the prefix"
+    elif branch is not None and (prefix := _prefix(missing, unexpected)):
+        pair = missing[0], f"{prefix}.{missing[0]}"
+        rename = f"rename={{{joined(branch, prefix)!r}: {name!r}}} takes the prefix off"
+    else:
+        return ""
+    return f"the template has {pair[0]!r} where {pair[1]!r} is stored: {rename}"
+
+
+_MOST_COMPARED = 1000
+"""Most stored names that are compared with a missing one. A comparison takes about 20 us."""
+
+
+def close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return which ``rename=`` loads a stored leaf or branch for the first missing one; if none is close, what is left.
+
+    ``unexpected``: stored names that the template lacks.
+    """
+    name, wanted = missing[0], {*missing}
+    unexpected = [other for other in unexpected if other not in wanted]  # those that rename= itself leaves out
+    above, _, last = name.rpartition(".")
+    near = [other for other in unexpected if other.rpartition(".")[0] == above or other.rpartition(".")[2] == last]
+    # A module in the template is one name, and many below it are stored.
+    beside = (branch for other in unexpected for branch in branches_of(other) if branch.rpartition(".")[0] == above)
+    candidates = [*dict.fromkeys((*near[:_MOST_COMPARED], *beside))][:_MOST_COMPARED]
+    other = _closest(name, [*filter(None, candidates)])
+    if other is not None and _closest(other, missing[:_MOST_COMPARED]) == name:
+        old, new = other.split("."), name.split(".")
+        while old[-1] == new[-1] and min(len(old), len(new)) > 1:
+            old, new = old[:-1], new[:-1]
+        return f"rename={{{'.'.join(old)!r}: {'.'.join(new)!r}}} loads {other!r} as {name!r}"
+    if not unexpected:
+        return ""
+    return f"it holds {listed(unexpected)}, which the template lacks, and rename= maps stored names to the template's"
+
+
+def _closest(name: str, others: Sequence[str]) -> str | None:
+    """Return which of ``others`` is closest to ``name``; None if none is close, or several are equally close.
+
+    A guess among several could load one layer's weights into another of the same shape.
+    """
+    found = difflib.get_close_matches(name, others, n=2)
+    ratios = [difflib.SequenceMatcher(None, other, name).ratio() for other in found]
+    return found[0] if found and len({*ratios}) == len(ratios) else None
+
+
+def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:
+    """Return what stands before each of ``bare`` in ``wrapped``, without its dot; None if that is not one prefix."""
+    first = min(bare)
+    found = [key.removesuffix(f".{first}") for key in wrapped if key.endswith(f".{first}")]
+    return next((prefix for prefix in found if {f"{prefix}.{key}" for key in bare} == set(wrapped)), None)
+
+
+def renamed_remedy(checkpoint: Checkpoint, taken: Set[str]) -> str:
+    """Return the stored names that ``rename=`` gives other names which the template lacks; '' if there is none."""
+    unused = sorted(checkpoint.stored_names.keys() - taken)
+    pairs = [f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused]
+    return f"rename= gives it {first_of(pairs)}" if pairs else ""
+
+
+def per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str:
+    """Return the remedy if a missing name differs from a stored one by ``PerRank`` alone (``w``, ``w.rank0``); else ''.
+
+    It may be the ``PerRank`` value of a rank that did not save, too.
+    """
+    for name in missing:
+        bare, _, rank = name.rpartition(".rank")
+        if rank.isdigit() and int(rank) >= checkpoint.world_size and checkpoint.holds(f"{bare}.rank0"):
+            return (
+                f"{bare!r} is PerRank, and rank {rank} did not save: {checkpoint.world_size} saved. On ranks that are "
+                "new, leave it out of the template, or give allow_missing=True, which leaves it as it is"
+            )
+        if rank.isdigit() and checkpoint.holds(bare):
+            return f"it holds {bare!r} of all ranks: give that without PerRank"
+        if checkpoint.holds(f"{name}.rank0"):
+            return f"it holds {name!r} of each rank by itself: give it as PerRank(...)"
+    return ""
