@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import Ranks
+from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, Mirror, PerRank, SyncCheckpointEngine
+from aio_ckpt.cli.commands import run
 from aio_ckpt.errors import ConfigError
 from tests.remote.fault_proxy import Choose, Fault
 from tests.remote.test_object_store import keys
@@ -52,8 +53,8 @@ print(begun, loss.item().hex())
 
 @contextlib.contextmanager
 def training(root: Path, url: str, last: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", TRAINER, str(root), url, str(last)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with WarmPython(TRAINER, str(root), url, str(last), options=(), **streams) as child:
         try:
             yield child
         finally:
@@ -98,12 +99,7 @@ def test_a_run_that_is_killed_in_an_upload_goes_on_and_survives_the_loss_of_its_
     assert trained(root, f"{bucket}/run", 6) == ["4", whole]
     assert names_of(f"{bucket}/run") == {".aio_ckpt", "step_000000005", "step_000000006"}
     assert keys(f"{bucket}/run/.aio_ckpt") == {"lock"}
-    assert document_is_good(f"{bucket}/run")
-
-
-def document_is_good(url: str) -> bool:
-    done = subprocess.run([sys.executable, "-m", "aio_ckpt", "verify", url], capture_output=True, check=False)
-    return done.returncode == 0
+    assert run(["verify", f"{bucket}/run"]) == 0
 
 
 def test_a_store_that_fails_for_a_while_delays_a_copy_and_no_save(

@@ -150,7 +150,7 @@ WHOLE_NUMBERS = [np.int64(3), np.uint8(3), np.array([3])[0], Named.THREE]
 
 @pytest.mark.parametrize("step", BAD_STEPS, ids=repr)
 def test_a_step_that_is_no_whole_number_from_zero_is_refused(engine: SyncCheckpointEngine, root: Path, step) -> None:
-    with pytest.raises(StepOrderError, match="give a whole number from 0 to .* such as int"):
+    with pytest.raises(StepOrderError, match=r"give a whole number from 0 to .* such as int"):
         engine.save(weights(1), step)
     assert not root.exists()
 
