@@ -165,7 +165,7 @@ def test_a_tensor_that_moves_while_it_is_captured_fails_the_save_and_leaves_noth
 
 @pytest.mark.parametrize(
     ("step", "message"),
-    [(-1, "at least 0"), (True, "whole number"), ("5", "whole number"), (3, "overwrite"), (2, "rollback")],
+    [(-1, "from 0 to"), (True, "whole number"), ("5", "whole number"), (3, "overwrite"), (2, "rollback")],
 )
 def test_a_step_that_is_not_the_newest_is_refused_before_anything_is_touched(
     root: Path, step: Any, message: str
