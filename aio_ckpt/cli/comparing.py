@@ -283,9 +283,12 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
     for begin in range(0, flat_a.numel(), _BLOCK_ELEMENTS):
         part_a, part_b = flat_a[begin : begin + _BLOCK_ELEMENTS], flat_b[begin : begin + _BLOCK_ELEMENTS]
         are_apart = (part_a != part_b) & ~(part_a.isnan() & part_b.isnan())
-        differing += int(are_apart.sum())
+        differing += int((are_apart.reshape(-1, 2).any(1) if a.is_complex() else are_apart).sum())
         if are_apart.any():
-            apart = (part_a[are_apart].double() - part_b[are_apart].double()).abs()
+            one, other = part_a[are_apart], part_b[are_apart]
+            if not one.is_floating_point():  # two large integers may be equal as floats
+                one, other = one.maximum(other) - one.minimum(other), one.new_zeros(())
+            apart = (one.double() - other.double()).abs()
             largest = max(largest, float(apart.nan_to_num(nan=math.inf, posinf=math.inf).max()))
         finite = part_a[part_a.isfinite()].double().abs()
         scale = max(scale, float(finite.max()) if finite.numel() else 0.0)
@@ -301,6 +304,8 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
         flat = torch.view_as_real(flat.to(torch.promote_types(flat.dtype, torch.complex64))).reshape(-1)
     if flat.is_floating_point() and flat.dtype.itemsize < 2:
         return flat.to(torch.float32)
+    if flat.dtype is torch.bool:
+        return flat.to(torch.uint8)
     if flat.dtype in (torch.uint16, torch.uint32):
         return flat.to(torch.int64)
     return flat.view(torch.int64) if flat.dtype == torch.uint64 else flat

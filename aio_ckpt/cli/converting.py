@@ -165,6 +165,7 @@ def _to_file(
 
     from aio_ckpt.cli.sources import read_source
     from aio_ckpt.engine.file_save import file_target
+    from aio_ckpt.integrations.lightning_layout import META
 
     cast = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
@@ -172,9 +173,15 @@ def _to_file(
     is_safe = out.name.endswith(_SUFFIXES["safetensors"])
     if not is_safe and (dtype is not None or max_shard_bytes is not None):
         raise ConfigError(f"--dtype and --max-shard-bytes are for .safetensors files, and {out.name} is none")
-    file_target(str(out))
+    _check_source_stays(source, file_target(str(out)))
 
     async def check(_: Storage, __: int | None, objects: Mapping[str, object]) -> None:
+        if META in objects and branch is None:
+            raise UnsupportedLeafError(
+                f"{source}: is a checkpoint of Lightning, whose file this command cannot make: give --branch "
+                f"state_dict for the weights, or make it in Python: torch.save(AioCheckpointIO().load_checkpoint("
+                f"{str(source)!r}, weights_only=False), {str(out)!r})"
+            )
         if is_safe:
             _flat_tensors(objects)
 
@@ -182,17 +189,47 @@ def _to_file(
     with bytes_progress(screen, "read") as on_progress:
         found = read_source(source, out, names, on_progress, only=only, check=check, trusted=trusted)
         state = found.state if branch is None else _value_below(found, branch)
-        obj = _flat_tensors(state) if is_safe else state
+        if is_safe:  # a branch may be one tensor, which has the last part of its name
+            below = {branch.rpartition(".")[2]: state} if branch and isinstance(state, torch.Tensor) else state
+            state = _flat_tensors(below)
         report = _written(
-            out.parent, names, lambda engine: engine.save_file(obj, out, max_shard_bytes=max_shard_bytes, dtype=cast)
+            out.parent,
+            names,
+            lambda engine: engine.save_file(
+                state, out, metadata=found.metadata if is_safe else None, max_shard_bytes=max_shard_bytes, dtype=cast
+            ),
         )
     _print(screen, found, report, step=found.step)
+
+
+def _check_source_stays(source: Path, target: Path) -> None:
+    """Raise ConfigError if the file ``target`` would replace a file of the source, or remove one.
+
+    A safetensors file takes the place of the index of its name and of the files that the index names.
+    """
+    from aio_ckpt.cli.sources import files_of
+    from aio_ckpt.format.safetensors_file import SUFFIX, index_name, parse_index
+
+    if isinstance(source, RemotePath) or source.is_dir():
+        return
+    replaced = {target}
+    if target.name.endswith(SUFFIX):
+        index = target.with_name(index_name(target.name))
+        shards = parse_index(index.read_bytes(), target.name) if index.is_file() else ()
+        replaced |= {index, *map(target.with_name, shards)}
+    lost = [path for path in files_of(source) if replaced & {path.resolve(), path.parent.resolve() / path.name}]
+    if lost:
+        raise ConfigError(
+            f"{target} would take the place of {lost[0].name}, a file of the source: give OUT in another directory, "
+            "and remove the source yourself"
+        )
 
 
 def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, trusted: bool, as_json: bool) -> None:
     """Save the state at ``source`` as a step of ``root``; ``step``: None for that of the source, or the next one."""
     from aio_ckpt.cli.sources import read_source
     from aio_ckpt.commit.discovery import discover
+    from aio_ckpt.commit.step_numbers import step_after
 
     async def check(storage: Storage, own: int | None, _: Mapping[str, object]) -> None:
         number = own if step is None else step
@@ -208,7 +245,12 @@ def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, tr
         found = read_source(source, root, names, on_progress, check=check, trusted=trusted)
         state = found.state if isinstance(found.state, dict) else {"state": found.state}
         number = found.step if step is None else step
-        report = _written(root, names, lambda engine: engine.save(state, number))
+        report = _written(
+            root,
+            names,
+            # Without a step, the engine warns of a trainer that has loaded none of the steps.
+            lambda engine: engine.save(state, step_after(engine.latest_step()) if number is None else number),
+        )
     _print(screen, found, report, step=report.step)
 
 

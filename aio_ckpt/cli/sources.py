@@ -9,13 +9,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from aio_ckpt.argument_checks import is_path
 from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.checkpoint.torch_file import TorchFile, check_is_torch_file, check_torch_file
 from aio_ckpt.cli.access import call, use_newest
@@ -31,7 +32,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 from aio_ckpt.format.restricted_unpickler import RefusedError
 from aio_ckpt.format.root_names import StepNames
-from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
+from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, StoredTensor, parse_header
 from aio_ckpt.leaves.object_unpickler import read_object_pickle
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.remote_path import RemotePath
@@ -56,6 +57,8 @@ class Source:
     state: Any
     step: int | None
     path: Path
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Texts of a safetensors file, without those that tell the names of tied tensors."""
 
 
 def read_source(
@@ -81,7 +84,8 @@ def read_source(
         Exception: any error of ``check``.
     """
     if not isinstance(path, RemotePath) and not path.is_dir():
-        return Source(state=mapped_state(path, trusted=trusted), step=None, path=path)
+        state, metadata = mapped_state(path, trusted=trusted)
+        return Source(state=state, step=None, path=path, metadata=metadata)
 
     beside = Path(tempfile.gettempdir()) if isinstance(out, RemotePath) else out.parent
 
@@ -97,18 +101,32 @@ def read_source(
     return call(work)
 
 
-def mapped_state(path: Path, *, trusted: bool) -> Any:
+def mapped_state(path: Path, *, trusted: bool) -> tuple[Any, dict[str, str]]:
     """Return the state of a file, or of the index of several, by the end of its name. Its tensors are mapped.
+
+    Also returns the metadata of safetensors files, without what tells second names of tensors.
 
     Raises:
         Exception: see :func:`read_source`.
     """
     with _reading(path):
         if path.name.endswith(_INDEX):
-            return _mapped_shards(path, trusted=trusted)
+            return _with_tied(*_mapped_shards(path, trusted=trusted))
         if path.name.endswith(SUFFIX):
             return _with_tied(*_mapped(path))
-        return _mapped_torch(path, trusted=trusted)
+        return _mapped_torch(path, trusted=trusted), {}
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a source that is no checkpoint: an index and those that it names, or ``path`` alone.
+
+    Raises:
+        CorruptCheckpointError: the index is none.
+    """
+    if not path.name.endswith(_INDEX):
+        return [path]
+    with _reading(path):
+        return [path, *(path.with_name(name) for name in sorted(set(_files_by_name(path).values())))]
 
 
 @contextlib.contextmanager
@@ -226,7 +244,7 @@ def _mapped_torch(path: Path, *, trusted: bool) -> Any:
 
 def _mapped_file(path: Path) -> torch.UntypedStorage:
     with path.open("rb") as file:
-        return _mapped_bytes(file.fileno(), os.fstat(file.fileno()).st_size).untyped_storage()
+        return _mapped_bytes(file.fileno(), os.fstat(file.fileno()).st_size)
 
 
 def _mapped_record(memory: torch.UntypedStorage, stored: TorchFile, key: str) -> torch.UntypedStorage:
@@ -252,30 +270,33 @@ def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{path}: {error}") from error
         memory = _mapped_bytes(file.fileno(), file_bytes)
-    tensors = {}
-    for entry in stored:
-        if not entry.nbytes:
-            tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)
-            continue
-        raw = memory[entry.start :][: entry.nbytes]
-        aligned = raw if entry.start % entry.dtype.itemsize == 0 else raw.clone()
-        tensors[entry.name] = aligned.view(entry.dtype).reshape(entry.shape)
-    return tensors, metadata
+    return {entry.name: _mapped_tensor(memory, entry) for entry in stored}, metadata
 
 
-def _mapped_bytes(descriptor: int, nbytes: int) -> torch.Tensor:
+def _mapped_tensor(memory: torch.UntypedStorage, entry: StoredTensor) -> torch.Tensor:
+    """Return a mapped tensor. Its storage holds its bytes alone, because torch.save writes storages whole."""
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    raw: Any = memory[entry.start : entry.start + entry.nbytes]
+    aligned = raw.clone() if entry.start % entry.dtype.itemsize else raw
+    return torch.empty(0, dtype=entry.dtype).set_(aligned).reshape(entry.shape)
+
+
+def _mapped_bytes(descriptor: int, nbytes: int) -> torch.UntypedStorage:
     """Return the bytes of an open file, mapped privately.
 
     An ``mmap.mmap`` would keep a descriptor of its own, so that a model of many files would run out of them.
     """
-    storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", False, nbytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+    found: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", False, nbytes)
+    return found  # type: ignore[no-any-return]
 
 
-def _with_tied(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return the tensors with the second names that the metadata tells."""
+def _with_tied(
+    tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors with the second names that the metadata tells, and the rest of the metadata."""
     tied = {name: tensors[first] for name, first in metadata.items() if first in tensors and name not in tensors}
-    return tensors | tied
+    return tensors | tied, {name: text for name, text in metadata.items() if name not in tied}
 
 
 def _mapped_shard(path: Path, *, trusted: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -298,26 +319,31 @@ class _Index(msgspec.Struct):
 _INDEX_DECODER = msgspec.json.Decoder(_Index)
 
 
-def _mapped_shards(index: Path, *, trusted: bool) -> dict[str, torch.Tensor]:
+def _files_by_name(index: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor."""
     try:
         by_name = _INDEX_DECODER.decode(index.read_bytes()).weight_map
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{index}: no index of files: {error}") from error
-    files = set(by_name.values())
-    if not files:
+    if not by_name:
         raise CorruptCheckpointError(f"{index}: no index of files: its weight_map names none")
-    if any(os.path.basename(name) != name for name in files):
+    if any(os.path.basename(name) != name or not is_path(name) for name in by_name.values()):
         raise CorruptCheckpointError(f"{index}: names a file elsewhere")
+    return by_name
+
+
+def _mapped_shards(index: Path, *, trusted: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return tensors and metadata of several files."""
+    by_name = _files_by_name(index)
     tensors: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
-    for name in sorted(files):
+    for name in sorted(set(by_name.values())):
         with _reading(index.parent / name):
             found, texts = _mapped_shard(index.parent / name, trusted=trusted)
         tensors |= {each: tensor for each, tensor in found.items() if by_name.get(each, name) == name}
         metadata |= texts
-    tensors = _with_tied(tensors, metadata)
-    if lost := sorted(by_name.keys() - tensors):
+    if lost := sorted(by_name.keys() - _with_tied(tensors, metadata)[0]):
         raise CorruptCheckpointError(
             f"{index}: {lost[0]!r} is not in {by_name[lost[0]]!r}: the files are of different saves"
         )
-    return tensors
+    return tensors, metadata

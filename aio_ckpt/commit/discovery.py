@@ -19,7 +19,9 @@ from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import save_of, saves_in
 
-IS_FILE = "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load read the file"
+IS_FILE = (
+    "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load or safetensors read the file"
+)
 """Text of the error of a path that is a file."""
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
 _WARNED = 256

@@ -38,7 +38,7 @@ KNOWN_TO_WORK = "transformers 5.17.0 and 5.23.0 with accelerate 1.15.0"
 
 try:
     from accelerate.utils import broadcast_object_list
-    from transformers import trainer_utils
+    from transformers import TrainerCallback, trainer_utils
 except ImportError as missing:
     raise ImportError(
         f"aio_ckpt.integrations.huggingface needs transformers and accelerate ({KNOWN_TO_WORK} are known to work): "
@@ -141,6 +141,8 @@ class AioTrainerMixin:
     """The checkpoint that is captured and not visible."""
     _aio_is_stock: bool | None = None
     """Whether transformers saves; None: not known yet."""
+    _aio_has_warned = False
+    """Whether it was logged that a callback makes each save wait."""
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the pending checkpoint is durable and visible.
@@ -284,7 +286,7 @@ class AioTrainerMixin:
             return
         draft.best = trainer.state.best_model_checkpoint
         self._aio_pending = draft
-        if ends_soon:
+        if ends_soon or self._aio_users_on_save():
             self.wait_for_checkpoint()
         else:
             self._aio_defer_on_save(draft)
@@ -327,7 +329,10 @@ class AioTrainerMixin:
         stock_weights, stock_save = safetensors.torch.save_file, torch.save
 
         def save_weights(tensors: Any, filename: Any, metadata: Any = None) -> None:
-            if not draft.take(tensors, filename, self._aio_open, metadata=metadata):
+            # safetensors refuses what shares memory, and transformers could not resume from it.
+            storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel()]
+            is_taken = len(set(storages)) == len(storages)
+            if not (is_taken and draft.take(tensors, filename, self._aio_open, metadata=metadata)):
                 stock_weights(tensors, filename, metadata=metadata)
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -341,6 +346,22 @@ class AioTrainerMixin:
             replaced(Place(module="torch", name="save"), save),
         ):
             yield
+
+    def _aio_users_on_save(self) -> bool:
+        """Return whether a user's callback has ``on_save``, which may save the model of this very step."""
+        trainer: Any = self
+        for callback in trainer.callback_handler.callbacks:
+            kind = type(callback)
+            if kind.on_save is not TrainerCallback.on_save and not kind.__module__.startswith("transformers."):
+                if not self._aio_has_warned:
+                    self._aio_has_warned = True
+                    _log.warning(
+                        "%s.on_save may use the model, so that training waits until each checkpoint is durable: act in "
+                        "another method of the callback if it needs the files alone",
+                        kind.__name__,
+                    )
+                return True
+        return False
 
     def _aio_defer_on_save(self, draft: _Draft) -> None:
         """Let the callbacks' ``on_save``, which Trainer calls next, wait until the checkpoint is there."""

@@ -31,7 +31,7 @@ from aio_ckpt.argument_checks import local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp import default
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
-from aio_ckpt.integrations.lightning_layout import OPTIMIZER, as_bytes, join, moved, split
+from aio_ckpt.integrations.lightning_layout import META, OPTIMIZER, as_bytes, join, moved, split
 from aio_ckpt.integrations.path_saves import PathSaves, wait_for_saves
 from aio_ckpt.integrations.places import Expected, moved_names
 from aio_ckpt.ranks.exchange import SoloCoordinator
@@ -77,8 +77,6 @@ PRIVATE_NAMES: Mapping[str, Expected] = {
 
 # -- what is Lightning's way ----------------------------------------------------------------------------
 
-_META = "aio_ckpt_meta"
-"""Leaf that holds what is not stored by the engine. In a sharded checkpoint, ``meta.pt`` has the same bytes."""
 _ENDS_THE_PROCESS = ("hpc_ckpt_", ".temp.ckpt")
 """Beginnings of file names after whose save Lightning ends the process: SLURM's requeue, and a spawned worker."""
 
@@ -104,7 +102,7 @@ def _read(
             f"{path} is a link to {path.readlink()}, which is missing: give another checkpoint"
         )
     entries = read(path, config=config)
-    meta = entries.pop(_META, None)
+    meta = entries.pop(META, None)
     if meta is None and is_on_disk and (path / META_FILE).is_file():
         meta = (path / META_FILE).read_bytes()
     where = "cpu" if map_location is None else map_location
@@ -211,7 +209,7 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
         entries, rest = split(checkpoint)
         with _room_at(place) as replaces_file:
             waits = self._training.is_over(checkpoint) or replaces_file or _waits(checkpoint, place)
-            self._saves.save({**entries, _META: as_bytes(rest)}, place, files={}, waits=waits)
+            self._saves.save({**entries, META: as_bytes(rest)}, place, files={}, waits=waits)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -328,7 +326,7 @@ class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
         files: dict[str, bytes] = {}
         is_first = self.global_rank == 0
         if is_first:
-            files[META_FILE] = entries[_META] = as_bytes(checkpoint)
+            files[META_FILE] = entries[META] = as_bytes(checkpoint)
         waits = self._training.is_over(checkpoint) or _waits(checkpoint, place)
         with _room_at(place if is_first else None) as replaces_file:
             path, waits = self.broadcast((place, waits or replaces_file))
@@ -379,7 +377,7 @@ def _fault_of_meta(path: Path) -> str:
     if not file.is_file():
         return ""
     try:
-        wanted = read(path, only=[_META])[_META]
+        wanted = read(path, only=[META])[META]
     except KeyError:
         return ""  # Lightning itself saved it
     return "" if file.read_bytes() == wanted else f"{file} is not what was saved: load another checkpoint"

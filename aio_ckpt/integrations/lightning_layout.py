@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 
+from aio_ckpt.state.check_leaves import tensor_fault
+
+META = "aio_ckpt_meta"
+"""Leaf that holds what is not stored by the engine. In a sharded checkpoint, ``meta.pt`` has the same bytes."""
 OPTIMIZER = "optimizer_"
 """Beginning of the names of the optimizers' entries; their indices follow."""
 _LEFT = "aio_ckpt_left"
@@ -108,7 +112,7 @@ def _is_plain(value: Any) -> bool:
     if kind in _PLAIN:
         return True
     if isinstance(value, torch.Tensor):
-        return not value.is_nested
+        return value.layout is torch.sparse_coo or tensor_fault(value) is None
     if kind in (dict, OrderedDict):
         for key, item in value.items():  # noqa: SIM110
             if type(key) not in _KEYS or not _is_plain(item):

@@ -56,6 +56,8 @@ class _ObjectUnpickler(RestrictedUnpickler):
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._owners: dict[int, str] = {}
         """Names of other classes by id. The pickle may ask them for an enumeration inside of them, and no more."""
+        self._bare_storages = 0
+        """Storages that no tensor has taken yet."""
 
     @functools.cached_property
     def _by_user(self) -> dict[str, Allowed]:
@@ -66,6 +68,8 @@ class _ObjectUnpickler(RestrictedUnpickler):
         value = self.read_all()
         if self._owners:
             raise RefusedError(next(iter(self._owners.values())))
+        if self._bare_storages > 0:
+            raise RefusedError("torch.UntypedStorage outside of a tensor")
         return value
 
     def allowed(self, module: str, name: str) -> Allowed:
@@ -117,6 +121,7 @@ class _ObjectUnpickler(RestrictedUnpickler):
     def persistent_load(self, pid: object) -> StorageRef:
         """Return a storage. Its length is compared with the stored bytes, as torch believes the pickle."""
         ref = storage_ref(pid)
+        self._bare_storages += 1
         if ref.key not in self._storages:
             self._storages[ref.key] = self._storage_of(ref.key)
         stored = self._storages[ref.key].nbytes()
@@ -126,6 +131,7 @@ class _ObjectUnpickler(RestrictedUnpickler):
 
     def _tensor(self, *arguments: Any) -> torch.Tensor:
         view = tensor_view(*arguments)
+        self._bare_storages -= 1
         storage = self._storages[view.storage.key]
         check_bounds(view, storage.nbytes())
         made = torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.shape, view.stride)

@@ -113,12 +113,13 @@ def test_diff_compares_with_what_stock_dcp_wrote(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("a", "b", "wanted"),
     [
-        (torch.tensor([1, 2**60 + 1]), torch.tensor([1, 2**60]), (1, 0.0)),
+        (torch.tensor([1, 2**60 + 1]), torch.tensor([1, 2**60]), (1, 1.0)),
         (torch.tensor([True, False]), torch.tensor([True, True]), (1, 1.0)),
         (torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0]), (0, 0.0)),
         (torch.tensor([math.nan, 1.0]), torch.tensor([0.0, 1.0]), (1, math.inf)),
         (torch.tensor([math.inf]), torch.tensor([math.inf]), (0, 0.0)),
         (torch.tensor([1 + 2j]), torch.tensor([1 + 4j]), (1, 2.0)),
+        (torch.tensor([1 + 2j, 1j]), torch.tensor([2 + 4j, 1j]), (1, 2.0)),
         (torch.ones(2).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn), (2, 1.0)),
         (torch.ones(2, dtype=torch.uint32), torch.zeros(2, dtype=torch.uint32), (2, 1.0)),
         (torch.ones(0), torch.ones(0), (0, 0.0)),

@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_maker import content_of, write_checkpoint
 from command_line import called, document, flip, save_by_dcp, state
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensor_bits import assert_same_tensor, random_tensor
 from warm_python import run_warm
@@ -224,6 +225,92 @@ def test_safetensors_are_imported_with_their_tied_names(tmp_path, capsys):
     got = aio_ckpt.read(tmp_path / "ours/step_000000005")
     assert got.keys() == {"w", "head", "n"}
     assert got["head"].data_ptr() == got["w"].data_ptr()
+
+
+def test_tensors_of_several_dtypes_become_a_torch_file_that_holds_no_byte_more(tmp_path, capsys):
+    tensors = {"w": torch.ones(40, 40, dtype=torch.bfloat16), "n": torch.rand(3), "ids": torch.arange(5)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    assert called(capsys, "convert", tmp_path / "m.safetensors", tmp_path / "m.pt")[0] == 0
+    got = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert got.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert_same_tensor(got[name], tensor)
+        assert got[name].untyped_storage().nbytes() == tensor.nbytes
+    assert called(capsys, "convert", tmp_path / "m.safetensors", tmp_path / "n.pt", "--branch", "n")[0] == 0
+    assert (tmp_path / "n.pt").stat().st_size < tensors["w"].nbytes
+
+
+def test_a_branch_of_one_tensor_has_the_last_part_of_its_name(tmp_path, capsys):
+    torch.save({"a": {"b": torch.arange(3)}}, tmp_path / "m.pt")
+    assert called(capsys, "convert", tmp_path / "m.pt", tmp_path / "b.safetensors", "--branch", "a.b")[0] == 0
+    assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "b.safetensors").items()} == {"b": [0, 1, 2]}
+
+
+def test_a_storage_without_a_tensor_needs_trust_and_is_not_lost(tmp_path, capsys):
+    storage = torch.arange(3.0).untyped_storage()
+    torch.save({"s": storage, "w": torch.ones(2)}, tmp_path / "s.pt")
+    code, _, err = called(capsys, "convert", tmp_path / "s.pt", tmp_path / "out.pt")
+    assert (code, "torch.UntypedStorage outside of a tensor" in err, "--trusted" in err) == (1, True, True), err
+    assert called(capsys, "convert", tmp_path / "s.pt", tmp_path / "out.pt", "--trusted")[0] == 0
+    assert torch.load(tmp_path / "out.pt")["s"].tolist() == storage.tolist()
+
+
+def test_the_metadata_of_a_safetensors_file_stays_in_another(tmp_path, capsys):
+    w = torch.rand(4)
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        engine.save_file({"w": w, "head": w}, tmp_path / "m.safetensors", metadata={"rank": "8"}).result()
+    assert (
+        called(capsys, "convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "--dtype", "float16")[0] == 0
+    )
+    with safe_open(tmp_path / "o.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "rank": "8", "head": "w"}
+
+
+def sharded(folder: Path) -> Path:
+    """Index of two safetensors files."""
+    files = {"a.w": "model-00001-of-00002.safetensors", "b.w": "model-00002-of-00002.safetensors"}
+    for name, file in files.items():
+        save_file({name: torch.rand(3)}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    return index
+
+
+@pytest.mark.parametrize("source", ["model.safetensors.index.json", "model-00001-of-00002.safetensors"])
+def test_no_conversion_removes_a_file_of_its_source(tmp_path, capsys, source):
+    sharded(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    there = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    for out in (tmp_path / "model.safetensors", tmp_path / "link/model.safetensors"):
+        code, _, err = called(capsys, "convert", tmp_path / source, out, "--branch", "a")
+        assert (code, "a file of the source: give OUT in another directory" in err) == (2, True), err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == there
+    assert called(capsys, "convert", tmp_path / source, tmp_path / "other.safetensors", "--branch", "a")[0] == 0
+
+
+@pytest.mark.parametrize("out", ["m.pt", "link.pt"])
+def test_no_conversion_replaces_its_source(tmp_path, capsys, out):
+    torch.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "m.pt")
+    (tmp_path / "link.pt").symlink_to("m.pt")
+    code, _, err = called(capsys, "convert", tmp_path / "m.pt", tmp_path / out, "--branch", "a")
+    assert (code, "take the place of m.pt, a file of the source" in err) == (2, True), err
+    assert torch.load(tmp_path / "m.pt").keys() == {"a", "b"}
+
+
+def test_the_next_step_of_a_root_is_taken_without_a_word_to_a_trainer(tmp_path, capsys, caplog):
+    torch.save({"a": torch.ones(3)}, tmp_path / "m.pt")
+    for step in (1, 2):
+        code, told = document(capsys, "import", tmp_path / "m.pt", tmp_path / "root")
+        assert (code, told["step"]) == (0, step)
+    assert not caplog.records
+
+
+def test_a_checkpoint_of_lightning_names_how_its_file_is_made(tmp_path, capsys):
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        engine.save({"state_dict": {"w": torch.ones(3)}, "aio_ckpt_meta": b"rest"}, 1).result()
+    code, _, err = called(capsys, "convert", tmp_path / "root/step_000000001", tmp_path / "m.ckpt")
+    assert (code, "torch.save(AioCheckpointIO().load_checkpoint(" in err) == (1, True), err
+    assert called(capsys, "export", tmp_path / "root", tmp_path / "m.ckpt", "--branch", "state_dict")[0] == 0
 
 
 def test_the_index_of_several_torch_files_is_converted(tmp_path, capsys):

@@ -626,7 +626,7 @@ def test_a_file_in_place_of_a_checkpoint_is_named_with_the_remedy_and_stays(tmp_
     assert "is a file, and a checkpoint is a directory: move it away" in str(error)
     error = failure_of(lambda: dcp.load(state_of(0), storage_reader=Reader(path)))
     assert isinstance(error, CheckpointNotFoundError)
-    assert "let torch.load read the file" in str(error)
+    assert "let torch.load or safetensors read the file" in str(error)
     assert path.read_text() == "mine"
 
 

@@ -33,7 +33,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("transformers", exc_type=ImportError)
     pytest.importorskip("accelerate", exc_type=ImportError)
-    from huggingface_runs import AioTrainer, dataset, losses, model, trainer
+    from huggingface_runs import AioTrainer, arguments, dataset, losses, model, trainer
     from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback
     from transformers.trainer_utils import get_last_checkpoint
@@ -168,15 +168,48 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_rotation_follows_the
     assert visible(tmp_path) == ["checkpoint-12"]
 
 
-def test_callbacks_hear_of_a_save_once_it_is_visible(tmp_path: Path) -> None:
-    heard = []
+@pytest.mark.parametrize("module", ["my_callbacks", "transformers.integrations"])
+def test_callbacks_hear_of_a_save_once_it_is_visible(
+    tmp_path: Path, module: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[tuple[int, bool]] = []
+    later: list[int] = []
 
     class Hears(TrainerCallback):  # type: ignore[misc]
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             heard.append((state.global_step, Path(args.output_dir, f"checkpoint-{state.global_step}").is_dir()))
+            if run.state.global_step != state.global_step or begun[-1] > state.global_step:
+                later.append(state.global_step)
 
-    trainer(tmp_path, callbacks=[Hears()]).train()
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            begun.append(state.global_step + 1)
+
+    begun: list[int] = []
+    Hears.__module__ = module
+    run = trainer(tmp_path, callbacks=[Hears()])
+    run.train()
     assert heard == [(3, True), (6, True), (9, True), (12, True)]
+    is_of_user = module == "my_callbacks"
+    assert later == ([] if is_of_user else [3, 6, 9]), "a user's callback may save the model beside its checkpoint"
+    assert caplog.text.count("Hears.on_save may use the model") == is_of_user
+
+
+def test_a_module_that_transformers_cannot_resume_is_refused_by_its_first_save(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(300, 8)
+            self.head = torch.nn.Linear(8, 300, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.head(self.embed(input_ids))
+            return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+    run = AioTrainer(model=Net(), args=arguments(tmp_path), train_dataset=dataset())
+    with pytest.raises(RuntimeError, match="share memory"):
+        run.train()
+    assert [name for name in visible(tmp_path) if name.startswith("checkpoint-")] == []
 
 
 def test_the_hub_gets_visible_checkpoints(tmp_path: Path) -> None:

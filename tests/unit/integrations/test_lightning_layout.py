@@ -89,12 +89,22 @@ def test_a_users_object_beside_the_weights_leaves_the_weights_to_the_engine(valu
     assert join(entries, rest)["model"].keys() == {"w", "extra"}
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_an_entry_that_the_engine_cannot_take_is_of_the_rest() -> None:
     given = {
         "list": [torch.ones(1), Custom()],
         "nested": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
+        "compressed": torch.eye(2).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "meta": torch.ones(2, device="meta"),
     }
-    assert split(given) == ({}, given)
+    entries, rest = split(given)
+    assert not entries
+    assert rest.keys() == given.keys()
+
+
+def test_a_sparse_tensor_goes_through_the_engine() -> None:
+    assert split({"model": {"coo": torch.eye(2).to_sparse_coo()}})[0].keys() == {"model"}
 
 
 @pytest.mark.parametrize(
