@@ -147,6 +147,9 @@ class FormatVersionError(AioCkptError, ValueError):
 class EngineClosedError(AioCkptError, RuntimeError):
     """The engine was closed or terminated."""
 
+    def __init__(self, text: str = "the engine was closed: open a new one") -> None:
+        super().__init__(text)
+
 
 class EngineForkedError(EngineClosedError):
     """The engine was opened by the parent process. A forked child has to open one of its own.

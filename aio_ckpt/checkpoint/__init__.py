@@ -1,7 +1,8 @@
 """Open a checkpoint, list its names and items, and read and verify their bytes.
 
 In: a checkpoint directory, of an engine or of stock DCP. Out: its catalog of names and stored items; verified bytes,
-copied to their targets; the faults of a checkpoint that does not verify. ``fetch`` runs the read requests,
+copied to their targets; the faults of a checkpoint that does not verify. ``read_plan`` says which bytes go where,
+``read_requests`` joins them to reads, over small gaps too, and ``fetch`` runs these;
 ``verified_copy`` checks the CRC32 of each piece and copies it, ``verify`` checks whole checkpoints. Knows nothing of
 templates. Imports ``runtime``, ``format``, ``state``, ``memory`` and ``storage``; nothing that saves.
 """

@@ -1,4 +1,4 @@
-"""Render the manifests of a save from its plan and its write results. Pure."""
+"""Render the manifests of a save from its plan and its write results, once these are complete. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from aio_ckpt._version import __version__
+from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, trailer
 from aio_ckpt.format.checksum import crc32_combine, crc32_of
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
@@ -68,6 +69,21 @@ def written_names(plan: Plan, entries: Sequence[ObjectEntry], results: Sequence[
     stored, gone = plan.stored_names, unpatched | holes
     stored = stored.union(*(entry.fqns for entry in entries)) if entries else stored
     return stored - gone if gone else stored
+
+
+def check_complete(requested: frozenset[str], written: frozenset[str]) -> None:
+    """Check the post-condition of every save: the written leaves are exactly the requested ones.
+
+    Raises:
+        PlanChangedError: the sets differ; the message names up to five missing and five extra leaves.
+    """
+    if requested == written:
+        return
+    missing, extra = sorted(requested - written)[:5], sorted(written - requested)[:5]
+    raise PlanChangedError(
+        f"the plan does not cover the state: not written {missing}, not asked for {extra}; "
+        "nothing was committed and the next save plans anew"
+    )
 
 
 def render_rank(

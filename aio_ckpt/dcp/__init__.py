@@ -2,7 +2,7 @@
 
 ``Writer`` replaces ``FileSystemWriter``, ``Reader`` replaces ``FileSystemReader``, and ``AsyncStager`` replaces
 ``DefaultStager``. ``install`` and ``default`` do so for calls that name none of them. A checkpoint is a directory that
-the caller names (:mod:`aio_ckpt.commit.in_place`).
+the caller names: ``Writer`` refuses or accepts one that is there, :mod:`aio_ckpt.commit.in_place` replaces it.
 """
 
 from aio_ckpt.dcp.drop_in import Installation, default, install

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from aio_ckpt.commit import in_place
 from aio_ckpt.commit.in_place import hold_directory, other_save_error, pending_saves
-from aio_ckpt.commit.manifests import metadata_file, render_root
+from aio_ckpt.commit.manifests import check_complete, metadata_file, render_root
 from aio_ckpt.commit.trash import THREAD_WAIT_SECS
 from aio_ckpt.dcp.item_sources import Sources
 from aio_ckpt.dcp.runtime import Runtime
@@ -43,7 +43,6 @@ from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.full_disk import explain_full_disk
 from aio_ckpt.write.part import Part, write_part
 from aio_ckpt.write.result import WriteResult as Written
-from aio_ckpt.write.result import check_complete
 from aio_ckpt.write.writer import FileWriter
 
 _MANIFEST_INDEX = MetadataIndex("aio_ckpt.manifest")

@@ -518,7 +518,7 @@ class BaseEngine:
             EngineClosedError: the engine was closed.
         """
         if self._portal.is_closed:
-            raise EngineClosedError("the engine was closed: open a new one")
+            raise EngineClosedError
         self._preemption.local.install(signals)
         self._preemption.watch()
 

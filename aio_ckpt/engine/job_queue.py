@@ -145,7 +145,7 @@ class JobQueue:
     def check_open(self) -> None:
         """Raise EngineClosedError if no save may enter any more."""
         if self._is_closing:
-            raise EngineClosedError("the engine was closed: open a new one")
+            raise EngineClosedError
 
     def close(self) -> None:
         """Let no save enter from now on. Calls that wait get EngineClosedError.

@@ -383,7 +383,7 @@ class RootSession:
 
     def _check_open(self) -> None:
         if self._portal.is_closed:  # nothing would release the lock
-            raise EngineClosedError("the engine was closed: open a new one")
+            raise EngineClosedError
 
     async def _set_aside(self) -> None:
         ctx = self._ctx

@@ -16,6 +16,7 @@ from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.commit import path_checkpoints, publish
 from aio_ckpt.commit.manifests import (
     MetadataFile,
+    check_complete,
     object_entries,
     object_spans,
     render_metadata_file,
@@ -47,7 +48,7 @@ from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.write.frozen_file import NOT_CAPTURED, FrozenFile, write_frozen, write_trusted
 from aio_ckpt.write.part import Part
-from aio_ckpt.write.result import WriteResult, check_complete
+from aio_ckpt.write.result import WriteResult
 
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 _HEAD_START_SECS = 0.05
@@ -207,7 +208,7 @@ class StatePipeline:
                 return await write_trusted(part, layout, job.write_dir, job.final, known, writer, may_clone=may_clone)
             except ReadError as error:
                 newest = self.committed_frozen.newest
-                if newest is None or newest is known or not newest.result.holds_as(known.result):
+                if newest is None or newest is known or not newest.holds(known.result):
                     self.committed_frozen.forget()
                     error.strerror = f"{error.strerror}, and {NOT_CAPTURED}"
                     raise

@@ -394,7 +394,7 @@ class Portal:
         self._unresolved.add(future)
         if self.is_closed or not self._schedule(self._spawn, async_fn, args, future):
             self._unresolved.discard(future)
-            raise EngineClosedError("the engine was closed: open a new one")
+            raise EngineClosedError
         return future
 
     def call(

@@ -57,7 +57,7 @@ class OptimizerGuards:
             EngineClosedError: the engine was closed, so that the guard would never be removed.
         """
         if self._is_closed:
-            raise EngineClosedError("the engine was closed: open a new one")
+            raise EngineClosedError
         if not callable(getattr(guarded, "step", None)) or not hasattr(guarded, "param_groups"):
             raise ConfigError(
                 f"guard({type(guarded).__name__}): needs an optimizer, with step() and param_groups; other tensors "

@@ -42,6 +42,11 @@ class FrozenFile:
     sharers: Sharers
     """Sharers of its bytes, the same object for all clones of one written file."""
 
+    def holds(self, result: WriteResult) -> bool:
+        """Return whether it holds the bytes that ``result`` tells of, by their length and sums."""
+        mine, theirs = ((each.image_bytes, each.file_crc32, each.sums) for each in (self.result, result))
+        return mine == theirs
+
 
 async def write_frozen(
     part: Part,
@@ -91,7 +96,7 @@ async def write_frozen(
     with watch_submissions(image.lease.hold_until):
         await sum_all()
     result = preparer.result(image, known.result.mode, frozenset(chunk.index for chunk in image.chunks))
-    if result.holds_as(known.result):
+    if known.holds(result):
         writer.on_activity("cloning its frozen file")
         cloned = await _clone(known, path, place, writer.storage)
         if cloned is not None:
@@ -148,7 +153,7 @@ async def write_trusted(
         with anyio.CancelScope(shield=True):
             await source.close()
     result = preparer.result(image, mode, written)
-    if not result.holds_as(known.result):
+    if not known.holds(result):
         raise CorruptCheckpointError(
             f"{known.path}: its bytes are not those that were written, and {NOT_CAPTURED}; look at older steps, which "
             "share the file, by `aio-ckpt verify ROOT`"

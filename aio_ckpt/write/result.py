@@ -1,10 +1,9 @@
-"""Result of the write stage, and the post-condition of every save."""
+"""Result of the write stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.reports import WriteMode
 
 
@@ -30,23 +29,3 @@ class WriteResult:
     def moved(self, chunks: int) -> WriteResult:
         """Return the result for an image that holds ``chunks`` more before this file."""
         return replace(self, chunks_written=frozenset(index + chunks for index in self.chunks_written))
-
-    def holds_as(self, other: WriteResult) -> bool:
-        """Return whether both files hold the same bytes, by their lengths and sums."""
-        mine, theirs = ((each.image_bytes, each.file_crc32, each.sums) for each in (self, other))
-        return mine == theirs
-
-
-def check_complete(requested: frozenset[str], written: frozenset[str]) -> None:
-    """Check the post-condition of every save: the written leaves are exactly the requested ones.
-
-    Raises:
-        PlanChangedError: the sets differ; the message names up to five missing and five extra leaves.
-    """
-    if requested == written:
-        return
-    missing, extra = sorted(requested - written)[:5], sorted(written - requested)[:5]
-    raise PlanChangedError(
-        f"the plan does not cover the state: not written {missing}, not asked for {extra}; "
-        "nothing was committed and the next save plans anew"
-    )

@@ -11,6 +11,7 @@ from property_examples import examples
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from aio_ckpt.commit.manifests import (
+    check_complete,
     object_entries,
     object_spans,
     render_metadata_file,
@@ -31,7 +32,7 @@ from aio_ckpt.plan.save_plan import Plan
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import skeleton_names
 from aio_ckpt.state.skeleton import decode_skeleton
-from aio_ckpt.write.result import WriteResult, check_complete
+from aio_ckpt.write.result import WriteResult
 
 TIED = torch.empty(300)
 STATE = {
