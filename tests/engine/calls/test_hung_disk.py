@@ -124,7 +124,7 @@ def test_a_first_save_ends_by_its_limit_while_the_lock_hangs_and_the_next_one_wo
         assert other.save(weights(3), 3).result(TIMEOUT).step == 3
 
 
-@pytest.mark.parametrize("limits", [{"deadline_secs": 0.2}, {}], ids=["deadline_secs", "stall_timeout_secs"])
+@pytest.mark.parametrize("limits", [{"deadline_secs": 1.0}, {}], ids=["deadline_secs", "stall_timeout_secs"])
 def test_a_later_save_blocks_nobody_while_the_lock_hangs_and_the_next_one_works(
     root: Path, disk: Disk, storage: HangingStorage, limits: dict[str, float]
 ) -> None:
