@@ -203,20 +203,15 @@ def _to_file(
 
 
 def _check_source_stays(source: Path, target: Path) -> None:
-    """Raise ConfigError if the file ``target`` would replace a file of the source, or remove one.
-
-    A safetensors file takes the place of the index of its name and of the files that the index names.
-    """
+    """Raise ConfigError if the file ``target`` would replace a file of the source, or remove one."""
     from aio_ckpt.cli.sources import files_of
-    from aio_ckpt.format.safetensors_file import SUFFIX, index_name, parse_index
+    from aio_ckpt.format.safetensors_file import index_name, replaced_names
 
     if isinstance(source, RemotePath) or source.is_dir():
         return
-    replaced = {target}
-    if target.name.endswith(SUFFIX):
-        index = target.with_name(index_name(target.name))
-        shards = parse_index(index.read_bytes(), target.name) if index.is_file() else ()
-        replaced |= {index, *map(target.with_name, shards)}
+    index = target.with_name(index_name(target.name))
+    names = replaced_names(target.name, index.read_bytes() if index.is_file() else None)
+    replaced = {*map(target.with_name, names)}
     lost = [path for path in files_of(source) if replaced & {path.resolve(), path.parent.resolve() / path.name}]
     if lost:
         raise ConfigError(

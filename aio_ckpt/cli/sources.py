@@ -111,7 +111,7 @@ def mapped_state(path: Path, *, trusted: bool) -> tuple[Any, dict[str, str]]:
     """
     with _reading(path):
         if path.name.endswith(_INDEX):
-            return _with_tied(*_mapped_shards(path, trusted=trusted))
+            return _mapped_shards(path, trusted=trusted)
         if path.name.endswith(SUFFIX):
             return _with_tied(*_mapped(path))
         return _mapped_torch(path, trusted=trusted), {}
@@ -333,7 +333,7 @@ def _files_by_name(index: Path) -> dict[str, str]:
 
 
 def _mapped_shards(index: Path, *, trusted: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return tensors and metadata of several files."""
+    """Return what :func:`_with_tied` returns, of several files."""
     by_name = _files_by_name(index)
     tensors: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
@@ -342,7 +342,8 @@ def _mapped_shards(index: Path, *, trusted: bool) -> tuple[dict[str, torch.Tenso
             found, texts = _mapped_shard(index.parent / name, trusted=trusted)
         tensors |= {each: tensor for each, tensor in found.items() if by_name.get(each, name) == name}
         metadata |= texts
-    if lost := sorted(by_name.keys() - _with_tied(tensors, metadata)[0]):
+    tensors, metadata = _with_tied(tensors, metadata)
+    if lost := sorted(by_name.keys() - tensors):
         raise CorruptCheckpointError(
             f"{index}: {lost[0]!r} is not in {by_name[lost[0]]!r}: the files are of different saves"
         )

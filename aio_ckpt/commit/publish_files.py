@@ -21,7 +21,7 @@ import anyio
 
 from aio_ckpt.commit.trash import THREAD_WAIT_SECS
 from aio_ckpt.errors import AioCkptError, RootError, WriteError
-from aio_ckpt.format.safetensors_file import SUFFIX, SafetensorsIndex, index_name, parse_index
+from aio_ckpt.format.safetensors_file import SUFFIX, SafetensorsIndex, index_name, replaced_names
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.small_files import read_small_file
 
@@ -109,14 +109,11 @@ class _FilesBefore:
 
 
 async def _files_before(storage: Storage, folder: Path, single: str) -> _FilesBefore:
-    names, shards = [single], frozenset[str]()
-    if single.endswith(SUFFIX):
-        index = await read_small_file(storage, folder / index_name(single))
-        shards = frozenset() if index is None else parse_index(index, single)
-        names += [index_name(single), *shards]
-    found = {name: await storage.status(folder / name) for name in names}
+    is_safe = single.endswith(SUFFIX)
+    names = replaced_names(single, await read_small_file(storage, folder / index_name(single)) if is_safe else None)
+    found = {name: await storage.status(folder / name) for name in sorted(names)}
     modes = {name: status.mode for name, status in found.items() if status is not None}
-    return _FilesBefore(modes=modes, shards=shards)
+    return _FilesBefore(modes=modes, shards=names - {single, index_name(single)})
 
 
 async def _move(storage: Storage, temporary: Path, place: Path, names: Mapping[str, str]) -> None:

@@ -167,6 +167,17 @@ def index_name(name: str) -> str:
     return f"{name}.index.json"
 
 
+def replaced_names(name: str, index: bytes | None) -> frozenset[str]:
+    """Return the names of the files that a save at ``name`` replaces or removes; ``index``: its index, if there is one.
+
+    A safetensors file takes the place of the index of its name, and of the shards that this names.
+    """
+    if not name.endswith(SUFFIX):
+        return frozenset({name})
+    shards = frozenset[str]() if index is None else parse_index(index, name)
+    return shards | {name, index_name(name)}
+
+
 def parse_index(data: bytes, name: str) -> frozenset[str]:
     """Return the shards of ``name`` that an index names. Other names are left out; a malformed index names none."""
     stem, suffix = re.escape(PurePath(name).stem), re.escape(SUFFIX)

@@ -75,8 +75,8 @@ class StoreCoordinator(Liveness):
         self._registered: Future[Store] | None = None
         self._rendezvous: Rendezvous | None = None
         self._flags: FlagWatch | None = None
-        self._aborts: set[anyio.Event] = set()
-        """One event for each abort that this rank has begun and not ended."""
+        self._aborts = 0
+        """Aborts that this rank has begun and not ended."""
         self._session = uuid.uuid4().hex[:16]
         self.messages_sent = 0
         """Messages that this rank has sent to the leader."""
@@ -208,8 +208,8 @@ class StoreCoordinator(Liveness):
         this rank end, and the aborts that follow: what it set after the last rank has left would stay.
         """
         with anyio.move_on_after(_GIVE_UP_SECS):
-            while self._aborts:
-                await next(iter(self._aborts)).wait()
+            while self._aborts:  # noqa: ASYNC110 - it takes as long as the leader's reply
+                await anyio.sleep(POLL_SECS_MAX)
         keys, has_left, self._is_leaving = self._keys, self._is_leaving, True
         if has_left or keys is None or self._rendezvous is not None:
             return  # if this rank is still in the rendezvous, ``open`` ends itself
@@ -267,8 +267,8 @@ class StoreCoordinator(Liveness):
         self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None
     ) -> CallEnd:
         """See :class:`Coordinator`."""
-        failure, ended, end = failure_of(self.rank, stage, error), anyio.Event(), CallEnd()
-        self._aborts.add(ended)
+        failure, end = failure_of(self.rank, stage, error), CallEnd()
+        self._aborts += 1
         try:
             limit_secs = self.stall_secs / HEARTBEATS_A_STALL if limit_secs is None else limit_secs
             with anyio.move_on_after(limit_secs, shield=True):
@@ -276,8 +276,7 @@ class StoreCoordinator(Liveness):
         except AioCkptError as cause:  # the other ranks fail by their deadlines
             error.add_note(f"the other ranks could not be told: {type(cause).__name__}: {cause}")
         finally:
-            self._aborts.discard(ended)
-            ended.set()
+            self._aborts -= 1
         self.end_call(topic)  # the next heartbeat tells it
         return end
 

@@ -19,6 +19,8 @@ from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.classify import TENSOR_TYPES
 from aio_ckpt.state.flatten import FlatState
 
+_SHOWN = 10
+"""Most leaves that one error names."""
 _SHARDED: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 """Types of the tensor of a ``Shard``."""
 _UNPLANNED_DTYPES = frozenset(dtype for name, dtype in vars(torch).items() if re.fullmatch(r"u?int[1-7]|bits\w+", name))
@@ -81,10 +83,6 @@ def tensor_fault(value: Any) -> str | None:
             "or a DTensor over a plain tensor"
         )
     return None
-
-
-_SHOWN = 10
-"""Most leaves that one error names."""
 
 
 @contextlib.contextmanager

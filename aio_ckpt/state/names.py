@@ -174,12 +174,12 @@ def _count(node: Any) -> int:
     return int(node[0] != Container.TENSOR)
 
 
-_SHOWN = 5
-
-
 def joined(*parts: str) -> str:
     """Return the name of several parts, of which any may be empty."""
     return ".".join(filter(None, parts))
+
+
+_SHOWN = 5
 
 
 def listed(names: Sequence[str]) -> str:

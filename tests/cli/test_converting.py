@@ -266,19 +266,17 @@ def test_the_metadata_of_a_safetensors_file_stays_in_another(tmp_path, capsys):
         assert file.metadata() == {"format": "pt", "rank": "8", "head": "w"}
 
 
-def sharded(folder: Path) -> Path:
-    """Index of two safetensors files."""
+def write_shards(folder: Path) -> None:
+    """Two safetensors files, and their index."""
     files = {"a.w": "model-00001-of-00002.safetensors", "b.w": "model-00002-of-00002.safetensors"}
     for name, file in files.items():
         save_file({name: torch.rand(3)}, folder / file)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": files}))
-    return index
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
 @pytest.mark.parametrize("source", ["model.safetensors.index.json", "model-00001-of-00002.safetensors"])
 def test_no_conversion_removes_a_file_of_its_source(tmp_path, capsys, source):
-    sharded(tmp_path)
+    write_shards(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)
     there = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     for out in (tmp_path / "model.safetensors", tmp_path / "link/model.safetensors"):
