@@ -100,7 +100,7 @@ class Runtime:
             self.copy_engines,
             guarded=frozenset(),
             on_captured=on_captured,
-            stall_timeout_secs=self.config.stall_timeout_secs,
+            slot_timeout_secs=self.config.stall_timeout_secs,
         ).finish()
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class JobCapturer:
             guarded=self.session.guards.leaves(plan.fingerprint, plan.structure),
             on_captured=captured,
             on_issued=issued,
-            stall_timeout_secs=self.writer.slot_timeout_secs(image.slots * image.chunk_bytes),
+            slot_timeout_secs=self.writer.slot_timeout_secs(image.slots * image.chunk_bytes),
         )
 
     def _give_up(self, job: WriteJob, error: BaseException) -> None:

@@ -21,6 +21,7 @@ from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.storage.local import names_in
 from aio_ckpt.write.full_disk import explain_full_disk
+from aio_ckpt.write.part import write_part
 from aio_ckpt.write.result import WriteResult
 
 TEMPORARY = ".aio_ckpt-file-"
@@ -45,10 +46,11 @@ class FilePipeline:
         await self._clear_leftovers(folder)
         await storage.make_dir(job.temporary)
         await storage.set_mode(job.temporary, 0o700)  # until its rename, nobody else may read a private file either
+        writer = self.writer.file_writer(job)
         results: list[WriteResult] = []
         for index in range(len(job.content.parts)):
             part = await job.part(index)
-            results.append(await self.writer.write(job, part, job.temporary))
+            results.append(await write_part(part, job.temporary / part.name, writer))
             part.image.lease.close()
         job.timer.reached("synced")
         job.begin("waiting for the file before")

@@ -7,7 +7,6 @@ import functools
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
 import anyio
 import anyio.lowlevel
@@ -17,8 +16,6 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import StallError
 from aio_ckpt.ranks.save_round import SaveState
-from aio_ckpt.write.part import Part, write_part
-from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.throttle import WriteThrottle
 from aio_ckpt.write.writer import FileWriter
 
@@ -50,12 +47,6 @@ class JobWriter:
             on_activity=job.begin,
             on_written=job.wrote,
         )
-
-    async def write(self, job: WriteJob, part: Part, directory: Path) -> WriteResult:
-        """Write a part of a job to its file in ``directory``, durably."""
-        result = await write_part(part, directory / part.name, self.file_writer(job))
-        job.stall.touch()
-        return result
 
     @contextlib.asynccontextmanager
     async def committing(self, job: WriteJob, turn: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:

@@ -47,8 +47,9 @@ from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.write.frozen_file import NOT_CAPTURED, FrozenFile, write_frozen, write_trusted
-from aio_ckpt.write.part import Part
+from aio_ckpt.write.part import Part, write_part
 from aio_ckpt.write.result import WriteResult
+from aio_ckpt.write.writer import FileWriter
 
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 _HEAD_START_SECS = 0.05
@@ -110,7 +111,7 @@ class StatePipeline:
                     reply = await group.finish(votes, job.call.extra)  # every rank knows of the commit
                 await job.wait_for_earlier()
             finally:
-                job.parts[0].image.lease.release(job.finished)  # visible or failed: no rescue needs the image
+                job.parts[0].image.lease.release(job.finished)  # visible or failed: ends the hold of the rescue
             beside.cancel_scope.cancel()
         ctx.members.sent.confirm(job.plan.layout, written.spans)  # the leader knows the places of the objects
         self.committed_frozen.committed(job.plan, written.result, written.frozen, job.versions)
@@ -177,31 +178,31 @@ class StatePipeline:
 
     async def _write_data(self, job: SaveJob, part: Part) -> tuple[WriteResult, FrozenFile | None]:
         """Write the data file, and write or clone the frozen file beside it."""
-        frozen: FrozenFile | None = None
+        writer, frozen = self.writer.file_writer(job), None
 
         async def make_frozen() -> None:
             nonlocal frozen
             job.clone_source = self.committed_frozen.take()
             if job.trusted_file is not None:
-                frozen = await self._renew_frozen(job, part, job.trusted_file)
+                frozen = await self._renew_frozen(job, part, job.trusted_file, writer)
                 return
-            frozen = await write_frozen(part, job.write_dir, job.final, job.clone_source, self.writer.file_writer(job))
+            frozen = await write_frozen(part, job.write_dir, job.final, job.clone_source, writer)
 
         async with anyio.create_task_group() as beside:
             if job.plan.layout.frozen_items:
                 beside.start_soon(make_frozen)
-            result = await self.writer.write(job, part, job.write_dir)
+            result = await write_part(part, job.write_dir / part.name, writer)
         # A cancellation may end the other task alone, and with it the group, before it reaches this one.
         await anyio.lowlevel.checkpoint_if_cancelled()
         return result if job.trusted_file is None else result.moved(job.plan.layout.frozen_chunks), frozen
 
-    async def _renew_frozen(self, job: SaveJob, part: Part, known: FrozenFile) -> FrozenFile:
+    async def _renew_frozen(self, job: SaveJob, part: Part, known: FrozenFile, writer: FileWriter) -> FrozenFile:
         """Clone or copy the frozen file, whose leaves were not captured.
 
         If the step of ``known`` is deleted meanwhile, a newer one has the same bytes. If none has them, the next save
         captures the leaves.
         """
-        writer, shared, layout = self.writer.file_writer(job), job.clone_source, job.plan.layout
+        shared, layout = job.clone_source, job.plan.layout
         while True:
             may_clone = shared is not None and shared.sharers is known.sharers
             try:

@@ -2,7 +2,8 @@
 
 In: tensor specs, tables and manifests, or bytes that are not trusted. Out: the ``torch.save`` zip of one tensor,
 our root and rank manifests, DCP's ``.metadata``, the names of files and directories; and all of these parsed, which
-runs no code. Imports ``errors``, ``config`` and ``reports`` only.
+runs no code: each reader of pickles has its own list of what is allowed, on ``restricted_unpickler`` (that of objects:
+``leaves.pickle_allow_list``). Imports ``errors``, ``config`` and ``reports`` only.
 Names, constants and the root manifest need neither torch nor numpy.
 """
 

@@ -1,4 +1,4 @@
-"""Fingerprint of a state: the address of every tensor leaf. It decides whether cached copies are reused."""
+"""Fingerprint of a state: the address of every tensor leaf. ``plan_cache`` reuses cached copies if it is the same."""
 
 from __future__ import annotations
 

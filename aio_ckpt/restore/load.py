@@ -116,7 +116,7 @@ async def match_checkpoint(
         ReadError: the operating system could not read.
     """
     async with ctx.files(path, past_page_cache=past_page_cache) as files:
-        match = functools.partial(_match, ctx, files, state, step, options, meter)
+        match = functools.partial(_open_and_match, ctx, files, state, step, options, meter)
         part = ctx.part if options.rename is None and not past_page_cache else None
         matched = None if part is None else await _match_part(match, part)
         if matched is None:
@@ -140,7 +140,7 @@ async def _match_part(match: Callable[[RankSubset | None], Awaitable[Matched]], 
     return None if is_part and (matched.found.missing or matched.found.mismatched) else matched
 
 
-async def _match(
+async def _open_and_match(
     ctx: ReadContext,
     files: Files,
     state: object,

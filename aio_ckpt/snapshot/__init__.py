@@ -2,8 +2,8 @@
 
 In: a ``PlannedSave`` and a lease. Out: an ``Image``. Its chunks are captured when their events are reached; from then
 on, the caller may change its tensors. ``capture`` decides the order of the copies: those of unguarded tensors come
-first. ``device_copy`` decides which tensors are copied on their device, from which size and in how much memory;
-``optimizer_guard``: what an optimizer waits for.
+first; ``plan.copy_plan`` has chosen their methods. ``device_copy`` decides which tensors are copied within their
+device, from which size and in how much memory; ``optimizer_guard``: what an optimizer waits for.
 ``sample`` compares frozen leaves that are not captured. Imports everything up to ``plan``; never storage.
 """
 

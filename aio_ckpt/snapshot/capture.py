@@ -300,7 +300,7 @@ def capture(
     guarded: Set[int],
     on_captured: Callable[[Sequence[CapturedRun]], None],
     on_issued: Callable[[Capture], None] = lambda _: None,
-    stall_timeout_secs: float,
+    slot_timeout_secs: float,
 ) -> Capture:
     """Issue every copy of a save, chunk by chunk, so that the first chunks are written while later ones are captured.
 
@@ -330,7 +330,7 @@ def capture(
                 is_brief = is_issued or run[-1].stop - run[0].start <= _BRIEF_BYTES
                 if not is_brief or run[0].index >= image.slots:  # a slot becomes free only after its chunk is reported
                     report()
-                _await_slot(image, run[0], stall_timeout_secs)
+                _await_slot(image, run[0], slot_timeout_secs)
                 work.issue(run)
                 unreported.append(([chunk.index for chunk in run], work.take_events()))
                 if not is_brief:

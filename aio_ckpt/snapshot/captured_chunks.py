@@ -1,4 +1,4 @@
-"""Progress of one save: the time of its last progress, for the stall timer, and its captured chunks."""
+"""Chunks of one image that are captured, for the waits of its writers."""
 
 from __future__ import annotations
 

@@ -11,12 +11,11 @@ import anyio
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.plan.chunks import Chunk
 from aio_ckpt.plan.layout import ImageLayout
-from aio_ckpt.runtime.portal import run_blocking, watch_submissions
 from aio_ckpt.storage.clone import Stamp
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.part import Part
 from aio_ckpt.write.result import WriteResult
-from aio_ckpt.write.writer import BlockSums, ChunkPreparer, FileWriter, no_wait
+from aio_ckpt.write.writer import ChunkPreparer, FileWriter
 
 NOT_CAPTURED = "the tensors that it holds were not captured (frozen='trusted'): saves from now on write them"
 """Text of the error of a save whose trusted file is lost."""
@@ -67,43 +66,20 @@ async def write_frozen(
     image, path = part.image.part(slice(part.layout.frozen_chunks)), directory / part.frozen_name
     preparer = ChunkPreparer(part.layout, b"", renders_constants=part.renders_constants, is_frozen=True)
 
-    async def captured(index: int) -> None:
-        await part.chunks.wait(index, writer.executor)
+    async def captured(chunk: Chunk) -> None:
+        await part.chunks.wait(chunk.index, writer.executor)
 
     if known is None or not image.is_whole:
         result = await writer.write_image(image, preparer, path, issued=part.chunks.wait_issued, captured=captured)
         return await _written(path, place, result, writer.storage)
-
-    async def sum_all() -> None:
-        sums: dict[int, BlockSums] = {}
-        left = iter(image.chunks)
-
-        async def sum_some() -> None:
-            for chunk in left:
-                await captured(chunk.index)
-                sums[chunk.index] = await run_blocking(writer.executor, preparer.sum, chunk, image.view(chunk))
-                writer.on_written(0)
-
-        def add_all() -> None:
-            for chunk in image.chunks:
-                preparer.add(chunk, image.view(chunk), sums[chunk.index])
-
-        async with anyio.create_task_group() as group:
-            for _ in range(writer.workers):
-                group.start_soon(sum_some)
-        await run_blocking(writer.executor, add_all)
-
-    with watch_submissions(image.lease.hold_until):
-        await sum_all()
-    result = preparer.result(image, known.result.mode, frozenset(chunk.index for chunk in image.chunks))
-    if known.holds(result):
+    await writer.sum_image(image, preparer, captured=captured)
+    if known.holds(preparer.result(image, known.result.mode, frozenset())):
         writer.on_activity("cloning its frozen file")
         cloned = await _clone(known, path, place, writer.storage)
         if cloned is not None:
             writer.on_written(image.nbytes)
             return cloned
-    mode, written = await writer.write_chunks(image, no_wait, path)
-    return await _written(path, place, preparer.result(image, mode, written), writer.storage)
+    return await _written(path, place, await writer.write_summed(image, preparer, path), writer.storage)
 
 
 async def write_trusted(
@@ -145,14 +121,12 @@ async def write_trusted(
         if chunk.index >= image.slots:
             await asyncio.wrap_future(image.written[chunk.index - image.slots])
         await source.read_into(chunk.start, image.view(chunk))
-        await run_blocking(writer.executor, preparer.prepare, chunk, image.view(chunk))
 
     try:
-        mode, written = await writer.write_chunks(image, read, path)
+        result = await writer.write_image(image, preparer, path, captured=read)
     finally:
         with anyio.CancelScope(shield=True):
             await source.close()
-    result = preparer.result(image, mode, written)
     if not known.holds(result):
         raise CorruptCheckpointError(
             f"{known.path}: its bytes are not those that were written, and {NOT_CAPTURED}; look at older steps, which "

@@ -38,12 +38,12 @@ async def write_part(part: Part, path: Path, writer: FileWriter) -> WriteResult:
     """Write the data file of ``part`` to ``path``, durably. Each chunk is written once it is captured and admitted.
 
     Raises:
-        WriteError: see :meth:`FileWriter.write_chunks`.
+        WriteError: see :meth:`FileWriter.write_image`.
     """
     return await writer.write_image(
         part.image.part(slice(part.layout.frozen_chunks, None)),
         ChunkPreparer(part.layout, part.tail, renders_constants=part.renders_constants, render_tail=part.render_tail),
         path,
         issued=part.chunks.wait_issued,
-        captured=lambda index: part.chunks.wait(index, writer.executor),
+        captured=lambda chunk: part.chunks.wait(chunk.index, writer.executor),
     )

@@ -211,35 +211,62 @@ class FileWriter:
         path: Path,
         *,
         issued: Callable[[], Awaitable[None]] = no_wait,
-        captured: Callable[[int], Awaitable[None]] = no_wait,
+        captured: Callable[[Chunk], Awaitable[None]] = no_wait,
     ) -> WriteResult:
-        """Write each chunk of ``image`` as soon as ``captured(index)`` returns; see :meth:`write_chunks`."""
+        """Write each chunk of ``image`` to a new file, durably, once ``captured(chunk)`` returns and it is admitted.
+
+        If the file is :attr:`~DataFile.begins_late` and the image is whole, nothing is written until ``issued()``
+        returns. The first chunks are prepared while the file is opened. Each thread that touches the image holds the
+        lease of the image until it ends. The first error cancels all other work and is raised.
+
+        Raises:
+            WriteError: the file exists, or there is no room (before a byte is written), or a write failed.
+        """
 
         async def prepare(chunk: Chunk) -> None:
-            await captured(chunk.index)
+            await captured(chunk)
             await run_blocking(self.executor, preparer.prepare, chunk, image.view(chunk))
 
-        mode, written = await self.write_chunks(image, prepare, path, issued=issued)
+        mode, written = await self._write_chunks(image, prepare, path, issued=issued)
         return preparer.result(image, mode, written)
 
-    async def write_chunks(
+    async def sum_image(
+        self, image: Image, preparer: ChunkPreparer, *, captured: Callable[[Chunk], Awaitable[None]]
+    ) -> None:
+        """Prepare each chunk of the whole ``image`` once ``captured(chunk)`` returns, and write nothing."""
+        sums: dict[int, BlockSums] = {}
+        left = iter(image.chunks)
+
+        async def sum_some() -> None:
+            for chunk in left:
+                await captured(chunk)
+                sums[chunk.index] = await run_blocking(self.executor, preparer.sum, chunk, image.view(chunk))
+                self.on_written(0)
+
+        def add_all() -> None:
+            for chunk in image.chunks:
+                preparer.add(chunk, image.view(chunk), sums[chunk.index])
+
+        with watch_submissions(image.lease.hold_until):
+            async with anyio.create_task_group() as group:
+                for _ in range(self.workers):
+                    group.start_soon(sum_some)
+            await run_blocking(self.executor, add_all)
+
+    async def write_summed(self, image: Image, preparer: ChunkPreparer, path: Path) -> WriteResult:
+        """Write an image that :meth:`sum_image` has prepared, as :meth:`write_image` does."""
+        mode, written = await self._write_chunks(image, no_wait, path, issued=no_wait)
+        return preparer.result(image, mode, written)
+
+    async def _write_chunks(
         self,
         image: Image,
         prepare: Callable[[Chunk], Awaitable[None]],
         path: Path,
         *,
-        issued: Callable[[], Awaitable[None]] = no_wait,
+        issued: Callable[[], Awaitable[None]],
     ) -> tuple[WriteMode, frozenset[int]]:
-        """Write each chunk of ``image`` to a new file, durably, once ``prepare(chunk)`` returns and it is admitted.
-
-        If the file is :attr:`~DataFile.begins_late` and the image is whole, nothing is written until ``issued()``
-        returns. The first chunks are prepared while the file is opened. Each thread that touches the image holds the
-        lease of the image until it ends. The first error cancels all other work and is raised. Returns how the bytes
-        were written, and the indices of the chunks.
-
-        Raises:
-            WriteError: the file exists, or there is no room (before a byte is written), or a write failed.
-        """
+        """Write each chunk once ``prepare(chunk)`` returns. Returns how they were written, and their indices."""
         sender, receiver = anyio.create_memory_object_stream[Chunk](self.workers)
         written: set[int] = set()
         start = image.chunks[0].start

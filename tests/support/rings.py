@@ -86,7 +86,7 @@ async def save_image(
             CopyEngines(),
             guarded=frozenset(),
             on_captured=lambda runs: loop.call_soon_threadsafe(chunks.add, list(runs)),
-            stall_timeout_secs=TIMEOUT,
+            slot_timeout_secs=TIMEOUT,
         )
         try:
             async with anyio.create_task_group() as group:
@@ -97,7 +97,7 @@ async def save_image(
                     ChunkPreparer(planned.plan.layout, objects, renders_constants=renders_constants),
                     path,
                     issued=chunks.wait_issued,
-                    captured=lambda index: chunks.wait(index, executor),
+                    captured=lambda chunk: chunks.wait(chunk.index, executor),
                 )
         finally:
             for future in image.written:  # frees a capture that waits for a slot

@@ -152,7 +152,7 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
         CopyEngines(None if copied else 0),
         guarded=frozenset(guarded),
         on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
-        stall_timeout_secs=TIMEOUT,
+        slot_timeout_secs=TIMEOUT,
     )
     raw = {item.leaf: item.raw_offset for item in plan.layout.items}
     got = [bytes(image.lease.arena.memory[raw[leaf] : raw[leaf] + size]) for leaf, size in enumerate(sizes)]

@@ -50,7 +50,7 @@ def manager() -> Iterator[LifetimeManager]:
     executor.close(TIMEOUT)
 
 
-def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIMEOUT) -> list[int]:
+def captured(planned: PlannedSave, image: Image, slot_timeout_secs: float = TIMEOUT) -> list[int]:
     """Capture all; the chunks that the loop was told of."""
     told: list[int] = []
     work = capture(
@@ -59,7 +59,7 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
         CopyEngines(),
         guarded=frozenset(),
         on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
-        stall_timeout_secs=stall_timeout_secs,
+        slot_timeout_secs=slot_timeout_secs,
     )
     work.finish()
     return told
@@ -135,7 +135,7 @@ def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: Lifeti
             CopyEngines(),
             guarded=frozenset(),
             on_captured=lambda *_: state["freed"].untyped_storage().resize_(0),
-            stall_timeout_secs=TIMEOUT,
+            slot_timeout_secs=TIMEOUT,
         )
     assert planned.tensors == []
 
@@ -190,7 +190,7 @@ def test_a_long_run_from_the_host_is_told_of_at_once_and_a_brief_one_at_the_end(
         guarded=frozenset(),
         on_captured=lambda runs: told.append([index for indices, _ in runs for index in indices]),
         on_issued=lambda _: told.append("all issued"),
-        stall_timeout_secs=TIMEOUT,
+        slot_timeout_secs=TIMEOUT,
     ).finish()
     assert told == [[0], [1], "all issued", [2]]
 
@@ -221,7 +221,7 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
             CopyEngines(),
             guarded=frozenset(),
             on_captured=on_captured,
-            stall_timeout_secs=TIMEOUT,
+            slot_timeout_secs=TIMEOUT,
         )
         while len(written) < len(image.chunks):
             with changed:
@@ -246,7 +246,7 @@ def test_a_capture_that_waits_for_a_slot_too_long_names_the_chunks_and_lets_go_o
     planned = plan_of(uniform(4, 4 * MIB, 1.0))
     image = image_of(planned, manager, slots=2)
     with pytest.raises(StallError, match=r"chunk 0 was not written within 0\.05 s, so chunk 2 cannot be captured"):
-        captured(planned, image, stall_timeout_secs=0.05)
+        captured(planned, image, slot_timeout_secs=0.05)
     assert planned.tensors == []
 
 

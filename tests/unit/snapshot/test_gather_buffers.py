@@ -53,7 +53,7 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
             copy_engines,
             guarded=frozenset(),
             on_captured=lambda *_: None,
-            stall_timeout_secs=TIMEOUT,
+            slot_timeout_secs=TIMEOUT,
         ).finish()
         memory = image.lease.arena.tensor
         for item in planned.plan.layout.items:
@@ -80,7 +80,7 @@ def test_without_device_memory_each_tensor_is_copied_alone(
         CopyEngines(),
         guarded=frozenset(),
         on_captured=lambda *_: None,
-        stall_timeout_secs=TIMEOUT,
+        slot_timeout_secs=TIMEOUT,
     ).finish()
     for item in planned.plan.layout.items:
         raw = image.lease.arena.tensor[item.raw_offset : item.raw_offset + item.raw_bytes].clone()
