@@ -32,6 +32,7 @@ _REPLACED = "-replaced"
 _BLOCK_BYTES = 4 << 20
 _ZIPPED = (".pt", ".pth", ".bin")
 """Ends of the names of files that ``torch.save`` writes."""
+_ON_PURPOSE = f"if you changed the checkpoint on purpose, delete its {SUMS_FILE}"
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -68,6 +69,37 @@ def write_checksums(folder: Path, known: Mapping[Path, int]) -> None:
     sync_path(sums)
     for place, _, _ in os.walk(folder, topdown=False):
         sync_path(Path(place))
+
+
+def take_over(draft: Path, final: Path, marker: str) -> None:
+    """Link the user's own files at ``final``, which the draft will replace, into the draft, unless it has them.
+
+    They are those that the checksums of an older checkpoint there do not name. An older checkpoint without checksums,
+    which ``marker`` tells, has none. No checksum covers them.
+
+    Raises:
+        CorruptCheckpointError: the checksums there are damaged.
+        ReadError, WriteError: the disk failed.
+    """
+    has_sums = (final / SUMS_FILE).is_file()
+    if (final / marker).is_file() and not has_sums:
+        return
+    with translate_errors(ReadError, final):
+        known = {final / SUMS_FILE, *(path for path, _ in (_sums(final) if has_sums else ()))}
+        own = [path for path in _files(final) if path not in known]
+    for path in own:
+        target = draft / path.relative_to(final)
+        if os.path.lexists(target):
+            continue
+        with translate_errors(WriteError, target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, target, follow_symlinks=False)
+            except OSError:  # a file system without links
+                shutil.copy2(path, target, follow_symlinks=False)
+                sync_path(target)
+        for folder in target.relative_to(draft).parents:
+            sync_path(draft / folder)
 
 
 def publish(draft: Path, final: Path) -> None:
@@ -175,9 +207,10 @@ def _sums(folder: Path) -> Iterator[tuple[Path, int]]:
 
 def _check_sum(path: Path, crc32: int) -> None:
     if not path.is_file():
-        raise CorruptCheckpointError(f"{path} is missing")
+        raise CorruptCheckpointError(f"{path} is missing; {_ON_PURPOSE}")
     if (found := _crc32(path)) != crc32:
-        raise CorruptCheckpointError(f"{path} is damaged: its CRC32 is {found:08x}, {crc32:08x} was written")
+        damage = f"its CRC32 is {found:08x}, {crc32:08x} was written"
+        raise CorruptCheckpointError(f"{path} is damaged: {damage}; {_ON_PURPOSE}")
 
 
 def _check_by_itself(path: Path) -> None:

@@ -150,9 +150,12 @@ class AioTrainerMixin:
         Raises:
             Exception: the save failed. No ``checkpoint-N`` was made, and no older one was deleted.
         """
-        pending, self._aio_pending = self._aio_pending, None
+        pending = self._aio_pending
         if pending is None:
             return
+        for ticket in pending.tickets.values():
+            ticket.exception()  # if Ctrl-C ends this wait, the checkpoint stays pending, and the end of train() waits
+        self._aio_pending = None
         trainer: Any = self
         trainer.callback_handler.__dict__.pop("on_save", None)
         try:
@@ -163,6 +166,7 @@ class AioTrainerMixin:
             # Only now: beside the writes of the engine, each fsync of a small file would take long.
             checkpoint_folder.sync_files(Path(pending.folder), but=frozenset(sums))
             checkpoint_folder.write_checksums(Path(pending.folder), sums)
+            checkpoint_folder.take_over(Path(pending.folder), Path(pending.final), _STATE)
             checkpoint_folder.publish(Path(pending.folder), Path(pending.final))
         except BaseException:
             pending.discard()
@@ -203,6 +207,9 @@ class AioTrainerMixin:
             raise
         finally:
             trainer.callback_handler.__dict__.pop("on_save", None)
+            pending, self._aio_pending = self._aio_pending, None
+            if pending is not None:  # Ctrl-C came once more
+                pending.discard()
             engine, self._aio_engine = self._aio_engine, None
             if engine is not None:
                 engine.close()
@@ -263,6 +270,11 @@ class AioTrainerMixin:
         if saves:
             _clear_drafts(run_dir)  # of a run that was killed
             ends_soon = _take_sentinel(Path(draft.final))
+        best = os.path.join(run_dir, f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}")
+        if trainer.state.best_global_step and os.path.exists(
+            best
+        ):  # as transformers finds it, which sees the draft alone
+            trainer.state.best_model_checkpoint = best
         trainer.accelerator.wait_for_everyone()
         self._aio_draft = draft
         try:

@@ -112,6 +112,8 @@ def _is_plain(value: Any) -> bool:
     if kind in _PLAIN:
         return True
     if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.nn.Parameter):  # the engine reads a tensor, which no module takes as its parameter
+            return False
         return value.layout is torch.sparse_coo or tensor_fault(value) is None
     if kind in (dict, OrderedDict):
         for key, item in value.items():  # noqa: SIM110

@@ -35,6 +35,22 @@ def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, bran
     return f"the template has {pair[0]!r} where {pair[1]!r} is stored: {rename}"
 
 
+def kind_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return what is stored where the template has a value or container of the same name; '' if that is no fault.
+
+    ``unexpected``: stored names that the template lacks.
+    """
+    stored, below = {*unexpected}, {branch: name for name in unexpected for branch in branches_of(name)}
+    for name in missing:
+        if (example := below.get(name)) is not None:
+            return (
+                f"it holds a container as {name!r} (with {example!r}): give one with these names, or {{}} to take all"
+            )
+        if (above := next((branch for branch in branches_of(name) if branch in stored), None)) is not None:
+            return f"it holds one value as {above!r}, where the template has a container"
+    return ""
+
+
 _MOST_COMPARED = 1000
 """Most stored names that are compared with a missing one. A comparison takes about 20 us."""
 
@@ -44,8 +60,7 @@ def close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
     ``unexpected``: stored names that the template lacks.
     """
-    name, wanted = missing[0], {*missing}
-    unexpected = [other for other in unexpected if other not in wanted]  # those that rename= itself leaves out
+    name = missing[0]
     above, _, last = name.rpartition(".")
     near = [other for other in unexpected if other.rpartition(".")[0] == above or other.rpartition(".")[2] == last]
     # A module in the template is one name, and many below it are stored.
@@ -79,10 +94,13 @@ def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:
     return next((prefix for prefix in found if {f"{prefix}.{key}" for key in bare} == set(wrapped)), None)
 
 
-def renamed_remedy(checkpoint: Checkpoint, taken: Set[str]) -> str:
-    """Return the stored names that ``rename=`` gives other names which the template lacks; '' if there is none."""
+def renamed_remedy(checkpoint: Checkpoint, taken: Set[str], missing: Iterable[str]) -> str:
+    """Return the stored names that ``rename=`` gives other names: such that the template lacks, or else in place of
+    those that are missing; '' if there is none."""
     unused = sorted(checkpoint.stored_names.keys() - taken)
     pairs = [f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused]
+    if not pairs:
+        pairs = [f"{name!r} as {new!r}" for name in missing if (new := checkpoint.names.get(name)) is not None]
     return f"rename= gives it {first_of(pairs)}" if pairs else ""
 
 

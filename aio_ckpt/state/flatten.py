@@ -361,10 +361,18 @@ class _Traversal:
         if self.stateful is None:
             if isinstance(value, torch.nn.Module):
                 self.modules.append(value)
-            inner = value.state_dict()
+            inner = _state_dict(value, name)
             return self.root(inner, depth + 1) if name is None else self.node(inner, name, depth + 1)
         self.stateful.append((name or "", value))
         return Container.STATEFUL, (), ()
+
+
+def _state_dict(value: Any, name: str | None) -> object:
+    try:
+        return value.state_dict()
+    except Exception as error:
+        error.add_note(f"aio_ckpt: state_dict() of {name or 'the state'!r}, a {type_name(value)}, failed")
+        raise
 
 
 def _endless(name: str, depth: int) -> UnsupportedLeafError:

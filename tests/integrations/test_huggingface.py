@@ -142,6 +142,39 @@ def test_a_subclass_below_adds_files_to_the_same_commit(tmp_path: Path) -> None:
     assert "card.md" in (folder / "checksums.sfv").read_text()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_files_that_a_user_puts_into_the_checkpoint_stay(tmp_path: Path, when: str) -> None:
+    class Adds(adapter.AioTrainerMixin, Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            if when == "after":
+                super()._save_checkpoint(model, trial)
+            folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+            (folder / "ema").mkdir(parents=True, exist_ok=True)
+            (folder / "ema" / "weights.txt").write_text(f"{self.state.global_step}")
+            if when == "before":
+                super()._save_checkpoint(model, trial)
+
+    trainer(tmp_path, Adds, max_steps=6).train()
+    for step in (3, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert (folder / "ema" / "weights.txt").read_text() == f"{step}"
+        (folder / "ema" / "weights.txt").write_text("edited")  # no checksum covers it
+    trainer(tmp_path, max_steps=9).train(resume_from_checkpoint=True)
+    assert visible(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+
+
+def test_a_rerun_replaces_what_the_run_before_wrote_and_keeps_what_the_user_added(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=3).train()
+    folder = tmp_path / "checkpoint-3"
+    (folder / "mine.txt").write_text("mine")
+    trainer(tmp_path, max_steps=3, save_only_model=True).train()
+    assert (folder / "mine.txt").read_text() == "mine"
+    assert "optimizer.pt" not in os.listdir(folder)
+    (folder / "checksums.sfv").unlink()  # as a checkpoint of stock: nobody knows which files are the user's
+    trainer(tmp_path, max_steps=3).train()
+    assert "mine.txt" not in os.listdir(folder)
+
+
 # -- the commit, and what waits for it ------------------------------------------------------------------
 
 
@@ -251,6 +284,62 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path, limit: int | None) 
     assert saved == ours.state.best_model_checkpoint
 
 
+def test_the_best_checkpoint_is_found_in_a_directory_that_was_moved(tmp_path: Path) -> None:
+    options: Any = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_total_limit": 2,
+        "metric_for_best_model": "score",
+        "greater_is_better": True,
+    }
+
+    class Scored(AioTrainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            found: dict[str, float] = super().evaluate(*args, **kwargs)
+            return {**found, "eval_score": float(self.state.global_step == 3)}
+
+    trainer(tmp_path / "one", Scored, max_steps=6, **options).train()
+    os.rename(tmp_path / "one", tmp_path / "other")
+    run = trainer(tmp_path / "other", Scored, max_steps=12, **options)
+    run.train(resume_from_checkpoint=True)
+    assert visible(tmp_path / "other") == ["checkpoint-3", "checkpoint-12"]
+    assert run.state.best_model_checkpoint == str(tmp_path / "other" / "checkpoint-3")
+
+
+class Interrupted:
+    """Ticket whose first wait Ctrl-C ends."""
+
+    def __init__(self, ticket: Any, gate: Any) -> None:
+        self.ticket, self.gate, self.waits = ticket, gate, 0
+
+    def exception(self) -> BaseException | None:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+        self.gate.open()
+        return self.ticket.exception()  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ticket, name)
+
+
+def test_ctrl_c_while_training_waits_for_a_checkpoint_does_not_lose_it(tmp_path: Path, disk: GatedStorage) -> None:
+    gates: list[Any] = []
+
+    def interrupt() -> None:
+        tickets = run._aio_pending.tickets
+        path = next(iter(tickets))
+        tickets[path] = Interrupted(tickets[path], gates[0])
+
+    hold = At({2: lambda: gates.append(disk.hold("replace", "optimizer.pt")), 5: interrupt})
+    run = trainer(tmp_path, callbacks=[hold])
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.state.global_step == 6
+    assert visible(tmp_path) == ["checkpoint-3"]
+
+
 def test_sigterm_leaves_a_whole_checkpoint(tmp_path: Path, stock: Any) -> None:
     def terminate() -> None:
         jit = next(each for each in run.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
@@ -316,6 +405,7 @@ def test_resume_passes_over_damaged_checkpoints(tmp_path: Path, stock: Any, capl
         run.train(resume_from_checkpoint=True)
     assert "model.safetensors is damaged" in caplog.text
     assert "optimizer.pt is damaged" in caplog.text
+    assert "if you changed the checkpoint on purpose, delete its checksums.sfv" in caplog.text
     assert "checkpoint-15 is incomplete" in caplog.text
     assert losses(run) == losses(stock)
     assert get_last_checkpoint(tmp_path).endswith("checkpoint-15")

@@ -127,6 +127,31 @@ def test_a_name_that_is_close_to_a_missing_one_is_offered(
         engine.load(tensors(template), rename=rename)
 
 
+@pytest.mark.parametrize(("stored", "template", "told"), [
+    ({"best": {"loss": 1.0}}, {"best": 2.0}, r"it holds a container as 'best' \(with 'best.loss'\): give one"),
+    ({"best": {"loss": torch.ones(1)}}, {"best": torch.ones(1)}, "it holds a container as 'best'"),
+    ({"best": 1.0}, {"best": {"loss": 2.0}}, "it holds one value as 'best', where the template has a container"),
+])  # fmt: skip
+def test_a_value_where_a_container_is_stored_is_told_as_such(
+    engine: SyncCheckpointEngine, stored: Any, template: Any, told: str
+) -> None:
+    engine.save(stored).result(TIMEOUT)
+    with pytest.raises(MissingNameError, match=told) as caught:
+        engine.load(template)
+    assert "rename=" not in str(caught.value)
+    empty = {"best": {}} if isinstance(stored["best"], dict) else {"best": 0.0}
+    engine.load(empty)
+    assert empty == stored
+
+
+def test_what_rename_puts_in_the_place_of_another_is_told(engine: SyncCheckpointEngine) -> None:
+    state = {"model": {"w": torch.ones(1)}, "ema": {"w": torch.zeros(1)}}
+    engine.save(state).result(TIMEOUT)
+    with pytest.raises(MissingNameError) as caught:
+        engine.load(state, rename={"ema": "model"})
+    assert "lacks 1 name: 'ema.w'; rename= gives it 'ema.w' as 'model.w'; allow_missing" in str(caught.value)
+
+
 def test_a_module_under_another_key_is_offered_the_stored_one(engine: SyncCheckpointEngine) -> None:
     saved, other = model_of(1), model_of(2)
     engine.save({"model": saved, "optimizer": torch.optim.AdamW(saved.parameters())}).result(TIMEOUT)

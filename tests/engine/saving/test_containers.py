@@ -112,6 +112,19 @@ def test_two_objects_with_a_state_dict_of_one_name_are_no_template(root: Path) -
             engine.load(models)
 
 
+@pytest.mark.parametrize("call", ["save", "prepare"])
+def test_an_error_of_a_users_state_dict_names_the_value(root: Path, call: str) -> None:
+    class Loader:
+        def state_dict(self) -> Any:
+            raise AttributeError("no dl_state_dict")
+
+        def load_state_dict(self, state_dict: Any) -> None: ...
+
+    with SyncCheckpointEngine(root) as engine, pytest.raises(AttributeError, match="no dl_state_dict") as caught:
+        getattr(engine, call)({"train": {"loader": Loader()}})
+    assert any("state_dict() of 'train.loader', a " in note for note in caught.value.__notes__)
+
+
 # -- versions of modules ------------------------------------------------------------------------------
 
 

@@ -97,6 +97,7 @@ def test_an_entry_that_the_engine_cannot_take_is_of_the_rest() -> None:
         "compressed": torch.eye(2).to_sparse_csr(),
         "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
         "meta": torch.ones(2, device="meta"),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
     }
     entries, rest = split(given)
     assert not entries
