@@ -14,7 +14,7 @@ from aio_ckpt.match.compounds import match_compounds
 from aio_ckpt.match.dtype_changes import changed, is_narrower
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.leaves import match_any_leaves, match_leaves
-from aio_ckpt.match.missing_names import close_remedy, kind_remedy, per_rank_remedy, renamed_remedy
+from aio_ckpt.match.missing_names import missing_remedies
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.stateful import match_stateful
@@ -80,18 +80,10 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
     takers: list[Taker] = [*compounds, leaves, *stateful]
     below = {name for taker in takers for name in taker.names}
     if missing and not options.allow_missing:
-        remedies = modules.remedies or [per_rank_remedy(missing, checkpoint)]
-        if not any(remedies):
-            beyond = [*map(checkpoint.stored_name, modules.unexpected)]
-            beyond += _not_loaded(checkpoint, below, template.names, ctx, is_missing=True)[0]
-            taken = {*template.names, *below}
-            lacked = [name for name in beyond if name not in taken]  # rename= itself leaves out others
-            remedies = [
-                renamed_remedy(checkpoint, taken, missing),
-                kind_remedy(missing, lacked) or close_remedy(missing, lacked),
-                "allow_missing=True leaves them as they are",
-            ]
-        raise MissingNameError(f"{checkpoint.path}: lacks {listed(missing)}; {'; '.join(filter(None, remedies))}")
+        beyond = [*map(checkpoint.stored_name, modules.unexpected)]
+        beyond += _not_loaded(checkpoint, below, template.names, ctx, is_missing=True)[0]
+        remedies = modules.remedies or missing_remedies(checkpoint, missing, beyond, taken={*template.names, *below})
+        raise MissingNameError(f"{checkpoint.path}: lacks {listed(missing)}; {'; '.join(remedies)}")
     if faults:
         raise TemplateMismatchError(f"{checkpoint.path}: {first_of(faults, between='; ')}")
     narrow: tuple[str, ...] = ()

@@ -35,7 +35,29 @@ def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, bran
     return f"the template has {pair[0]!r} where {pair[1]!r} is stored: {rename}"
 
 
-def kind_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+def missing_remedies(
+    checkpoint: Checkpoint, missing: Sequence[str], unexpected: Sequence[str], *, taken: Set[str]
+) -> list[str]:
+    """Return what to give to ``load`` instead.
+
+    Args:
+        missing: names of the template that the checkpoint lacks.
+        unexpected: stored names that are not loaded.
+        taken: all names of the template.
+    """
+    if remedy := _per_rank_remedy(missing, checkpoint):
+        return [remedy]
+    left_out = {name for name, new in checkpoint.names.items() if new is None} & taken  # by rename= alone
+    lacked = [name for name in unexpected if name not in left_out]
+    remedies = [
+        _renamed_remedy(checkpoint, taken, missing),
+        _kind_remedy(missing, lacked) or _close_remedy(missing, lacked),
+        "allow_missing=True leaves them as they are",
+    ]
+    return [*filter(None, remedies)]
+
+
+def _kind_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Return what is stored where the template has a value or container of the same name; '' if that is no fault.
 
     ``unexpected``: stored names that the template lacks.
@@ -55,7 +77,7 @@ _MOST_COMPARED = 1000
 """Most stored names that are compared with a missing one. A comparison takes about 20 us."""
 
 
-def close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+def _close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Return which ``rename=`` loads a stored leaf or branch for the first missing one; if none is close, what is left.
 
     ``unexpected``: stored names that the template lacks.
@@ -94,7 +116,7 @@ def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:
     return next((prefix for prefix in found if {f"{prefix}.{key}" for key in bare} == set(wrapped)), None)
 
 
-def renamed_remedy(checkpoint: Checkpoint, taken: Set[str], missing: Iterable[str]) -> str:
+def _renamed_remedy(checkpoint: Checkpoint, taken: Set[str], missing: Iterable[str]) -> str:
     """Return the stored names that ``rename=`` gives other names: such that the template lacks, or else in place of
     those that are missing; '' if there is none."""
     unused = sorted(checkpoint.stored_names.keys() - taken)
@@ -104,7 +126,7 @@ def renamed_remedy(checkpoint: Checkpoint, taken: Set[str], missing: Iterable[st
     return f"rename= gives it {first_of(pairs)}" if pairs else ""
 
 
-def per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str:
+def _per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str:
     """Return the remedy if a missing name differs from a stored one by ``PerRank`` alone (``w``, ``w.rank0``); else ''.
 
     It may be the ``PerRank`` value of a rank that did not save, too.
