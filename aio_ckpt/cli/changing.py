@@ -211,7 +211,7 @@ def prune_command(
     give it EngineConfig(keep_last=...) instead.
     """
     from aio_ckpt.cli.access import call
-    from aio_ckpt.cli.root_table import rows_of
+    from aio_ckpt.cli.root_table import metric_fault, rows_of
     from aio_ckpt.commit.protection import protected_steps
     from aio_ckpt.commit.retention import Policy
     from aio_ckpt.commit.root_writer import as_writer
@@ -223,6 +223,8 @@ def prune_command(
         """Return what ``EngineConfig`` with the same settings would delete, and what stays. Changes nothing."""
         rows, marked = await rows_of(storage, executor, root, names), await protected_steps(storage, root)
         policy = Policy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+        if keep_best is not None and rows and (fault := metric_fault(keep_best.metric, rows)):
+            raise click.ClickException(f"{fault}; nothing is deleted")
         gone = _expired_steps(rows, policy, marked)
         return [row for row in rows if row.step in gone], [row for row in rows if row.step not in gone]
 

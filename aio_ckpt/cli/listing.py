@@ -71,7 +71,7 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
     and lengths of files tell; verify reads every byte.
     """
     from aio_ckpt.cli.access import call, hint_below
-    from aio_ckpt.cli.root_table import list_root
+    from aio_ckpt.cli.root_table import list_root, metric_fault
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
@@ -102,11 +102,10 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
         ("damaged, set aside", found.quarantined),
     ):
         for other in others:
-            screen.line(f"{kind} (rm -r deletes it): {printable(other)}")
-    if rule is not None and not any(rule.metric in row.metrics for row in found.checkpoints):
-        known = sorted({name for row in found.checkpoints for name in row.metrics})
-        remedy = f": give one of {', '.join(map(printable, known))}" if known else ""
-        screen.line(f"no step has the metric {printable(rule.metric)}{remedy}")
+            remedy = "" if isinstance(root, RemotePath) else " (rm -r deletes it)"
+            screen.line(f"{kind}{remedy}: {printable(other)}")
+    if rule is not None and (fault := metric_fault(rule.metric, found.checkpoints)):
+        screen.line(fault)
     damaged = [Path(row.path) for row in found.checkpoints if row.is_damaged]
     if hint := advice(root, names, damaged, [row.step for row in found.checkpoints if row.fault is None]):
         screen.line(hint)

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from aio_ckpt.cli.access import all_steps, unless_replaced
+from aio_ckpt.cli.console import printable
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.commit.protection import protected_steps
@@ -93,6 +94,15 @@ class RootTable(msgspec.Struct, frozen=True, kw_only=True):
     """Directories of damaged checkpoints that a load set aside."""
     nbytes: int
     """Length of all checkpoints, in bytes."""
+
+
+def metric_fault(metric: str, rows: Iterable[RootRow]) -> str:
+    """Return which metrics the steps have if none has ``metric``; '' if one has it."""
+    known = sorted({name for row in rows for name in row.metrics})
+    if metric in known:
+        return ""
+    remedy = f": give one of {', '.join(map(printable, known))}" if known else ""
+    return f"no step has the metric {printable(metric)}{remedy}"
 
 
 async def list_root(

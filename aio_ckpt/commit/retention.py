@@ -163,7 +163,8 @@ class Retention:
         self._held = held
         self._one_at_a_time = anyio.Lock()
         self._is_pass_waiting = False
-        self._metrics: dict[Path, tuple[tuple[int, ...], float | None]] = {}
+        self._metrics: dict[Path, tuple[tuple[int, ...], Mapping[str, float | None]]] = {}
+        self._has_warned = False
         self._has_trash = False
         self._good: set[int] = set()
         self._last = -1
@@ -279,8 +280,11 @@ class Retention:
         stay = await protected_steps(self._storage, self._root)
         stay.update(self._held())
         stay.add(self._last)  # it may be an old step, which was overwritten
-        best = self._policy.keep_best
-        metrics = None if best is None else await self._read_metrics(committed, best.metric)
+        rule, metrics = self._policy.keep_best, None
+        if rule is not None:
+            found = await self._read_metrics(committed)
+            metrics = {step: of_step.get(rule.metric) for step, of_step in found.items()}
+            self._warn_if_lacking(rule.metric, {name for of_step in found.values() for name in of_step})
         good = max(self._good, default=-1)
         return expired(committed, self._policy, good=good, protected=stay, metrics=metrics)
 
@@ -307,8 +311,19 @@ class Retention:
             _log.warning("step %d is kept beyond its time: %s", step, error)
             undeleted[step] = str(error)
 
-    async def _read_metrics(self, committed: Sequence[CommittedCheckpoint], name: str) -> dict[int, float | None]:
-        """Return the metric ``name`` of each step whose manifest can be read. Each manifest is read once."""
+    def _warn_if_lacking(self, metric: str, names: Collection[str]) -> None:
+        if names and metric not in names and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s: keep_best: no step has the metric %r, they have %s. Until one has it, keep_last and keep_every "
+                "alone decide which steps are deleted. Logged once",
+                self._root,
+                metric,
+                ", ".join(map(repr, sorted(names))),
+            )
+
+    async def _read_metrics(self, committed: Sequence[CommittedCheckpoint]) -> dict[int, Mapping[str, float | None]]:
+        """Return the metrics of each step whose manifest can be read. Each manifest is read once."""
         known = {}
         for checkpoint in committed:
             cached = self._metrics.get(checkpoint.path)
@@ -317,7 +332,7 @@ class Retention:
                 continue
             try:
                 root = await read_root(self._storage, checkpoint.path)
-                known[checkpoint.path] = checkpoint.identity, None if root is None else root.metrics.get(name)
+                known[checkpoint.path] = checkpoint.identity, {} if root is None else root.metrics
             except (AioCkptError, OSError) as error:
                 _log.warning("step %d stays: its metrics cannot be read: %s", checkpoint.step, error)
         self._metrics = known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Collection
+from pathlib import Path
 from typing import TypeVar
 
 from aio_ckpt.argument_checks import shown
@@ -16,9 +17,17 @@ T = TypeVar("T")
 
 
 def check_step(
-    step: object, *, newest: int | None, committed: Collection[int], pending: Collection[int], overwrite: bool
+    step: object,
+    *,
+    newest: int | None,
+    committed: Collection[int],
+    pending: Collection[int],
+    overwrite: bool,
+    mirror: Path | None = None,
 ) -> int:
     """Return the step of a save that its caller gave, as an int.
+
+    ``newest`` may be a step of the ``mirror`` alone.
 
     Raises:
         StepOrderError: ``step`` is no whole number from 0, or it does not exceed ``newest`` and is not overwritten.
@@ -26,14 +35,18 @@ def check_step(
     step = check_step_number(step)
     if newest is None or step > newest or (overwrite and step in committed):
         return step
+    known = f"the newest committed or pending step {newest}"
     remedy = f"load() resumes after step {newest}, rollback(step) goes back to an earlier one, another root begins anew"
-    if step in pending:
+    if mirror is not None and newest not in committed and newest not in pending:
+        known = f"step {newest} of the mirror {mirror}"
+        remedy = "load() resumes after it, another mirror begins anew, 'aio-ckpt cp' of it lets rollback(step) go back"
+    elif step in pending:
         remedy = (
             "its save is pending: await its ticket (or engine.ready(), if one save is in flight) before overwrite=True"
         )
     elif step in committed:
         remedy += f", save(overwrite=True) replaces step {step}"
-    raise StepOrderError(f"step={step} does not exceed the newest committed or pending step {newest}: {remedy}")
+    raise StepOrderError(f"step={step} does not exceed {known}: {remedy}")
 
 
 def check_step_number(step: object) -> int:

@@ -75,7 +75,7 @@ class JobQueue:
         self._root_session = root_session
         self._mirroring = mirroring
         self._max = ctx.config.max_in_flight
-        self.steps = KnownSteps(quarantine, counts_calls=ctx.world_size > 1)
+        self.steps = KnownSteps(quarantine, counts_calls=ctx.world_size > 1, mirror=ctx.mirror)
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
         # held for ever.
         self._lock = Lock()

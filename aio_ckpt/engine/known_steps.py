@@ -23,9 +23,10 @@ class KnownSteps:
     committed and pending steps count, so the step of a failed save is free again.
     """
 
-    def __init__(self, quarantine: Quarantine, *, counts_calls: bool) -> None:
-        """``counts_calls``: whether there are several ranks."""
+    def __init__(self, quarantine: Quarantine, *, counts_calls: bool, mirror: Path | None = None) -> None:
+        """``counts_calls``: whether there are several ranks. ``mirror``: named in messages."""
         self._quarantine = quarantine
+        self._mirror = mirror
         self._counts_calls = counts_calls
         self._lock = Lock()
         self._last_call: tuple[int, int] | None = None
@@ -108,7 +109,9 @@ class KnownSteps:
         pending = list(pending)
         newest = self.newest(pending)
         committed = read() if newest is not None and step <= newest else ()
-        return step_numbers.check_step(step, newest=newest, committed=committed, pending=pending, overwrite=overwrite)
+        return step_numbers.check_step(
+            step, newest=newest, committed=committed, pending=pending, overwrite=overwrite, mirror=self._mirror
+        )
 
 
 def _later(a: int | None, b: int | None) -> int | None:

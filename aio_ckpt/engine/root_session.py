@@ -432,7 +432,9 @@ class RootSession:
     def check_holds_steps(self, what: str) -> None:
         """Raise CheckpointNotFoundError, with ``what`` was called, if the root holds no committed step."""
         if not self.steps():
-            raise CheckpointNotFoundError(f"{what}: no committed step under {self._ctx.root}")
+            copies = self._mirror_steps(NO_DEADLINE, is_needed=False)
+            more = f"; step {copies[-1]} is in the mirror {self._ctx.mirror}: 'aio-ckpt cp' it first" if copies else ""
+            raise CheckpointNotFoundError(f"{what}: no committed step under {self._ctx.root}{more}")
 
     def rollback(self, step: int) -> StepsChange:
         """Move the steps after ``step`` below ``.aio_ckpt/abandoned/``. Needs the lock.

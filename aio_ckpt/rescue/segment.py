@@ -231,7 +231,10 @@ def read_segment(path: Path) -> StoredSegment:
         if magic != _MAGIC:
             return faulty("no segment", is_damaged=True)
         if generation % 2 or not record_bytes:
-            return faulty("no snapshot record: its writer died before the snapshot was whole", is_damaged=False)
+            return faulty(
+                "no snapshot record: its memory was free, or its writer died before the snapshot was whole",
+                is_damaged=False,
+            )
         end = IMAGE_OFFSET + capacity + record_bytes
         if record_bytes > MAX_RECORD_BYTES or end > status.st_size:
             return faulty("its header does not fit its length", is_damaged=True)

@@ -22,8 +22,10 @@ class Preemption:
     """Flag that a signal sets which announces the end of the process.
 
     Invariant: from :meth:`install` to :meth:`restore`, each signal sets ``is_requested`` and then calls the previous
-    handler if that was a function. After that, a signal does what it would have done without this class. The same holds
-    in a forked child, which inherits the handlers. The flag is never reset.
+    handler if that was a function. After that, a signal does what it would have done without this class. In a forked
+    child, which inherits the handlers, SIGTERM does so at once. Another signal does not end the child: a scheduler may
+    send it to all processes of a job, and a worker that loads data has to live until its trainer has saved. The flag is
+    never reset.
 
     The handler runs on the main thread between any two instructions, which may hold any lock. So the handler takes no
     lock and logs nothing. It refers to this object only, never to the engine.
@@ -90,17 +92,12 @@ class Preemption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number]
-        if self._is_over or os.getpid() != self._pid:
-            self._pass_on(number, previous, frame)
-            return
-        self.is_requested = True
+        is_child = os.getpid() != self._pid
+        if not (is_child or self._is_over):
+            self.is_requested = True
         if callable(previous):
             previous(number, frame)
-
-    def _pass_on(self, number: int, previous: Handler, frame: FrameType | None) -> None:
-        if callable(previous):
-            previous(number, frame)
-        elif signal.getsignal(number) == self._handle:
+        elif (number == signal.SIGTERM if is_child else self._is_over) and signal.getsignal(number) == self._handle:
             signal.signal(number, previous)
             signal.raise_signal(number)
 

@@ -96,6 +96,13 @@ def test_prune_keeps_the_best_step(many, capsys, rule, kept):
     assert steps(capsys, many) == kept
 
 
+def test_prune_by_a_metric_that_no_step_has_deletes_nothing_and_names_those_that_there_are(many, capsys):
+    code, out, err = called(capsys, "prune", many, "--keep-last", 1, "--keep-best", "val_loss", "--yes")
+    assert (code, out) == (1, "")
+    assert "no step has the metric val_loss: give one of loss; nothing is deleted" in err
+    assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     ("answer", "left"), [("y\n", [3, 5, 6]), ("n\n", [1, 2, 3, 4, 5, 6]), ("", [1, 2, 3, 4, 5, 6])]
 )

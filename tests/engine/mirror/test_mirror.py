@@ -389,7 +389,7 @@ def test_the_step_of_a_copy_counts_for_what_comes_next(root: Path, place: Path) 
     with opened(root, place) as engine:
         assert engine.latest_step() == 20  # the loop of README asks this before it loads
         assert loaded(engine) == (20, place)
-        with pytest.raises(StepOrderError, match="newest committed or pending step 20"):
+        with pytest.raises(StepOrderError, match="does not exceed step 20 of the mirror"):
             engine.save(weights(5), 5)
         ticket = engine.save(weights(21))
         assert (ticket.step, ticket.mirrored.result(TIMEOUT)) == (21, place / "step_000000021")
@@ -592,6 +592,18 @@ def test_a_rollback_counts_for_the_mirror_too(root: Path, place: Path) -> None:
         state = weights(0)
         assert engine.load(state).step == 2
         assert value_of(state) == 20
+
+
+def test_a_step_that_the_mirror_alone_holds_is_told_as_such(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 2)
+    shutil.rmtree(root)
+    with opened(root, place) as engine:
+        for call in (engine.save, engine.prepare):
+            with pytest.raises(StepOrderError, match=f"step=1 does not exceed step 2 of the mirror {place}: load"):
+                call(weights(0), step=1)
+        with pytest.raises(CheckpointNotFoundError, match=f"step 2 is in the mirror {place}: 'aio-ckpt cp' it first"):
+            engine.rollback(2)
 
 
 # -- settings ---------------------------------------------------------------------------------------

@@ -469,6 +469,19 @@ def test_a_step_whose_metric_is_missing_or_not_finite_is_never_the_best(root: Pa
     assert committed(root) == [1, 7]
 
 
+def test_a_metric_that_no_step_has_is_told_once_with_those_that_there_are(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(keep_last=1, keep_best=KeepBest(metric="val_loss"))
+    with SyncCheckpointEngine(root, config) as engine:
+        for step in (1, 2, 3):
+            engine.save(weights(step), step, metrics={"val/loss": 1.0}).result(TIMEOUT)
+            engine.ready()
+    told = [record.getMessage() for record in caplog.records if "no step has the metric" in record.getMessage()]
+    assert len(told) == 1
+    assert "'val_loss', they have 'val/loss'" in told[0]
+
+
 def test_an_overwritten_step_is_judged_by_its_new_metric(root: Path) -> None:
     with SyncCheckpointEngine(root, EngineConfig(keep_last=1, keep_best=LOSS)) as engine:
         save_with(engine, {1: 1.0, 2: 2.0})

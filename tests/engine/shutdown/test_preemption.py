@@ -274,6 +274,30 @@ def test_forked_workers_still_die_of_the_signal(tmp_path: Path) -> None:
     assert (child.returncode, out, err) == (0, "True False\n", "")
 
 
+OTHER_SIGNAL = """
+    import os, signal, sys, warnings
+    from aio_ckpt import SyncCheckpointEngine
+    warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of forking with threads, as it should
+    engine = SyncCheckpointEngine(sys.argv[1])
+    engine.on_preemption()
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.write(tell, b"preempted" if engine.preempted else b"alive")
+        os._exit(0)
+    print(os.read(ready, 100).decode(), os.waitpid(pid, 0)[1])
+    engine.close()
+"""
+
+
+def test_forked_workers_live_on_if_the_scheduler_signals_all_processes(tmp_path: Path) -> None:
+    """Else the trainer, which has to save now, would fail for want of its next batch."""
+    with start(OTHER_SIGNAL, str(tmp_path)) as child:
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (0, "alive 0\n", "")
+
+
 CLOSED_ELSEWHERE = """
     import os, signal, sys
     from concurrent.futures import ThreadPoolExecutor
