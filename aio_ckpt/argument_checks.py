@@ -27,8 +27,6 @@ _COPIED_BY = {
     "https": "curl",
 }
 """By scheme, a command that copies files."""
-_WRITTEN_AS = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "abfss"}
-"""Schemes of other programs, and those of :mod:`aio_ckpt.remote_path` for the same stores."""
 _REPR = reprlib.Repr()
 _REPR.maxother = 200
 
@@ -110,8 +108,6 @@ def local_name(text: str) -> str:
         return text
     scheme = match[1].lower()
     if scheme != "file":
-        if scheme in _WRITTEN_AS:
-            raise ValueError(f"a URL ({scheme}:): give {_WRITTEN_AS[scheme]}://BUCKET/PATH")
         tool = f" ({_COPIED_BY[scheme]})" if scheme in _COPIED_BY else ""
         raise ValueError(
             f"a URL ({scheme}:), and only local file systems are supported here: mount it and give the directory, or "

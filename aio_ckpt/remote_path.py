@@ -24,6 +24,8 @@ Place: TypeAlias = str | os.PathLike[str] | ObjectStore
 """What an engine takes for the place of its checkpoints."""
 SCHEMES = ("s3", "gs", "az", "abfss", "memory")
 """Schemes of URLs that name an object store."""
+_WRITTEN_AS = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "abfss"}
+"""Schemes that other programs have for these stores."""
 _BUCKETS = {"S3Store": ("s3", "bucket"), "GCSStore": ("gs", "bucket"), "AzureStore": ("az", "container_name")}
 """By class of a store object: its scheme, and the name of the bucket in its ``config``."""
 _ONE_SLASH = re.compile(rf"^({'|'.join(SCHEMES)}):/(?!/)")
@@ -47,6 +49,8 @@ class RemotePath(PosixPath):
             ValueError: it names no bucket, or holds credentials or a query. The message does not repeat them.
         """
         scheme = url.partition("://")[0].lower()
+        if scheme in _WRITTEN_AS and "://" in url:
+            raise ValueError(f"a URL ({scheme}:): give {_WRITTEN_AS[scheme]}://BUCKET/PATH")
         if scheme not in SCHEMES or "://" not in url:
             return None
         match = _URL.fullmatch(url)

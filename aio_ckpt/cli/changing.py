@@ -223,9 +223,9 @@ def prune_command(
         """Return what ``EngineConfig`` with the same settings would delete, and what stays. Changes nothing."""
         rows, marked = await rows_of(storage, executor, root, names), await protected_steps(storage, root)
         policy = Policy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-        if keep_best is not None and rows and (fault := metric_fault(keep_best.metric, rows)):
-            raise click.ClickException(f"{fault}; nothing is deleted")
         gone = _expired_steps(rows, policy, marked)
+        if gone and keep_best is not None and (fault := metric_fault(keep_best.metric, rows)):
+            raise click.ClickException(f"{fault}; nothing is deleted")
         return [row for row in rows if row.step in gone], [row for row in rows if row.step not in gone]
 
     expired, kept = call(plan)

@@ -97,7 +97,7 @@ class RootTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def metric_fault(metric: str, rows: Iterable[RootRow]) -> str:
-    """Return which metrics the steps have if none has ``metric``; '' if one has it."""
+    """Return which metrics the steps that can be read have if none has ``metric``; '' if one has it."""
     known = sorted({name for row in rows for name in row.metrics})
     if metric in known:
         return ""

@@ -36,11 +36,12 @@ def check_step(
     if newest is None or step > newest or (overwrite and step in committed):
         return step
     known = f"the newest committed or pending step {newest}"
-    remedy = f"load() resumes after step {newest}, rollback(step) goes back to an earlier one, another root begins anew"
+    anew = "another root begins anew"
     if mirror is not None and newest not in committed and newest not in pending:
-        known = f"step {newest} of the mirror {mirror}"
-        remedy = "load() resumes after it, another mirror begins anew, 'aio-ckpt cp' of it lets rollback(step) go back"
-    elif step in pending:
+        known += f", which may be in the mirror {mirror} alone"
+        anew = "another root with another mirror begins anew"
+    remedy = f"load() resumes after step {newest}, rollback(step) goes back to an earlier one, {anew}"
+    if step in pending:
         remedy = (
             "its save is pending: await its ticket (or engine.ready(), if one save is in flight) before overwrite=True"
         )

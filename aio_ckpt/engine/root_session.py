@@ -433,7 +433,8 @@ class RootSession:
         """Raise CheckpointNotFoundError, with ``what`` was called, if the root holds no committed step."""
         if not self.steps():
             copies = self._mirror_steps(NO_DEADLINE, is_needed=False)
-            more = f"; step {copies[-1]} is in the mirror {self._ctx.mirror}: 'aio-ckpt cp' it first" if copies else ""
+            held = f"; the mirror {self._ctx.mirror} holds steps up to {copies[-1]}" if copies else ""
+            more = f"{held}, and 'aio-ckpt cp' copies one into the root" if copies else ""
             raise CheckpointNotFoundError(f"{what}: no committed step under {self._ctx.root}{more}")
 
     def rollback(self, step: int) -> StepsChange:

@@ -192,6 +192,7 @@ class StatePipeline:
             if job.plan.layout.frozen_items:
                 beside.start_soon(make_frozen)
             result = await write_part(part, job.write_dir / part.name, writer)
+            job.stall.touch()  # the other file may still be made durable
         # A cancellation may end the other task alone, and with it the group, before it reaches this one.
         await anyio.lowlevel.checkpoint_if_cancelled()
         return result if job.trusted_file is None else result.moved(job.plan.layout.frozen_chunks), frozen

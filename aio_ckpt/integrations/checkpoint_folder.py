@@ -8,12 +8,14 @@ the number of the files, and the CRC32 of all lines before. So an emptied or sho
 from __future__ import annotations
 
 import contextlib
+import errno
+import fnmatch
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from aio_ckpt.checkpoint.torch_file import check_torch_file, is_zip
@@ -33,6 +35,7 @@ _BLOCK_BYTES = 4 << 20
 _ZIPPED = (".pt", ".pth", ".bin")
 """Ends of the names of files that ``torch.save`` writes."""
 _ON_PURPOSE = f"if you changed the checkpoint on purpose, delete its {SUMS_FILE}"
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -71,47 +74,85 @@ def write_checksums(folder: Path, known: Mapping[Path, int]) -> None:
         sync_path(Path(place))
 
 
-def take_over(draft: Path, final: Path, marker: str) -> None:
-    """Link the user's own files at ``final``, which the draft will replace, into the draft, unless it has them.
+def others_files(folder: Path, marker: str, patterns: Collection[str]) -> Callable[[Path], bool] | None:
+    """Return which paths below ``folder`` are no files of the user; None if none is the user's.
 
-    They are those that the checksums of an older checkpoint there do not name. An older checkpoint without checksums,
-    which ``marker`` tells, has none. No checksum covers them.
+    The user's are those that the checksums there do not name. Nobody knows them if the checksums are damaged, or if a
+    checkpoint, which has a file ``marker``, has none. ``patterns`` match names at the top of the folder that are never
+    the user's, because a killed save leaves them.
 
     Raises:
-        CorruptCheckpointError: the checksums there are damaged.
-        ReadError, WriteError: the disk failed.
+        ReadError: the disk failed.
     """
-    has_sums = (final / SUMS_FILE).is_file()
-    if (final / marker).is_file() and not has_sums:
-        return
-    with translate_errors(ReadError, final):
-        known = {final / SUMS_FILE, *(path for path, _ in (_sums(final) if has_sums else ()))}
-        own = [path for path in _files(final) if path not in known]
-    for path in own:
-        target = draft / path.relative_to(final)
-        if os.path.lexists(target):
-            continue
-        with translate_errors(WriteError, target):
-            target.parent.mkdir(parents=True, exist_ok=True)
+    known = {SUMS_FILE}
+    with translate_errors(ReadError, folder):
+        if (folder / SUMS_FILE).is_file():
             try:
-                os.link(path, target, follow_symlinks=False)
-            except OSError:  # a file system without links
-                shutil.copy2(path, target, follow_symlinks=False)
-                sync_path(target)
-        for folder in target.relative_to(draft).parents:
-            sync_path(draft / folder)
+                known.update(str(path.relative_to(folder)) for path, _ in _sums(folder))
+            except CorruptCheckpointError:
+                return None
+        elif (folder / marker).is_file():
+            return None
+    return lambda path: str(path) in known or any(fnmatch.fnmatch(str(path), pattern) for pattern in patterns)
 
 
-def publish(draft: Path, final: Path) -> None:
+def link_missing(source: Path, target: Path, *, but: Callable[[Path], bool], below: Path = Path()) -> None:
+    """Link the files of ``source`` to the same names in ``target`` that are free, durably, except for those in ``but``.
+
+    On a file system without hard links they are copied. ``below`` is the directory in both that is linked now.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    for name in _names(source / below):
+        path, place = source / below / name, target / below / name
+        if but(below / name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            if not place.exists():
+                place.mkdir()
+                shutil.copystat(path, place)
+            link_missing(source, target, but=but, below=below / name)
+        elif not os.path.lexists(place):
+            try:
+                _link(path, place)
+            except FileNotFoundError:
+                if os.path.lexists(path):  # else its owner has removed or renamed it
+                    raise
+    sync_path(target / below)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:  # its owner has removed it
+        return []
+
+
+def _link(path: Path, place: Path) -> None:
+    try:
+        os.link(path, place, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copy2(path, place, follow_symlinks=False)
+        sync_path(place)
+
+
+def publish(draft: Path, final: Path, marker: str, patterns: Collection[str]) -> None:
     """Rename a durable draft to ``final``, and make the rename durable. What was there is deleted afterwards.
 
-    If this ends between two renames, :func:`restore_replaced` brings back what was there.
+    The user's own files there stay, unless the draft has one of the name: see :func:`others_files`. No checksum covers
+    them. If this ends between two renames, :func:`restore_replaced` brings back what was there.
 
     Raises:
         WriteError: the disk failed.
     """
     replaced = draft.with_name(f"{draft.name}{_REPLACED}")
+    but = others_files(final, marker, patterns) if final.exists() else None
     with translate_errors(WriteError, final):
+        if but is not None:
+            link_missing(final, draft, but=but)
         if final.exists():
             try:
                 exchange_directories(draft, final)
@@ -121,6 +162,8 @@ def publish(draft: Path, final: Path) -> None:
                 draft.rename(final)
         else:
             draft.rename(final)
+        if but is not None:
+            link_missing(replaced, final, but=but)  # what was made in the meantime
     sync_path(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 

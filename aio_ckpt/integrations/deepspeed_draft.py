@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from aio_ckpt.ranks.messages import Failure
 from aio_ckpt.ranks.polls import AgreedWork, Work, work_failure
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.durability import sync_parents
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import read_small_file
@@ -210,37 +210,18 @@ async def _exchange(executor: Executor, storage: Storage, draft: Path, final: Pa
         await storage.rename(kept, draft)
 
 
+def _is_file_of_deepspeed(path: Path) -> bool:
+    return path.parent == Path() and path.name.endswith(_FILES)
+
+
 def _link_others(source: Path, target: Path) -> None:
-    """Link files of ``source`` that are not DeepSpeed's into ``target``, durably, if ``target`` has none of that name.
+    """Give ``target`` the files of ``source`` that are not DeepSpeed's, if it has none of that name, durably.
 
     Raises:
-        WriteError: the file system has no hard links, or the disk failed.
+        WriteError: the disk failed.
     """
-    try:
-        _link_files(source, target, is_checkpoint=True)
-    except OSError as error:
-        raise WriteError(
-            error.errno,
-            f"files of your own in {source} cannot be kept, because a hard link failed ({error.strerror}): "
-            "move them elsewhere, or save under another tag",
-            str(target),
-        ) from error
-
-
-def _link_files(source: Path, target: Path, *, is_checkpoint: bool = False) -> None:
-    for name in os.listdir(source):
-        path, place = source / name, target / name
-        if is_checkpoint and name.endswith(_FILES):
-            continue
-        with contextlib.suppress(FileExistsError):
-            if path.is_dir() and not path.is_symlink():
-                if not place.exists():
-                    place.mkdir()
-                    shutil.copystat(path, place)
-                _link_files(path, place)
-            elif os.path.lexists(path):  # its owner may have removed it
-                os.link(path, place, follow_symlinks=False)
-    checkpoint_folder.sync_path(target)
+    with translate_errors(WriteError, target):
+        checkpoint_folder.link_missing(source, target, but=_is_file_of_deepspeed)
 
 
 def _remove_if_empty(path: Path) -> None:

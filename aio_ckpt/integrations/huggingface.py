@@ -63,6 +63,9 @@ _STATE = "trainer_state.json"
 """File that each checkpoint has."""
 _OPTIMIZER = "optimizer.pt"
 """File of the optimizer."""
+_FILES = ("model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+"""Names of files that transformers writes before :data:`_STATE`, so that a killed save leaves them."""
+_PREFIX = trainer_utils.PREFIX_CHECKPOINT_DIR
 _SENTINEL = "checkpoint-is-incomplete.txt"
 """File that ``enable_jit_checkpoint`` puts into ``checkpoint-N`` before it saves."""
 
@@ -93,11 +96,11 @@ class _Draft:
 
     @property
     def folder(self) -> str:
-        return os.path.join(self.drafts_dir, f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.step}")
+        return os.path.join(self.drafts_dir, f"{_PREFIX}-{self.step}")
 
     @property
     def final(self) -> str:
-        return os.path.join(self.run_dir, f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.step}")
+        return os.path.join(self.run_dir, f"{_PREFIX}-{self.step}")
 
     @property
     def is_written(self) -> bool:
@@ -153,9 +156,6 @@ class AioTrainerMixin:
         pending = self._aio_pending
         if pending is None:
             return
-        for ticket in pending.tickets.values():
-            ticket.exception()  # if Ctrl-C ends this wait, the checkpoint stays pending, and the end of train() waits
-        self._aio_pending = None
         trainer: Any = self
         trainer.callback_handler.__dict__.pop("on_save", None)
         try:
@@ -166,8 +166,15 @@ class AioTrainerMixin:
             # Only now: beside the writes of the engine, each fsync of a small file would take long.
             checkpoint_folder.sync_files(Path(pending.folder), but=frozenset(sums))
             checkpoint_folder.write_checksums(Path(pending.folder), sums)
-            checkpoint_folder.take_over(Path(pending.folder), Path(pending.final), _STATE)
-            checkpoint_folder.publish(Path(pending.folder), Path(pending.final))
+        except KeyboardInterrupt:
+            raise  # it stays pending, and the end of train() waits for it
+        except BaseException:
+            self._aio_pending = None
+            pending.discard()
+            raise
+        self._aio_pending = None
+        try:
+            checkpoint_folder.publish(Path(pending.folder), Path(pending.final), _STATE, _FILES)
         except BaseException:
             pending.discard()
             raise
@@ -176,12 +183,13 @@ class AioTrainerMixin:
         _log.info("%s is durable", pending.final)
         if pending.is_pushed:
             trainer._push_from_checkpoint(pending.final)
-        trainer_utils.rotate_checkpoints(
-            output_dir=pending.run_dir,
-            save_total_limit=trainer.args.save_total_limit,
-            best_model_checkpoint=pending.best,
-            use_mtime=True,
-        )
+        if not _is_announced(Path(pending.final).with_name(f"{_PREFIX}-{trainer.state.global_step}")):
+            trainer_utils.rotate_checkpoints(
+                output_dir=pending.run_dir,
+                save_total_limit=trainer.args.save_total_limit,
+                best_model_checkpoint=pending.best,
+                use_mtime=True,
+            )
         if pending.state is not None:
             trainer.control = trainer.callback_handler.on_save(trainer.args, pending.state, trainer.control)
 
@@ -208,11 +216,13 @@ class AioTrainerMixin:
         finally:
             trainer.callback_handler.__dict__.pop("on_save", None)
             pending, self._aio_pending = self._aio_pending, None
-            if pending is not None:  # Ctrl-C came once more
-                pending.discard()
             engine, self._aio_engine = self._aio_engine, None
-            if engine is not None:
-                engine.close()
+            try:
+                if pending is not None:  # Ctrl-C came once more
+                    pending.discard()
+            finally:
+                if engine is not None:
+                    engine.close()
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,9 +245,9 @@ class AioTrainerMixin:
         if trainer.args.process_index == 0:
             try:
                 if wanted is True:
-                    folder, prefix = Path(trainer.args.output_dir), trainer_utils.PREFIX_CHECKPOINT_DIR
+                    folder = Path(trainer.args.output_dir)
                     checkpoint_folder.restore_replaced(folder / _DRAFTS, folder)
-                    newest = checkpoint_folder.newest_verified(folder, prefix, _STATE)
+                    newest = checkpoint_folder.newest_verified(folder, _PREFIX, _STATE)
                     answer[0] = True if newest is None else str(newest)
                 else:
                     if os.path.isfile(os.path.join(str(wanted), checkpoint_folder.SUMS_FILE)):
@@ -270,10 +280,9 @@ class AioTrainerMixin:
         if saves:
             _clear_drafts(run_dir)  # of a run that was killed
             ends_soon = _take_sentinel(Path(draft.final))
-        best = os.path.join(run_dir, f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}")
-        if trainer.state.best_global_step and os.path.exists(
-            best
-        ):  # as transformers finds it, which sees the draft alone
+        best_step = trainer.state.best_global_step
+        best = os.path.join(run_dir, f"{_PREFIX}-{best_step}")
+        if best_step and os.path.exists(best):  # transformers will look for it in the draft alone
             trainer.state.best_model_checkpoint = best
         trainer.accelerator.wait_for_everyone()
         self._aio_draft = draft
@@ -398,6 +407,14 @@ def _clear_drafts(run_dir: str) -> None:
     drafts = Path(run_dir, _DRAFTS)
     checkpoint_folder.restore_replaced(drafts, Path(run_dir))
     shutil.rmtree(drafts, ignore_errors=True)
+
+
+def _is_announced(folder: Path) -> bool:
+    """Return whether a checkpoint is not there yet, but its folder is, as a user's file was put into it.
+
+    Rotation would count it as a checkpoint, and delete a whole one for it.
+    """
+    return folder.is_dir() and not (folder / _STATE).is_file()
 
 
 def _take_sentinel(final: Path) -> bool:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable, Sequence, Set
 
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.state.names import branches_of, first_of, joined, listed
+from aio_ckpt.state.names import branches_of, first_of, is_below, joined, listed
 
 
 def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, branch: str | None) -> str:
@@ -49,28 +49,25 @@ def missing_remedies(
         return [remedy]
     left_out = {name for name, new in checkpoint.names.items() if new is None} & taken  # by rename= alone
     lacked = [name for name in unexpected if name not in left_out]
+    unmoved = [name for name in lacked if checkpoint.names.get(name, name) == name]
     remedies = [
         _renamed_remedy(checkpoint, taken, missing),
-        _kind_remedy(missing, lacked) or _close_remedy(missing, lacked),
+        _kind_remedy(missing[0], unmoved) or _close_remedy(missing, lacked),
         "allow_missing=True leaves them as they are",
     ]
     return [*filter(None, remedies)]
 
 
-def _kind_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Return what is stored where the template has a value or container of the same name; '' if that is no fault.
+def _kind_remedy(name: str, unexpected: Sequence[str]) -> str:
+    """Return what is stored below the missing ``name``, or as a branch that it lies below; '' if nothing is.
 
     ``unexpected``: stored names that the template lacks.
     """
-    stored, below = {*unexpected}, {branch: name for name in unexpected for branch in branches_of(name)}
-    for name in missing:
-        if (example := below.get(name)) is not None:
-            return (
-                f"it holds a container as {name!r} (with {example!r}): give one with these names, or {{}} to take all"
-            )
-        if (above := next((branch for branch in branches_of(name) if branch in stored), None)) is not None:
-            return f"it holds one value as {above!r}, where the template has a container"
-    return ""
+    example = next((other for other in unexpected if is_below(other, name)), None)
+    if example is not None:
+        return f"it holds names below {name!r} ({example!r}): give a container with these, or {{}} to take all"
+    above = {*branches_of(name)}.intersection(unexpected)
+    return f"it holds one value as {min(above)!r}, where the template has names below that" if above else ""
 
 
 _MOST_COMPARED = 1000
@@ -117,8 +114,10 @@ def _prefix(bare: Collection[str], wrapped: Collection[str]) -> str | None:
 
 
 def _renamed_remedy(checkpoint: Checkpoint, taken: Set[str], missing: Iterable[str]) -> str:
-    """Return the stored names that ``rename=`` gives other names: such that the template lacks, or else in place of
-    those that are missing; '' if there is none."""
+    """Return the stored names that ``rename=`` gives names which the template lacks; '' if there is none.
+
+    If the template has all of them, return the missing ones that are stored, and what ``rename=`` calls them.
+    """
     unused = sorted(checkpoint.stored_names.keys() - taken)
     pairs = [f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused]
     if not pairs:

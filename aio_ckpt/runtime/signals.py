@@ -97,7 +97,7 @@ class Preemption:
             self.is_requested = True
         if callable(previous):
             previous(number, frame)
-        elif (number == signal.SIGTERM if is_child else self._is_over) and signal.getsignal(number) == self._handle:
+        elif (self._is_over or (is_child and number == signal.SIGTERM)) and signal.getsignal(number) == self._handle:
             signal.signal(number, previous)
             signal.raise_signal(number)
 

@@ -142,8 +142,11 @@ def test_a_subclass_below_adds_files_to_the_same_commit(tmp_path: Path) -> None:
     assert "card.md" in (folder / "checksums.sfv").read_text()
 
 
+@pytest.mark.parametrize("has_links", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_files_that_a_user_puts_into_the_checkpoint_stay(tmp_path: Path, when: str) -> None:
+def test_files_that_a_user_puts_into_the_checkpoint_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, has_links: bool
+) -> None:
     class Adds(adapter.AioTrainerMixin, Trainer):  # type: ignore[misc]
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             if when == "after":
@@ -154,6 +157,11 @@ def test_files_that_a_user_puts_into_the_checkpoint_stay(tmp_path: Path, when: s
             if when == "before":
                 super()._save_checkpoint(model, trial)
 
+    def link(*_: object, **__: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", link)
     trainer(tmp_path, Adds, max_steps=6).train()
     for step in (3, 6):
         folder = tmp_path / f"checkpoint-{step}"
@@ -163,14 +171,49 @@ def test_files_that_a_user_puts_into_the_checkpoint_stay(tmp_path: Path, when: s
     assert visible(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
 
 
-def test_a_rerun_replaces_what_the_run_before_wrote_and_keeps_what_the_user_added(tmp_path: Path) -> None:
+def test_rotation_deletes_no_checkpoint_for_a_folder_that_holds_a_users_file_alone(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    class Adds(adapter.AioTrainerMixin, Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            self.wait_for_checkpoint()
+            (tmp_path / f"checkpoint-{self.state.global_step}").mkdir()
+            super()._save_checkpoint(model, trial)
+
+        def wait_for_checkpoint(self) -> None:
+            super().wait_for_checkpoint()
+            seen.append([name for name in visible(tmp_path) if (tmp_path / name / "trainer_state.json").is_file()])
+
+    trainer(tmp_path, Adds, save_total_limit=1).train()
+    first = next(at for at, names in enumerate(seen) if names)
+    assert all(seen[first:])  # once there was a whole one, there always is
+    assert visible(tmp_path) == ["checkpoint-12"]
+
+
+def test_what_a_killed_save_of_stock_left_is_not_taken_for_the_users(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "optimizer.pt").write_text("torn")
+    (tmp_path / "checkpoint-3" / "ema.pt").write_text("mine")
+    trainer(tmp_path, max_steps=3, save_only_model=True).train()
+    names = os.listdir(tmp_path / "checkpoint-3")
+    assert "ema.pt" in names
+    assert "optimizer.pt" not in names
+
+
+@pytest.mark.parametrize("has_sums", [False, True])
+def test_a_rerun_replaces_what_the_run_before_wrote_and_keeps_what_the_user_added(
+    tmp_path: Path, has_sums: bool
+) -> None:
     trainer(tmp_path, max_steps=3).train()
     folder = tmp_path / "checkpoint-3"
     (folder / "mine.txt").write_text("mine")
     trainer(tmp_path, max_steps=3, save_only_model=True).train()
     assert (folder / "mine.txt").read_text() == "mine"
     assert "optimizer.pt" not in os.listdir(folder)
-    (folder / "checksums.sfv").unlink()  # as a checkpoint of stock: nobody knows which files are the user's
+    if has_sums:
+        (folder / "checksums.sfv").write_text("damaged")
+    else:
+        (folder / "checksums.sfv").unlink()  # as a checkpoint of stock: nobody knows which files are the user's
     trainer(tmp_path, max_steps=3).train()
     assert "mine.txt" not in os.listdir(folder)
 
@@ -308,36 +351,44 @@ def test_the_best_checkpoint_is_found_in_a_directory_that_was_moved(tmp_path: Pa
 
 
 class Interrupted:
-    """Ticket whose first wait Ctrl-C ends."""
+    """Ticket whose first waits Ctrl-C ends."""
 
-    def __init__(self, ticket: Any, gate: Any) -> None:
-        self.ticket, self.gate, self.waits = ticket, gate, 0
+    def __init__(self, ticket: Any, gate: Any, times: int) -> None:
+        self.ticket, self.gate, self.times, self.waits = ticket, gate, times, 0
 
-    def exception(self) -> BaseException | None:
+    def result(self) -> Any:
         self.waits += 1
-        if self.waits == 1:
+        if self.waits <= self.times:
             raise KeyboardInterrupt
         self.gate.open()
-        return self.ticket.exception()  # type: ignore[no-any-return]
+        return self.ticket.result()
+
+    def cancel(self) -> bool:
+        is_cancelled = self.ticket.cancel()
+        self.gate.open()
+        return bool(is_cancelled)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ticket, name)
 
 
-def test_ctrl_c_while_training_waits_for_a_checkpoint_does_not_lose_it(tmp_path: Path, disk: GatedStorage) -> None:
+@pytest.mark.parametrize(("times", "left"), [(1, ["checkpoint-3"]), (2, [])])
+def test_ctrl_c_while_training_waits_for_a_checkpoint_does_not_lose_it_unless_it_comes_again(
+    tmp_path: Path, disk: GatedStorage, times: int, left: list[str]
+) -> None:
     gates: list[Any] = []
 
     def interrupt() -> None:
         tickets = run._aio_pending.tickets
         path = next(iter(tickets))
-        tickets[path] = Interrupted(tickets[path], gates[0])
+        tickets[path] = Interrupted(tickets[path], gates[0], times)
 
     hold = At({2: lambda: gates.append(disk.hold("replace", "optimizer.pt")), 5: interrupt})
     run = trainer(tmp_path, callbacks=[hold])
     with pytest.raises(KeyboardInterrupt):
         run.train()
     assert run.state.global_step == 6
-    assert visible(tmp_path) == ["checkpoint-3"]
+    assert visible(tmp_path) == left
 
 
 def test_sigterm_leaves_a_whole_checkpoint(tmp_path: Path, stock: Any) -> None:

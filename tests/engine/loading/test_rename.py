@@ -128,9 +128,9 @@ def test_a_name_that_is_close_to_a_missing_one_is_offered(
 
 
 @pytest.mark.parametrize(("stored", "template", "told"), [
-    ({"best": {"loss": 1.0}}, {"best": 2.0}, r"it holds a container as 'best' \(with 'best.loss'\): give one"),
-    ({"best": {"loss": torch.ones(1)}}, {"best": torch.ones(1)}, "it holds a container as 'best'"),
-    ({"best": 1.0}, {"best": {"loss": 2.0}}, "it holds one value as 'best', where the template has a container"),
+    ({"best": {"loss": 1.0}}, {"best": 2.0}, r"it holds names below 'best' \('best.loss'\): give a container"),
+    ({"best": {"loss": torch.ones(1)}}, {"best": torch.ones(1)}, "it holds names below 'best'"),
+    ({"best": 1.0}, {"best": {"loss": 2.0}}, "it holds one value as 'best', where the template has names below that"),
 ])  # fmt: skip
 def test_a_value_where_a_container_is_stored_is_told_as_such(
     engine: SyncCheckpointEngine, stored: Any, template: Any, told: str

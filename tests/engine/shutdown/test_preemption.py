@@ -316,3 +316,26 @@ def test_after_a_close_in_another_thread_the_signal_ends_the_process_again(tmp_p
     with start(CLOSED_ELSEWHERE, str(tmp_path)) as child:
         out, err = child.communicate(timeout=60)
     assert (child.returncode, out, err) == (-signal.SIGTERM, "closed\n", "")
+
+
+CLOSED_AND_FORKED = """
+    import os, signal, sys, warnings
+    from concurrent.futures import ThreadPoolExecutor
+    from aio_ckpt import SyncCheckpointEngine
+    warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of forking with threads, as it should
+    engine = SyncCheckpointEngine(sys.argv[1])
+    engine.on_preemption()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(engine.close).result(30)
+    pid = os.fork()
+    if not pid:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os._exit(0)
+    print(os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGUSR1)
+"""
+
+
+def test_after_a_close_a_signal_ends_a_forked_child_again(tmp_path: Path) -> None:
+    with start(CLOSED_AND_FORKED, str(tmp_path)) as child:
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (0, "True\n", "")
