@@ -93,7 +93,12 @@ def others_files(folder: Path, marker: str, patterns: Collection[str]) -> Callab
                 return None
         elif (folder / marker).is_file():
             return None
-    return lambda path: str(path) in known or any(fnmatch.fnmatch(str(path), pattern) for pattern in patterns)
+
+    def is_of_others(path: Path) -> bool:
+        is_at_top = path.parent == Path()
+        return str(path) in known or (is_at_top and any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns))
+
+    return is_of_others
 
 
 def link_missing(source: Path, target: Path, *, but: Callable[[Path], bool], below: Path = Path()) -> None:
@@ -116,6 +121,8 @@ def link_missing(source: Path, target: Path, *, but: Callable[[Path], bool], bel
         elif not os.path.lexists(place):
             try:
                 _link(path, place)
+            except FileExistsError:
+                pass  # somebody has made it since
             except FileNotFoundError:
                 if os.path.lexists(path):  # else its owner has removed or renamed it
                     raise

@@ -63,7 +63,8 @@ _STATE = "trainer_state.json"
 """File that each checkpoint has."""
 _OPTIMIZER = "optimizer.pt"
 """File of the optimizer."""
-_FILES = ("model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+_WEIGHTS = ("model.safetensors*", "model-*-of-*.safetensors", "pytorch_model*")
+_FILES = (*_WEIGHTS, "optimizer.pt", "optimizer.bin", "optimizer_[0-9]", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 """Names of files that transformers writes before :data:`_STATE`, so that a killed save leaves them."""
 _PREFIX = trainer_utils.PREFIX_CHECKPOINT_DIR
 _SENTINEL = "checkpoint-is-incomplete.txt"

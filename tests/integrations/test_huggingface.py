@@ -193,11 +193,13 @@ def test_rotation_deletes_no_checkpoint_for_a_folder_that_holds_a_users_file_alo
 def test_what_a_killed_save_of_stock_left_is_not_taken_for_the_users(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "optimizer.pt").write_text("torn")
-    (tmp_path / "checkpoint-3" / "ema.pt").write_text("mine")
+    mine = ["model_ema.safetensors", "ema/optimizer.pt"]
+    (tmp_path / "checkpoint-3" / "ema").mkdir()
+    for name in mine:
+        (tmp_path / "checkpoint-3" / name).write_text("mine")
     trainer(tmp_path, max_steps=3, save_only_model=True).train()
-    names = os.listdir(tmp_path / "checkpoint-3")
-    assert "ema.pt" in names
-    assert "optimizer.pt" not in names
+    assert all((tmp_path / "checkpoint-3" / name).read_text() == "mine" for name in mine)
+    assert not (tmp_path / "checkpoint-3" / "optimizer.pt").exists()
 
 
 @pytest.mark.parametrize("has_sums", [False, True])
