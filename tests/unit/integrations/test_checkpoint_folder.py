@@ -167,11 +167,16 @@ def test_a_draft_takes_the_place_of_an_older_checkpoint(
 
     if not exchanges:
         monkeypatch.setattr(checkpoint_folder, "exchange_directories", refuse)
-    final = draft(tmp_path / "checkpoint-1")
+    final = draft(tmp_path / "checkpoint-1", sealed=False)
     (final / "old").touch()
+    write_checksums(final, {})
+    (final / "sub" / "mine").write_text("mine")
+    (final / "scheduler.pt").touch()  # as a killed save leaves it
     new = draft(tmp_path / "drafts" / "checkpoint-1")
-    publish(new, final)
+    publish(new, final, STATE, ["scheduler.pt"])
     assert not (final / "old").exists()
+    assert not (final / "scheduler.pt").exists()
+    assert (final / "sub" / "mine").read_text() == "mine"
     assert os.listdir(tmp_path / "drafts") == []
     check(final, STATE)
 
@@ -187,8 +192,9 @@ def test_a_kill_beside_the_renames_loses_no_checkpoint(
     def refuse(a: Path, b: Path) -> None:
         raise RootError(errno.EINVAL, "this file system cannot exchange two directories", str(b))
 
-    def kill(*_: Path) -> None:
-        raise Killed
+    def kill(folder: Path) -> None:
+        if folder == tmp_path:
+            raise Killed
 
     def rename(self: Path, target: Path) -> Path:
         done = stock(self, target)
@@ -196,14 +202,15 @@ def test_a_kill_beside_the_renames_loses_no_checkpoint(
             raise Killed
         return done
 
-    final, new = draft(tmp_path / "checkpoint-1"), draft(tmp_path / "drafts" / "checkpoint-1")
+    final, new = draft(tmp_path / "checkpoint-1", sealed=False), draft(tmp_path / "drafts" / "checkpoint-1")
     (final / "old").touch()
+    write_checksums(final, {})
     stock = Path.rename
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(checkpoint_folder, "exchange_directories", refuse)
         patch.setattr(checkpoint_folder, "sync_dir", kill)
         patch.setattr(Path, "rename", rename)
-        publish(new, final)
+        publish(new, final, STATE, [])
     assert final.exists() == (renames == 2)
     restore_replaced(tmp_path / "drafts", tmp_path)
     check(final, STATE)
