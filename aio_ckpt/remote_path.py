@@ -48,10 +48,11 @@ class RemotePath(PosixPath):
         Raises:
             ValueError: it names no bucket, or holds credentials or a query. The message does not repeat them.
         """
-        scheme = url.partition("://")[0].lower()
-        if scheme in _WRITTEN_AS and "://" in url:
+        scheme, separator, _ = url.partition("://")
+        scheme = scheme.lower()
+        if separator and scheme in _WRITTEN_AS:
             raise ValueError(f"a URL ({scheme}:): give {_WRITTEN_AS[scheme]}://BUCKET/PATH")
-        if scheme not in SCHEMES or "://" not in url:
+        if not separator or scheme not in SCHEMES:
             return None
         match = _URL.fullmatch(url)
         if match is None:

@@ -97,12 +97,12 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
             screen.line(f"step {row.step}: {printable(row.fault)}", style="bold red")
     for pending, owner in zip(found.pending, found.pending_owners, strict=True):
         screen.line(f"pending (not a checkpoint): {printable(pending)} ({printable(owner)})")
+    remedy = "" if isinstance(root, RemotePath) else " (rm -r deletes it)"
     for kind, others in (
         ("abandoned by rollback", found.abandoned),
         ("damaged, set aside", found.quarantined),
     ):
         for other in others:
-            remedy = "" if isinstance(root, RemotePath) else " (rm -r deletes it)"
             screen.line(f"{kind}{remedy}: {printable(other)}")
     if rule is not None and (fault := metric_fault(rule.metric, found.checkpoints)):
         screen.line(fault)

@@ -433,9 +433,11 @@ class RootSession:
         """Raise CheckpointNotFoundError, with ``what`` was called, if the root holds no committed step."""
         if not self.steps():
             copies = self._mirror_steps(NO_DEADLINE, is_needed=False)
-            held = f"; the mirror {self._ctx.mirror} holds steps up to {copies[-1]}" if copies else ""
-            more = f"{held}, and 'aio-ckpt cp' copies one into the root" if copies else ""
-            raise CheckpointNotFoundError(f"{what}: no committed step under {self._ctx.root}{more}")
+            text = f"{what}: no committed step under {self._ctx.root}"
+            if copies:
+                held = f"the mirror {self._ctx.mirror} holds steps up to {copies[-1]}"
+                text += f"; {held}, and 'aio-ckpt cp' copies one into the root"
+            raise CheckpointNotFoundError(text)
 
     def rollback(self, step: int) -> StepsChange:
         """Move the steps after ``step`` below ``.aio_ckpt/abandoned/``. Needs the lock.

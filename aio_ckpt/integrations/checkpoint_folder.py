@@ -74,12 +74,12 @@ def write_checksums(folder: Path, known: Mapping[Path, int]) -> None:
         sync_path(Path(place))
 
 
-def others_files(folder: Path, marker: str, patterns: Collection[str]) -> Callable[[Path], bool] | None:
-    """Return which paths below ``folder`` are no files of the user; None if none is the user's.
+def files_of_framework(folder: Path, marker: str, patterns: Collection[str]) -> Callable[[Path], bool] | None:
+    """Return which paths below ``folder`` are files of the framework; None if all are.
 
-    The user's are those that the checksums there do not name. Nobody knows them if the checksums are damaged, or if a
-    checkpoint, which has a file ``marker``, has none. ``patterns`` match names at the top of the folder that are never
-    the user's, because a killed save leaves them.
+    The checksums there name them; all others are the user's. All count as the framework's if the checksums are damaged,
+    or if a checkpoint, which has a file ``marker``, has none. ``patterns`` match names at the top of the folder that
+    are always the framework's, because a killed save leaves them.
 
     Raises:
         ReadError: the disk failed.
@@ -94,11 +94,11 @@ def others_files(folder: Path, marker: str, patterns: Collection[str]) -> Callab
         elif (folder / marker).is_file():
             return None
 
-    def is_of_others(path: Path) -> bool:
+    def is_of_framework(path: Path) -> bool:
         is_at_top = path.parent == Path()
         return str(path) in known or (is_at_top and any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns))
 
-    return is_of_others
+    return is_of_framework
 
 
 def link_missing(source: Path, target: Path, *, but: Callable[[Path], bool], below: Path = Path()) -> None:
@@ -149,14 +149,14 @@ def _link(path: Path, place: Path) -> None:
 def publish(draft: Path, final: Path, marker: str, patterns: Collection[str]) -> None:
     """Rename a durable draft to ``final``, and make the rename durable. What was there is deleted afterwards.
 
-    The user's own files there stay, unless the draft has one of the name: see :func:`others_files`. No checksum covers
-    them. If this ends between two renames, :func:`restore_replaced` brings back what was there.
+    The user's own files there stay, unless the draft has one of the name: see :func:`files_of_framework`. No checksum
+    covers them. If this ends between two renames, :func:`restore_replaced` brings back what was there.
 
     Raises:
         WriteError: the disk failed.
     """
     replaced = draft.with_name(f"{draft.name}{_REPLACED}")
-    but = others_files(final, marker, patterns) if final.exists() else None
+    but = files_of_framework(final, marker, patterns) if final.exists() else None
     with translate_errors(WriteError, final):
         if but is not None:
             link_missing(final, draft, but=but)

@@ -247,12 +247,18 @@ def test_a_preempted_trainer_saves_its_last_step_and_ends_well(tmp_path: Path, n
         assert torch.equal(state["w"], torch.full((1 << 20,), float(int(out) - 1)))
 
 
-WORKERS = """
+FORKING = """
     import os, signal, sys, warnings
     from aio_ckpt import SyncCheckpointEngine
     warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of forking with threads, as it should
     engine = SyncCheckpointEngine(sys.argv[1])
     engine.on_preemption()
+"""
+"""Begin of a program that forks."""
+
+WORKERS = (
+    FORKING
+    + """
     ready, tell = os.pipe()
     pid = os.fork()
     if not pid:
@@ -265,6 +271,7 @@ WORKERS = """
     print(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, engine.preempted)
     engine.close()
 """
+)
 
 
 def test_forked_workers_still_die_of_the_signal(tmp_path: Path) -> None:
@@ -274,12 +281,9 @@ def test_forked_workers_still_die_of_the_signal(tmp_path: Path) -> None:
     assert (child.returncode, out, err) == (0, "True False\n", "")
 
 
-OTHER_SIGNAL = """
-    import os, signal, sys, warnings
-    from aio_ckpt import SyncCheckpointEngine
-    warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of forking with threads, as it should
-    engine = SyncCheckpointEngine(sys.argv[1])
-    engine.on_preemption()
+OTHER_SIGNAL = (
+    FORKING
+    + """
     ready, tell = os.pipe()
     pid = os.fork()
     if not pid:
@@ -289,6 +293,7 @@ OTHER_SIGNAL = """
     print(os.read(ready, 100).decode(), os.waitpid(pid, 0)[1])
     engine.close()
 """
+)
 
 
 def test_forked_workers_live_on_if_the_scheduler_signals_all_processes(tmp_path: Path) -> None:
@@ -318,13 +323,10 @@ def test_after_a_close_in_another_thread_the_signal_ends_the_process_again(tmp_p
     assert (child.returncode, out, err) == (-signal.SIGTERM, "closed\n", "")
 
 
-CLOSED_AND_FORKED = """
-    import os, signal, sys, warnings
+CLOSED_AND_FORKED = (
+    FORKING
+    + """
     from concurrent.futures import ThreadPoolExecutor
-    from aio_ckpt import SyncCheckpointEngine
-    warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of forking with threads, as it should
-    engine = SyncCheckpointEngine(sys.argv[1])
-    engine.on_preemption()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(engine.close).result(30)
     pid = os.fork()
@@ -333,6 +335,7 @@ CLOSED_AND_FORKED = """
         os._exit(0)
     print(os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGUSR1)
 """
+)
 
 
 def test_after_a_close_a_signal_ends_a_forked_child_again(tmp_path: Path) -> None:
