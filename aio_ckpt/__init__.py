@@ -1,6 +1,17 @@
 """Async-first checkpoint engine for PyTorch.
 
-See README.md for use and guarantees. Each package's docstring says what goes in, what comes out and what it may import.
+See README.md for use and guarantees. ``head -n 1 aio_ckpt/*/*.py`` prints what each module does.
+Each package's docstring says what goes in, what comes out, what it may import, and which module decides what:
+
+- calls of a user: ``engine`` and, with blocking calls, ``sync``; their settings: ``config``; their results: ``ticket``,
+  ``reports`` and ``errors``; ``every``: when a training loop saves, before preemption too; ``progress``: bars
+- without an engine: ``standalone`` loads and reads one checkpoint, ``copying`` copies one into another root
+- a save: ``state`` takes the state apart, ``leaves`` stores what stands in it, ``plan`` places it, ``snapshot`` copies
+  it, ``write`` writes it, and ``commit`` makes it visible and removes what expires; ``mirror`` copies it elsewhere
+- a load: ``checkpoint`` opens and verifies, ``match`` compares, ``restore`` reads and applies
+- below both: ``format`` (bytes), ``memory`` (buffers), ``storage`` and ``remote_path`` (files and objects), ``runtime``
+  (threads and waits), ``ranks`` (agreement), ``rescue`` (snapshots of dead trainers), ``argument_checks``
+- other entries: ``cli``, ``demo``, ``dcp`` (torch's own calls), ``integrations`` (frameworks)
 
 Names that need torch are imported at first use (PEP 562): torch takes seconds, and ``aio-ckpt ls`` needs none of it.
 """

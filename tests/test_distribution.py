@@ -109,6 +109,7 @@ def test_the_installed_package_runs_the_classic_loop_and_goes_on(installed: Path
     assert "step_000000100" in run([str(installed / "aio-ckpt"), "ls", "runs/classic"], tmp_path)
 
 
+@pytest.mark.slow
 def test_the_installed_commands_run(installed: Path, tmp_path: Path) -> None:
     assert run([str(installed / "python"), "-m", "aio_ckpt", "--version"], tmp_path).split()[-1] == aio_ckpt.__version__
     shown = run([str(installed / "aio-ckpt"), "demo", "--steps", "20"], tmp_path)

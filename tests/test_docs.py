@@ -38,6 +38,7 @@ import aio_ckpt.dcp
 import aio_ckpt.progress
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.ticket import Milestone
+from tests.support.slow import slow
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -142,6 +143,8 @@ RUN = [
     for name, blocks in BLOCKS.items()
     if any(block.language in ("python", "bash") and block.reason_not_run is None for block in blocks)
 ]
+LONG = ("docs/parallelism.md", "docs/recipes.md")
+"""Pages that take many seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +187,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's own, of a process without a group
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", [slow(page) if page in LONG else page for page in RUN])
 def test_the_blocks_of_a_page_run_from_top_to_bottom(page: str, desk: Path, checkpoints: Path) -> None:
     if page in FINDS_CHECKPOINTS:
         shutil.copytree(checkpoints, desk / "runs/ckpt")

@@ -1,9 +1,17 @@
 """Turn written files into a durable, visible checkpoint directory, and maintain those directories.
 
-In: write results. Out: manifests, a published directory, the list of committed steps; also ``owner``: ownership of
-pending directories; ``leftovers`` of dead writers; ``trash`` and failed saves; ``retention``, ``protection`` and
-deletion; ``rollback``; ``quarantine``. ``step_numbers`` checks a given step. ``root_writer`` holds the root for a
-command. ``publish`` renames a directory into place, ``publish_files`` single files. Imports everything up to ``write``.
+In: write results. Out: a published directory, the list of committed steps, and what was removed.
+
+- a commit: ``manifests`` renders what ``format`` defines; ``publish`` renames a directory into place, ``publish_files``
+  single files, ``in_place`` replaces a checkpoint at a path of the caller
+- what a caller gives: ``step_numbers``, ``metrics``, ``extra`` (JSON), ``user_files``, ``path_checkpoints``
+- who may write: ``owner``: which process made a file; ``root_claim``: the one engine of a root; ``root_writer`` holds a
+  root for a command
+- what is there: ``discovery``: the committed steps; ``mirror_copies``: those of a mirror
+- removal: ``retention`` and ``protection``; ``rollback``; ``quarantine`` of damage; ``trash`` and failed saves;
+  ``leftovers`` of a crash, which the next writer removes and logs
+
+Imports everything up to ``write``.
 """
 
 from aio_ckpt.commit.discovery import discover

@@ -1,4 +1,4 @@
-"""Discovery: the committed steps of a root, and rollback to an earlier one."""
+"""Discovery: the committed steps of a root."""
 
 from __future__ import annotations
 

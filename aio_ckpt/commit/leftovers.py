@@ -20,15 +20,12 @@ from aio_ckpt.storage.local import Storage, names_in
 _log = logging.getLogger("aio_ckpt")
 
 
-async def clear_leftovers(storage: Storage, root: Path, names: StepNames, check: Check, *, here: Owner) -> list[str]:
+async def clear_leftovers(storage: Storage, root: Path, names: StepNames, check: Check, *, here: Owner) -> None:
     """Remove trash, the pending directories of other writers, and what killed overwrites left in steps.
 
     Only the holder of the root's lock and claim may call this. A directory stays if its owner is a running process of
     this host: an older engine of this process, or a writer that had no room for its claim and has lost its lock. What
-    cannot be removed is logged; the next holder tries again.
-
-    Returns:
-        The names of what was removed, relative to the root.
+    is removed is logged, and so is what cannot be removed; the next holder tries again.
 
     Raises:
         RootError: another writer has taken over.
@@ -51,7 +48,8 @@ async def clear_leftovers(storage: Storage, root: Path, names: StepNames, check:
         except (AioCkptError, OSError) as error:
             if getattr(error, "errno", None) != errno.ENOENT:  # some stores list what was in a directory for a while
                 _log.warning("%s stays: it could not be cleared: %s", path, error)
-    return cleared
+    if cleared:
+        _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
 
 
 async def _clear_steps(storage: Storage, root: Path, names: StepNames, check: Check) -> None:

@@ -3,6 +3,10 @@
 ``Writer`` replaces ``FileSystemWriter``, ``Reader`` replaces ``FileSystemReader``, and ``AsyncStager`` replaces
 ``DefaultStager``. ``install`` and ``default`` do so for calls that name none of them. A checkpoint is a directory that
 the caller names: ``Writer`` refuses or accepts one that is there, :mod:`aio_ckpt.commit.in_place` replaces it.
+
+- ``writer`` saves by ``rank_save`` (``item_sources``: what a rank writes), ``reader`` loads by ``rank_load``
+- ``async_save``: ``stager`` copies, ``resolved_planner`` plans before, ``uncopied_state`` is saved without a copy
+- ``drop_in`` installs, and ``installed`` undoes it; ``runtime``: threads and memory of a call
 """
 
 from aio_ckpt.dcp.drop_in import Installation, default, install

@@ -245,7 +245,7 @@ class RootSession:
             )
             self._quarantine.claim = self._claim
             self._call(self._set_aside, what="setting damaged checkpoints aside", deadline=deadline)
-            cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
+            self._call(self._clear, what="clearing leftovers", deadline=deadline)
             self._call(self._rescue.reclaim, what="clearing segments of dead writers", deadline=deadline)
             learn(functools.partial(self.all_steps, deadline))
             self._lock = lock
@@ -257,8 +257,6 @@ class RootSession:
             if lock is not None:
                 self._release(lock)
             raise
-        if cleared:
-            _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
 
     async def renew(self) -> None:
         """Make sure, on the loop, that the lock is still held, before a change under the root.
@@ -389,9 +387,9 @@ class RootSession:
         ctx = self._ctx
         await self._quarantine.enforce(ctx.storage, ctx.root, self._claim, ctx.config.stall_timeout_secs)
 
-    async def _clear(self) -> list[str]:
+    async def _clear(self) -> None:
         ctx = self._ctx
-        return await clear_leftovers(ctx.storage, ctx.root, ctx.names, self._claim.check, here=ctx.owner)
+        await clear_leftovers(ctx.storage, ctx.root, ctx.names, self._claim.check, here=ctx.owner)
 
     # -- steps ----------------------------------------------------------------------------------------
 

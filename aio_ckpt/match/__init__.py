@@ -1,7 +1,7 @@
 """Compare a template with a checkpoint: which values are read into which memory, and the faults.
 
-In: an opened checkpoint and a template. Out: a ``Match``, or an error that names every leaf that does not fit. Fills
-say which tensor is read into which memory. Takers build and put all other values, once these are read.
+In: an opened checkpoint and a template. Out: a ``Match``, or an error that names every leaf that does not fit.
+``fills``: which tensor is read into which memory; ``takers`` build and put all other values, once these are read.
 ``match.match`` makes the errors "lacks name" and "the template lacks name"; ``tensors``, ``leaves``, ``stateful`` and
 ``compounds`` compare; ``rename`` applies ``rename=``; ``missing_names`` finds remedies; ``dtype_changes`` names tensors
 that change their dtype, ``modules`` what a module differs in. ``read_context`` is what all stages of a load share.

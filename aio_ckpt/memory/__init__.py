@@ -1,8 +1,11 @@
 """Lend host memory within a byte budget, and copy tensors into it and out of it.
 
 In: sizes; tensors. Out: leases on page-aligned arenas, read buffers, and copies with the events that mark their end.
-``lifetime`` lends arenas within ``budget_bytes``, whose default ``available`` measures; ``arena`` is one of them.
-``torch.cuda`` is used here only. Imports ``runtime`` and ``format``.
+``lifetime`` lends arenas within ``budget_bytes``, whose default ``available`` measures, and frees those that are too
+large or not needed; ``arena`` is one of them, and ``kind`` decides of which memory. ``read_buffers`` serve reads.
+``image_copies`` and ``host_copy`` copy host memory; ``cuda`` copies from and to devices: its streams wait for the work
+of the caller's stream (``cuda_driver``: many copies in one call). ``torch.cuda`` is used here only. Imports ``runtime``
+and ``format``.
 """
 
 from aio_ckpt.memory.image_copies import Copies

@@ -28,14 +28,14 @@ from aio_ckpt.storage.durability import sync_file
 from aio_ckpt.storage.local import Coro, FileStatus, Storage
 from aio_ckpt.storage.object_client import adopt_store, open_store
 from aio_ckpt.storage.object_errors import DoubtfulError, raising_os_errors
-from aio_ckpt.storage.object_upload import PART_BYTES, ObjectUpload
+from aio_ckpt.storage.object_upload import PART_BYTES, ObjectUpload, part_bytes_of
 from aio_ckpt.storage.root_lock import ProcessLock, RootLock
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _MODE = 0o644
-_PARTS, _UPLOADS = 9_000, 11
-"""Most parts of an object (a store takes 10,000), and parts that are sent at once, which bound the memory of an upload.
+_UPLOADS = 11
+"""Parts of an object that are sent at once, which bound the memory of an upload.
 
 On 16 cores, of which 8 were the server's, 8 parts at once reached 0.85 of the speed of 12.
 """
@@ -210,8 +210,7 @@ class ObjectStorage(Storage):
     def _put_parts(self, path: Path, nbytes: int, parts: Iterator[bytes] | Iterator[memoryview]) -> None:
         import obstore
 
-        part_bytes = max(PART_BYTES, -(-nbytes // _PARTS))
-        obstore.put(self._store, _key(path), parts, chunk_size=part_bytes, max_concurrency=_UPLOADS)
+        obstore.put(self._store, _key(path), parts, chunk_size=part_bytes_of(nbytes), max_concurrency=_UPLOADS)
 
     def stamp(self, path: Path) -> Coro[Stamp]:
         """Return ETag and length of an object."""

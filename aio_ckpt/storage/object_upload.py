@@ -28,8 +28,15 @@ if TYPE_CHECKING:
 
 PART_BYTES = 5 << 20
 """Most bytes that are copied at once, and least bytes of a part of an upload, which is the least that S3 takes."""
+_PARTS = 9_000
+"""Most parts of an upload. S3 takes 10,000."""
 Put: TypeAlias = Callable[[Iterator[memoryview]], None]
 """Blocking call that puts an object from the parts of an iterator."""
+
+
+def part_bytes_of(nbytes: int) -> int:
+    """Return the bytes of each part of an object of ``nbytes``."""
+    return max(PART_BYTES, -(-nbytes // _PARTS))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

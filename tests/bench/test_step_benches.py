@@ -43,6 +43,7 @@ def test_steps_beside_a_save_are_compared_with_those_before_it(tmp_path: Path, m
             assert drain["durable_secs"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
 def test_a_lora_run_writes_what_changes_and_the_bench_says_how_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

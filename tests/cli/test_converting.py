@@ -568,6 +568,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path, capsys):
         assert (code, "two tensors would have the name" in err) == (1, True), err
 
 
+@pytest.mark.slow
 def test_a_state_larger_than_the_memory_is_converted(tmp_path):
     """Anonymous memory stays far below the state; mapped files, which the system writes out, do not count."""
     source = """

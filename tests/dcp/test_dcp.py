@@ -47,6 +47,7 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import Storage
+from tests.support.slow import slow
 
 T = TypeVar("T")
 HAS_PLAN_CACHE = hasattr(DefaultSavePlanner, "_cached_metadata")
@@ -791,7 +792,7 @@ def save_and_die(rank: int, count: int, path: Path, lives: int) -> None:
     dcp.save(state_of(2, mebibytes=1), storage_writer=Writer(path, storage=storage))
 
 
-@pytest.mark.parametrize("lives", [3, pytest.param(9, marks=pytest.mark.slow), COMMITTED, COMMITTED + 4])
+@pytest.mark.parametrize("lives", [3, slow(9), COMMITTED, COMMITTED + 4])
 def test_kill_9_in_the_middle_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, lives: int) -> None:
     save(state_of(1, mebibytes=1), tmp_path / "a")
     with ranks(1) as running:

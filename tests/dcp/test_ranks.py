@@ -29,6 +29,7 @@ from aio_ckpt.config import LEAST_BUDGET_BYTES
 from aio_ckpt.dcp import AsyncStager, Reader, Writer
 from aio_ckpt.errors import WriteError
 from aio_ckpt.runtime.portal import Executor
+from tests.support.slow import slow
 
 warnings.simplefilter("ignore")  # torch's own, in the ranks
 Layout = Literal["fsdp", "tp", "hsdp", "both", "ddp", "untrained"]
@@ -107,11 +108,7 @@ def check(rank: int, count: int, path: Path, layout: Layout, seed: int) -> None:
         assert_same_state(target, wanted)
 
 
-def slow(*given: object) -> Any:
-    return pytest.param(*given, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("layout", [slow("fsdp"), slow("tp"), "hsdp", "both", slow("ddp")])
+@pytest.mark.parametrize("layout", [slow("fsdp"), slow("tp"), slow("hsdp"), "both", slow("ddp")])
 def test_a_sharded_state_comes_back_on_every_rank_bit_for_bit(four: Ranks, tmp_path: Path, layout: Layout) -> None:
     four.run(save, tmp_path / "a", layout, 1)
     assert len(list((tmp_path / "a").glob("*.distcp"))) <= 4
@@ -199,7 +196,7 @@ def save_async(rank: int, count: int, path: Path, own_stager: bool, budgets: tup
         (False, (None, None)),
         pytest.param(True, (None, None), marks=needs_stagers),
         pytest.param(False, (LEAST_BUDGET_BYTES, None), id="the leader in waves"),
-        pytest.param(False, (None, LEAST_BUDGET_BYTES), id="the other in waves", marks=pytest.mark.slow),
+        slow(False, (None, LEAST_BUDGET_BYTES), id="the other in waves"),
     ],
 )
 def test_async_saves_of_ranks_hold_what_was_there_at_the_call(
@@ -240,9 +237,9 @@ def save_with_a_full_disk(rank: int, count: int, path: Path, name: str, where: s
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        pytest.param("create_data_file", "*", marks=pytest.mark.slow),
+        slow("create_data_file", "*"),
         ("write", "*"),
-        pytest.param("sync", "*", marks=pytest.mark.slow),
+        slow("sync", "*"),
         ("write_file", "aio_ckpt.*.bin"),
     ],
 )
@@ -282,7 +279,7 @@ def save_and_die(rank: int, count: int, path: Path, victim: int, name: str, wher
     ("victim", "name", "where"),
     [
         (1, "write", "*"),
-        pytest.param(0, "write", "*", marks=pytest.mark.slow),
+        slow(0, "write", "*"),
         (0, "replace", ".metadata.tmp-*"),
     ],
 )

@@ -150,5 +150,6 @@ def save_sharded(rank: int, count: int, path: Path) -> None:
                 assert_same_state(target, wanted)
 
 
+@pytest.mark.slow
 def test_ranks_save_what_they_sharded_over_devices(group: Ranks, tmp_path: Path) -> None:
     group.run(save_sharded, tmp_path / "a", timeout=3 * TIMEOUT)

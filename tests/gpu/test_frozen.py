@@ -11,6 +11,7 @@ import torch
 import aio_ckpt
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
+from tests.support.slow import slow
 
 MIB = 1 << 20
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,7 +64,7 @@ def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 @pytest.mark.gpu(0)
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", [SETTINGS[0], *map(slow, SETTINGS[1:])], ids=str)
 def test_what_is_trusted_stays_on_the_device_until_it_changes(
     tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,6 +22,7 @@ from rank_processes import Ranks, engine_on
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, BusyError, PeerFailedError, UnsafeObjectError, WriteError
 from aio_ckpt.ranks.messages import Topic
+from tests.support.slow import slow
 
 SECS = 30.0
 SAVES = 100
@@ -60,7 +61,7 @@ def save_when_busy(rank: int, count: int, root: Path, when_busy: str) -> list[st
     return found
 
 
-@pytest.mark.parametrize(("when_busy", "word"), [("skip", "skipped"), ("raise", "busy")])
+@pytest.mark.parametrize(("when_busy", "word"), [("skip", "skipped"), slow("raise", "busy")])
 def test_a_slow_disk_on_one_rank_skips_or_refuses_the_same_calls_on_all(
     two: Ranks, tmp_path: Path, when_busy: str, word: str
 ) -> None:

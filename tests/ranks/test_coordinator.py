@@ -27,6 +27,7 @@ from aio_ckpt.ranks.lost_ranks import HEARTBEATS_A_STALL, REMEDY, RankWait
 from aio_ckpt.ranks.messages import Heartbeat, Topic
 from aio_ckpt.ranks.store import StoreKeys
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator, default_coordinator
+from tests.support.slow import slow
 
 STALL_SECS = 20.0
 SHORT_SECS = 2.0
@@ -131,6 +132,7 @@ def exchange_large(rank: int, count: int) -> tuple[bool, bool]:
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_messages_and_replies_may_be_larger_than_a_request_to_the_store(three: Ranks) -> None:
     before = three.store.num_keys()
     assert three.run(exchange_large) == [(True, True)] * 3
@@ -268,7 +270,7 @@ def wait_in_vain(rank: int, count: int, absent: int) -> tuple[float, int, str]:
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", [slow(0), 1])
 def test_a_rank_that_never_comes_is_named_within_the_deadline(three: Ranks, absent: int) -> None:
     for secs, rank, text in three.run(wait_in_vain, absent):
         # The others may hear of it one deadline after the leader has waited for its own.
@@ -654,7 +656,7 @@ def test_two_ranks_that_wait_in_different_calls_do_not_keep_each_other_alive() -
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-@pytest.mark.parametrize("here", [Topic("save", 2), Topic("load", 1, "round 1")])
+@pytest.mark.parametrize("here", [slow(Topic("save", 2)), Topic("load", 1, "round 1")])
 def test_ranks_that_wait_in_calls_of_another_kind_are_told_of_both(waiting: int, here: Topic) -> None:
     there = {Topic("save", 2): Topic("load", 1, "round 1"), Topic("load", 1, "round 1"): Topic("save", 2)}[here]
 

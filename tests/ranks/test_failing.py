@@ -23,6 +23,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SaveTicket, SyncCh
 from aio_ckpt.errors import AioCkptError, PeerFailedError, StallError, StepOrderError, UnsafeObjectError
 from aio_ckpt.format.root_names import ENGINE_DIR, PENDING_DIR
 from aio_ckpt.ranks.messages import Topic
+from tests.support.slow import slow
 
 SECS = 30.0
 SHORT_SECS = 4.0
@@ -71,14 +72,14 @@ OPTIONS = {"strict": False, "allow_missing": False, "fallback": True}
 @pytest.mark.parametrize(
     ("failing", "at"),
     [
-        pytest.param(1, ("create_data_file", "*"), marks=pytest.mark.slow),
+        slow(1, ("create_data_file", "*")),
         (1, ("write", "*")),
-        pytest.param(1, ("sync", "*"), marks=pytest.mark.slow),
+        slow(1, ("sync", "*")),
         (1, ("write_file", "aio_ckpt.*.1.bin")),
         (0, ("write", "*")),
-        pytest.param(0, ("write_file", "aio_ckpt.*.0.bin"), marks=pytest.mark.slow),
+        slow(0, ("write_file", "aio_ckpt.*.0.bin")),
         (0, ("write_file", ".metadata")),
-        pytest.param(0, ("write_file", "aio_ckpt.*.json"), marks=pytest.mark.slow),
+        slow(0, ("write_file", "aio_ckpt.*.json")),
         (0, ("rename", "*")),
     ],
 )
@@ -333,6 +334,7 @@ def stop_at(rank: int, count: int, root: Path, at: tuple[str, str]) -> tuple[str
     return outcome
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_longer_than_the_deadline_hears_that_the_save_failed(tmp_path: Path) -> None:
     with ranks(2) as two:
         for rank in range(2):
@@ -398,6 +400,7 @@ def load_mixed(rank: int, count: int, root: Path) -> None:
         engine.save(state).result(SECS)
 
 
+@pytest.mark.slow
 def test_what_two_ranks_left_pending_does_not_hinder_four(tmp_path: Path, four: Ranks) -> None:
     with ranks(2) as two:
         for rank in range(2):
@@ -485,7 +488,7 @@ def stop_the_leader(rank: int, count: int, root: Path, size: int) -> tuple[str, 
     return kind_of(error), getattr(error, "in_doubt", False), secs, steps, ticket.step
 
 
-@pytest.mark.parametrize("size", [300, 400])
+@pytest.mark.parametrize("size", [slow(300), 400])
 def test_a_save_ends_by_its_deadline_while_the_leader_stands_still(two: Ranks, tmp_path: Path, size: int) -> None:
     leader, other = two.run(stop_the_leader, tmp_path, size)
     assert leader[0] == "StallError"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rank_processes import Ranks, engine_on
 from rank_states import assert_same, spread, whole, zeroed
@@ -56,6 +57,7 @@ def test_each_rank_clones_its_file_and_every_number_of_ranks_loads_it(two: Ranks
     assert sum(path.stat().st_size for path in frozen) > 8 * MIB
 
 
+@pytest.mark.slow
 def test_after_ranks_of_another_number_go_on_the_steps_of_both_are_whole(
     two: Ranks, four: Ranks, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from aio_ckpt.errors import AioCkptError, BusyError, ConfigError, PeerFailedErro
 from aio_ckpt.ranks import store_coordinator
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
+from tests.support.slow import slow
 
 LEAVE_SECS = 24.0
 SHORT_SECS = 2.0
@@ -104,6 +105,7 @@ def render_slowly(rank: int, count: int, root: Path) -> tuple[str, int | None, s
     return found
 
 
+@pytest.mark.slow
 def test_metadata_of_many_ranks_may_take_longer_to_render_than_a_stall(two: Ranks, tmp_path: Path) -> None:
     assert [kind for kind, *_ in two.run(render_slowly, tmp_path)] == ["NoneType"] * 2
 
@@ -446,9 +448,9 @@ def call_different_things(rank: int, count: int, root: Path, kinds: tuple[str, s
     "kinds",
     [
         ("save", "load"),
-        pytest.param(("load", "save"), marks=pytest.mark.slow),
-        pytest.param(("rollback", "save"), marks=pytest.mark.slow),
-        ("load", "rollback"),
+        slow(("load", "save")),
+        slow(("rollback", "save")),
+        slow(("load", "rollback")),
         ("delete", "save"),
     ],
 )
@@ -478,6 +480,7 @@ def open_and_close(rank: int, count: int, root: Path, times: int) -> None:
             dist.barrier()
 
 
+@pytest.mark.slow
 @needs_list_keys
 def test_engines_that_were_opened_and_closed_leave_no_keys(four: Ranks, tmp_path: Path) -> None:
     four.run(open_and_close, tmp_path, 1)

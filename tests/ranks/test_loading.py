@@ -53,6 +53,7 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import Storage
+from tests.support.slow import slow
 
 SECS = 30.0
 SHAPE = (1024, 512)
@@ -106,9 +107,9 @@ BOTH, HYBRID = (Shard(0), Shard(1)), (Replicate(), Shard(0))
     ("saved", "loaded"),
     [
         pytest.param(ROWS, COLUMNS, id="FSDP to TP"),
-        pytest.param(COLUMNS, ROWS, id="TP to FSDP", marks=pytest.mark.slow),
+        slow(COLUMNS, ROWS, id="TP to FSDP"),
         pytest.param(HYBRID, BOTH, id="HSDP to FSDP and TP"),
-        pytest.param(BOTH, HYBRID, id="FSDP and TP to HSDP", marks=pytest.mark.slow),
+        slow(BOTH, HYBRID, id="FSDP and TP to HSDP"),
         pytest.param(ROWS, (Replicate(),), id="FSDP to copies"),
     ],
 )
@@ -838,8 +839,8 @@ SAVED_AND_LOADED = [
     ("copies", "copies", True),
     ("rows", "columns", True),
     ("columns", "rows", True),  # a rank reads whole blocks of 1 MiB, which hold rows of all ranks
-    pytest.param("rows", "rows", False, marks=pytest.mark.slow),  # two ranks do so below
-    pytest.param("columns", "columns", False, marks=pytest.mark.slow),
+    slow("rows", "rows", False),  # two ranks do so below
+    slow("columns", "columns", False),
     ("stages", "stages", False),
 ]
 

@@ -16,12 +16,13 @@ from rank_processes import Ranks, engine_on
 from aio_ckpt import PerRank, Shard
 from aio_ckpt.checkpoint import open as opening
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError
+from tests.support.slow import slow
 
 SECS = 60.0
 SCRIPT = Path(__file__).parents[1] / "support" / "many_ranks_script.py"
 
 
-@pytest.mark.parametrize("ranks", [24, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [12, slow(64)])
 def test_each_of_many_ranks_opens_at_most_eight_files(tmp_path: Path, ranks: int) -> None:
     """Whatever their number: ranks read one manifest more than their own."""
     run = subprocess.run(

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from aio_ckpt import PerRank
+from tests.support.slow import slow
 
 SECS = 60.0
 WIDTH = 20  # 4 ranks: parts of 5; the 7 classes and the 30 words are uneven
@@ -115,16 +116,12 @@ def train_save_load_train(rank: int, count: int, root: Path, kind: str) -> None:
     assert_equal(optimizer.state_dict(), other.state_dict())
 
 
-def slow(*given: object) -> Any:
-    return pytest.param(*given, marks=pytest.mark.slow)
-
-
 # The gate saves and loads each kind at least once: here or in the tests below.
 KINDS = [
     "FSDP2",
-    pytest.param("HSDP", marks=pytest.mark.slow),
+    slow("HSDP"),
     slow("TP"),
-    "FSDP2 and TP",
+    slow("FSDP2 and TP"),
     "DDP",
 ]
 
@@ -363,7 +360,7 @@ def load_flat(rank: int, count: int, root: Path, numel: int) -> None:
         assert torch.equal(*(part.to_local() if isinstance(part, DTensor) else part for part in (found, value))), key
 
 
-@pytest.mark.parametrize("numel", [9, pytest.param(10, marks=pytest.mark.slow), 3, 1_000_003])
+@pytest.mark.parametrize("numel", [9, slow(10), 3, 1_000_003])
 def test_parts_of_flat_buffers_uneven_or_empty_come_back_on_any_number_of_ranks(
     two: Ranks, four: Ranks, tmp_path: Path, numel: int
 ) -> None:

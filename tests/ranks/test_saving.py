@@ -32,6 +32,7 @@ from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.storage.mounts import Mount
+from tests.support.slow import slow
 
 SECS = 30.0
 T = TypeVar("T")
@@ -326,7 +327,7 @@ def save_many_tensors(rank: int, count: int, root: Path, tensors: int) -> tuple[
     return sent, received
 
 
-@pytest.mark.parametrize("tensors", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tensors", [2_000, slow(200_000)])
 def test_the_first_save_of_many_tensors_sends_a_fifth_of_their_names(two: Ranks, tmp_path: Path, tensors: int) -> None:
     """200,000 are more than a request to the store takes, as names alone."""
     (_, plan_bytes), (sent, _) = two.run(save_many_tensors, tmp_path, tensors, timeout=600)

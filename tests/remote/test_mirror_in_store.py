@@ -68,6 +68,7 @@ def trained(root: Path, url: str, last: int) -> list[str]:
     return out.split()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_an_upload_goes_on_and_survives_the_loss_of_its_disk(
     bucket: str, root: Path, tmp_path: Path, faulty: Callable[[Choose], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_run_that_is_killed_in_an_upload_goes_on_and_survives_the_loss_of_its_
     assert run(["verify", f"{bucket}/run"]) == 0
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_for_a_while_delays_a_copy_and_no_save(
     bucket: str, root: Path, faulty: Callable[[Choose], None]
 ) -> None:

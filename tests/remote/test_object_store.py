@@ -30,6 +30,7 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.object_store import ObjectStorage
 from bench.common.seaweedfs import SECRET
 from tests.remote.fault_proxy import Fault
+from tests.support.slow import slow
 
 STEPS = (10, 20)
 
@@ -321,10 +322,10 @@ def test_without_obstore_the_extra_is_named(bucket: str, monkeypatch: pytest.Mon
 EXITING = "import sys, aio_ckpt; print(aio_ckpt.read(sys.argv[1])['lr'])"
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(25, marks=pytest.mark.slow)])
-def test_a_short_process_that_reads_from_a_store_exits_cleanly(copied: str, count: int) -> None:
+@pytest.mark.slow
+def test_a_short_process_that_reads_from_a_store_exits_cleanly(copied: str) -> None:
     """The async calls of obstore abort the interpreter at its exit in one of three short processes."""
-    for _ in range(count):
+    for _ in range(25):
         command = [sys.executable, "-c", EXITING, f"{copied}/step_000000010"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
         assert (done.returncode, done.stdout) == (0, "0.1\n"), done.stderr
@@ -363,7 +364,7 @@ def test_a_store_that_is_busy_is_asked_again(root: Path, bucket: str, capsys, fa
     assert aio_ckpt.read(f"{bucket}/run/step_000000020")["lr"] == 0.2
 
 
-@pytest.mark.parametrize("end", [".distcp", ".bin", ".json", ".metadata"])
+@pytest.mark.parametrize("end", [".distcp", slow(".bin"), slow(".json"), ".metadata"])
 def test_a_put_whose_answer_is_lost_is_found_to_be_done(root: Path, bucket: str, capsys, faulty, end: str) -> None:
     faulty(lambda method, path, number: "lost" if method == "PUT" and path.endswith(end) and number == 1 else "")
     code, _, err = called(capsys, "cp", root, f"{bucket}/run")
@@ -372,7 +373,7 @@ def test_a_put_whose_answer_is_lost_is_found_to_be_done(root: Path, bucket: str,
 
 
 @pytest.mark.parametrize("fault", ["cut", "flipped"])
-@pytest.mark.parametrize("end", [".distcp", ".bin", ".json", ".metadata"])
+@pytest.mark.parametrize("end", [".distcp", slow(".bin"), slow(".json"), ".metadata"])
 def test_a_body_that_arrives_wrong_once_is_read_again_and_never_believed(
     copied: str, faulty, fault: Fault, end: str
 ) -> None:

@@ -31,6 +31,7 @@ from aio_ckpt.storage.object_errors import text_of
 from bench.common.seaweedfs import KEY, SECRET
 from tests.remote.fault_proxy import Fault
 from tests.remote.test_object_store import data_of, get, keys, put
+from tests.support.slow import slow
 
 TIMEOUT = 60.0
 
@@ -86,6 +87,7 @@ def train(url: str, last: int, killed_at: int = 0) -> subprocess.CompletedProces
     return run_warm(TRAINER, url, str(last), str(killed_at), options=(), timeout=240.0)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_with_equal_losses(bucket: str) -> None:
     whole = train(f"{bucket}/whole", 6)
     assert whole.returncode == 0, whole.stderr
@@ -101,7 +103,7 @@ def test_a_run_that_is_killed_goes_on_with_equal_losses(bucket: str) -> None:
     assert keys(f"{bucket}/killed/.aio_ckpt") == {"lock"}
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, slow(25)])
 def test_a_short_process_that_saves_to_a_store_exits_cleanly(bucket: str, count: int) -> None:
     for number in range(count):
         command = [sys.executable, "-c", TRAINER, f"{bucket}/exits", str(number + 1), "0"]
@@ -274,7 +276,7 @@ def test_a_writer_that_was_taken_over_changes_nothing(bucket: str, call: str) ->
 # -- faults on the way ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", [".distcp", ".bin", ".json", ".metadata", "claim.json"])
+@pytest.mark.parametrize("end", [".distcp", slow(".bin"), slow(".json"), ".metadata", slow("claim.json")])
 def test_a_put_whose_answer_is_lost_is_found_to_be_done(bucket: str, faulty, end: str) -> None:
     faulty(lambda method, path, number: "lost" if method == "PUT" and path.endswith(end) and number == 1 else "")
     with opened(f"{bucket}/run") as engine:
@@ -308,6 +310,7 @@ def test_a_part_that_arrives_wrong_is_refused_by_the_server_and_never_committed(
     assert wrong
 
 
+@pytest.mark.slow
 def test_a_store_that_is_busy_is_asked_again(bucket: str, faulty) -> None:
     faulty(lambda method, path, number: "busy" if number <= 2 else "")
     with opened(f"{bucket}/run") as engine:

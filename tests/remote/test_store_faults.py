@@ -27,6 +27,7 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage import object_client
 from aio_ckpt.storage.mounts import OBJECT_STORE
 from aio_ckpt.storage.object_store import ObjectStorage
+from tests.support.slow import slow
 
 ROOT, BEST = "s3://bucket/run", "s3://bucket/best"
 TIMEOUT = 30.0
@@ -283,7 +284,7 @@ def test_a_commit_whose_answer_is_lost_is_read_back(bucket: MemoryBucket, is_ove
 
 
 @pytest.mark.parametrize("fault", ["dead", "failed", "lost"])
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [13, slow(1)])
 def test_a_fault_at_any_change_loses_nothing_and_the_next_writer_clears_what_is_left(
     bucket: MemoryBucket, fault: Fault, stride: int
 ) -> None:

@@ -114,6 +114,7 @@ def test_two_engines_with_one_store_exclude_each_other() -> None:
             saved(second, 2)
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_process_that_used_stores_is_refused_and_does_not_hang() -> None:
     """Its copy of obstore has no threads."""
     child = """

@@ -18,6 +18,7 @@ from warm_python import WarmPython, run_warm
 from tests.campaigns.crash.block_log import FLUSH, MARK, WRITE, Entry, pack, parse, prefixes, reorderings
 from tests.campaigns.crash.contents import differs, is_overwrite, state_of, step_of
 from tests.campaigns.crash.trial import Known
+from tests.support.slow import slow
 
 ENGINE = {"aio_ckpt": "aio_ckpt", "aio_ckpt:directory-mode": "aio_ckpt, directory mode"}
 """Contenders as the command line and the report name them."""
@@ -65,7 +66,7 @@ def campaign(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any], T
     ("ours", "kills"),
     [
         (ENGINE, 6),
-        pytest.param(TRUSTED | PATHS, 12, marks=pytest.mark.slow),
+        slow(TRUSTED | PATHS, 12),
         pytest.param(ENGINE | TRUSTED | PATHS, 240, marks=pytest.mark.campaign),
     ],
 )

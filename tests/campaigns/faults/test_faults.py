@@ -32,6 +32,7 @@ from tests.campaigns.faults.campaign import (
 from tests.campaigns.faults.store import Fault
 from tests.campaigns.faults.syscalls import INJECTIONS, strace_refusal, syscall_points
 from tests.campaigns.faults.upkeep import UPKEEPS, short_reads, upkeep_points
+from tests.support.slow import slow
 
 FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}
 EIO = FAULTS_BY_NAME["EIO"]
@@ -104,10 +105,10 @@ def test_a_disk_that_cannot_be_read_is_no_corrupt_checkpoint(tmp_path: Path, loa
     [
         ("verify", "EIO", HALF, 8 // HALF),
         ("protect", "EIO", HALF, 6 // HALF),
-        ("unprotect", "EIO", 1, 2),
+        slow("unprotect", "EIO", 1, 2),
         ("rollback", "EIO", gate_stride(3), 4),
-        ("rollback", "fsync fails once", 1, 3),
-        ("delete", "EIO", gate_stride(3), 2),
+        slow("rollback", "fsync fails once", 1, 3),
+        slow("delete", "EIO", gate_stride(3), 2),
         ("delete", "rename fails", 1, 1),
         ("load that sets damage aside", "EIO", gate_stride(3) * 3, 3),
         ("load that sets damage aside", "rename fails", 1, 1),

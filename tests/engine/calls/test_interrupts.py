@@ -26,6 +26,7 @@ from aio_ckpt.runtime import deadline, futures, portal
 from aio_ckpt.snapshot import capture as snapshot
 from aio_ckpt.snapshot import captured_chunks, image, stall_timer
 from aio_ckpt.storage import root_lock as rootlock
+from tests.support.slow import slow
 
 TIMEOUT = 30.0
 COUNT = 40_000
@@ -56,7 +57,7 @@ TRACED = {
 FOREIGN = {"Condition.__enter__", "Condition.__exit__"}
 """Of the standard library, in Python: a lock that is taken there is lost when they are interrupted. Nothing of ours
 enters a Condition; a Future does, where nobody can help it."""
-EVERY = [pytest.param(29, id="every 29th place"), pytest.param(1, id="every place", marks=pytest.mark.slow)]
+EVERY = [pytest.param(29, id="every 29th place"), slow(1, id="every place")]
 NEVER = 1 << 60
 """A place that no call reaches. CPython 3.12 traces the opcodes of a function only if its first call was traced."""
 LOOKS_BEHIND = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}

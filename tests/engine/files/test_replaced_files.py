@@ -27,13 +27,14 @@ from aio_ckpt.errors import AioCkptError, RootError, StallError, WriteError
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.root_lock import RootLock
+from tests.support.slow import slow
 
 T = TypeVar("T")
 NAME = "m.safetensors"
 INDEX = f"{NAME}.index.json"
 SHARD_BYTES = {1: None, 2: 8000, 4: 4000}
 """``max_shard_bytes`` by the number of files."""
-REPLACING = pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 1), (4, 2), (2, 4), (4, 4)])
+REPLACING = pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 1), slow(4, 2), slow(2, 4), slow(4, 4)])
 
 
 def state(value: float) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch.distributed import checkpoint as dcp
 
 import aio_ckpt
 from aio_ckpt import SyncCheckpointEngine
+from tests.support.slow import slow
 
 COUNT = 4_000
 PLAIN_COUNT = 1_000
@@ -155,7 +156,7 @@ PLAIN_CASES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN_CASES)
+@pytest.mark.parametrize("name", [name if "only" in name else slow(name) for name in PLAIN_CASES])
 def test_a_load_of_1000_names_of_plain_dcp_costs_little_more_than_a_plain_one(
     name: str, stored: dict[str, Path], plain_dcp_load: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -92,9 +93,13 @@ def dead_pid() -> int:
     return child.pid
 
 
-async def clear(storage: GatedStorage, root: Path) -> list[str]:
-    cleared = await clear_leftovers(storage, root, StepNames("step_{step:09d}"), unclaimed, here=HERE)
-    return [Path(name).name for name in cleared]
+async def clear(storage: GatedStorage, root: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the names of the directories that were cleared, as the log tells them."""
+    caplog.set_level(logging.INFO, "aio_ckpt")
+    caplog.clear()
+    await clear_leftovers(storage, root, StepNames("step_{step:09d}"), unclaimed, here=HERE)
+    told = [record.args for record in caplog.records if record.msg.startswith("cleared leftovers")]
+    return [Path(name).name for (names,) in told for name in names.split(", ")]
 
 
 # -- who is dead ------------------------------------------------------------------------------------
@@ -128,20 +133,22 @@ def test_a_name_tells_of_the_owner_what_a_record_tells(case: str) -> None:
 
 @pytest.mark.parametrize("case", PROOFS)
 async def test_what_the_holder_of_the_root_finds_is_cleared_unless_its_owner_runs_on_this_host(
-    storage: GatedStorage, root: Path, case: str
+    storage: GatedStorage, root: Path, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner, _ = PROOFS[case]
     pending = leave_pending(root, pending_path(root, owner, 7).name)
-    assert await clear(storage, root) == ([] if case in RUNNING else [pending.name])
+    assert await clear(storage, root, caplog) == ([] if case in RUNNING else [pending.name])
     assert pending.exists() is (case in RUNNING)
     assert not list(root.glob(".aio_ckpt/trash/*"))
 
 
 @pytest.mark.parametrize("name", ["old-1", f"a-{changed(pid=9_999_999_999).tag}-1"], ids=["no owner", "no pid"])
-async def test_what_tells_no_owner_is_cleared(storage: GatedStorage, root: Path, name: str) -> None:
+async def test_what_tells_no_owner_is_cleared(
+    storage: GatedStorage, root: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     leave_pending(root, name)
     assert owner_by_name(name, HERE) is None
-    assert await clear(storage, root) == [name]
+    assert await clear(storage, root, caplog) == [name]
 
 
 @pytest.mark.parametrize(
@@ -244,17 +251,21 @@ def test_a_writer_that_died_while_it_made_its_directories_leaves_the_rest_to_the
 # -- clearing ---------------------------------------------------------------------------------------
 
 
-async def test_trash_is_cleared_and_everything_else_stays(storage: GatedStorage, root: Path) -> None:
+async def test_trash_is_cleared_and_everything_else_stays(
+    storage: GatedStorage, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     stays = [f"{ABANDONED_DIR}/1-step_2", f"{CORRUPT_DIR}/step_4", "logs", "step_3"]
     for name in (f"{TRASH_DIR}/step_1", *stays):
         (root / name).mkdir()
         os.utime(root / name, (0, 0))
     (root / protected_name(3)).touch()
-    assert await clear(storage, root) == ["step_1"]
+    assert await clear(storage, root, caplog) == ["step_1"]
     assert all((root / name).exists() for name in (*stays, LOCK_FILE, protected_name(3)))
 
 
-async def test_protected_steps_that_a_dead_writer_left_as_trash_stand_again(storage: GatedStorage, root: Path) -> None:
+async def test_protected_steps_that_a_dead_writer_left_as_trash_stand_again(
+    storage: GatedStorage, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (1, 2, 3, 4, 5):
         trash = root / TRASH_DIR / f"step_{step:09d}"
         trash.mkdir()
@@ -264,22 +275,24 @@ async def test_protected_steps_that_a_dead_writer_left_as_trash_stand_again(stor
             (root / protected_name(step)).touch()
     (root / "step_000000003").mkdir()  # saved anew
     storage.fail("rename", "trash/step_000000004", WriteError(errno.EIO, "broken", "x"))
-    assert await clear(storage, root) == [f"step_{step:09d}" for step in (2, 3, 5)]
+    assert await clear(storage, root, caplog) == [f"step_{step:09d}" for step in (2, 3, 5)]
     left = [f"step_{step:09d}" for step in (1, 3)]
     assert [path.name for path in sorted(root.glob("*step_*"))] == left
     assert [path.name for path in (root / TRASH_DIR).iterdir()] == ["step_000000004"]
-    assert await clear(storage, root) == []
+    assert await clear(storage, root, caplog) == []
     assert (root / "step_000000004" / METADATA_FILE).exists()
 
 
-async def test_a_directory_is_cleared_by_one_rename_first(storage: GatedStorage, root: Path) -> None:
+async def test_a_directory_is_cleared_by_one_rename_first(
+    storage: GatedStorage, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """An owner that lives all the same finds it gone, and fails; it never commits what is half removed."""
     pending = leave_pending(root, "old-1")
     storage.fail("remove_tree", "*", WriteError(errno.EIO, "broken", "x"))
-    assert await clear(storage, root) == []
+    assert await clear(storage, root, caplog) == []
     assert not pending.exists()
     assert [path.name for path in root.glob(".aio_ckpt/trash/*")] == ["old-1"]
-    assert await clear(storage, root) == ["old-1"]
+    assert await clear(storage, root, caplog) == ["old-1"]
 
 
 async def test_what_cannot_be_cleared_is_logged_and_hides_nothing_else(
@@ -288,7 +301,7 @@ async def test_what_cannot_be_cleared_is_logged_and_hides_nothing_else(
     first = leave_pending(root, "a")
     second = leave_pending(root, "b")
     storage.fail("rename", first.name, WriteError(errno.EACCES, "not yours", str(first)))
-    assert await clear(storage, root) == [second.name]
+    assert await clear(storage, root, caplog) == [second.name]
     assert "could not be cleared" in caplog.text
     assert first.exists()
 
@@ -364,12 +377,12 @@ def started(source: str, *args: str) -> subprocess.Popen[str]:
 
 
 async def test_a_writer_killed_midway_leaves_the_last_step_and_what_it_left_is_cleared(
-    storage: GatedStorage, tmp_path: Path
+    storage: GatedStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "root"
     with started(WRITER, str(root)) as child:
         (pending,) = root.glob(f"{PENDING_DIR}/*")
-        assert await clear(storage, root) == []
+        assert await clear(storage, root, caplog) == []
         child.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but not yet reaped
         assert pending.exists()

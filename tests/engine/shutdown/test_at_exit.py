@@ -13,6 +13,7 @@ import pytest
 from warm_python import WarmPython, run_warm
 
 from aio_ckpt import SyncCheckpointEngine
+from tests.support.slow import slow
 
 PREAMBLE = """
     import asyncio, sys, threading, time, torch
@@ -186,7 +187,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("what", BESIDE)
+@pytest.mark.parametrize("what", [name if "loader" in name else slow(name) for name in BESIDE])
 def test_what_is_pending_is_committed_beside_what_else_the_exit_ends(tmp_path: Path, what: str) -> None:
     with trainer(BESIDE[what], tmp_path, drain_secs=60) as child:
         _, err = child.communicate(timeout=90)

@@ -386,6 +386,7 @@ def test_a_living_trainer_keeps_its_snapshot_and_its_root(
     assert called(capsys, root)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_living_trainer_keeps_its_snapshot_on_a_file_system_without_locks(
     root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -472,6 +473,7 @@ def save_where_only_the_other_rank_was_told(rank: int, count: int, root: Path, s
         dist.barrier()
 
 
+@pytest.mark.slow
 def test_each_rank_gives_up_what_it_was_told_of(killed: Killed, two: Ranks, root: Path, shm: Path) -> None:
     """The leader may be on another host, whose memory holds nothing of it."""
     killed.copy(root, shm)

@@ -435,6 +435,7 @@ def test_an_executor_reports_whether_its_threads_let_go() -> None:
 # -- other processes ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_thread_of_the_engine_imports_a_module(tmp_path: Path) -> None:
     """A fork meanwhile, as of a data loader's workers, would keep the lock of the import for ever in the child."""
     done = subprocess.run(
