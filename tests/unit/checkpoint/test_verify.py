@@ -147,6 +147,14 @@ async def test_a_manifest_that_describes_another_item_than_the_zip_is_found(exec
     assert "disagree" in faults[0].message
 
 
+async def test_a_manifest_that_describes_another_place_than_the_zip_is_found(executor, tmp_path):
+    path = save_state(tmp_path / "c", {"empty": torch.empty(0, 10)})
+    (entry,) = manifest.decode_rank(rank_manifest(path).read_bytes(), name="m").tensors
+    forge(path, raw_offset=entry.raw_offset + 1)
+    (fault,) = await verify(executor, path)
+    assert (fault.tensor, "disagree" in fault.message) == ("empty", True)
+
+
 async def test_a_zip_whose_own_sum_is_not_that_of_its_blocks_is_found(executor, tmp_path):
     path = save_state(tmp_path / "c", {"t": torch.arange(400_000.0)})
     file = data_file(path)
