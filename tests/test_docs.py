@@ -32,13 +32,13 @@ from typing import Any
 import click
 import pytest
 import tracker_stubs
+from slow import slow
 from warm_python import WarmPython
 
 import aio_ckpt.dcp
 import aio_ckpt.progress
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.ticket import Milestone
-from tests.support.slow import slow
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]

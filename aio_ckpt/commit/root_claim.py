@@ -139,7 +139,7 @@ class Claim:
 
     @property
     def idle_secs(self) -> float:
-        """Seconds since the file system last returned a heartbeat, or since the claim was first wanted."""
+        """Seconds since the file system last returned a heartbeat, or since this object was made."""
         return time.monotonic() - self._answered
 
     async def take(self, mount: Mount, *, is_locked: bool, limit_secs: float = math.inf) -> None:

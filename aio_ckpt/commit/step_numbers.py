@@ -41,7 +41,10 @@ def check_step(
         known += f", which may be in the mirror {mirror} alone"
         anew = "another root with another mirror begins anew"
     remedy = f"load() resumes after step {newest}, rollback(step) goes back to an earlier one, {anew}"
-    if step in pending:
+    if mirror is None and newest not in committed and newest not in pending:
+        known += ", which this engine has committed and whose directory is gone"
+        remedy = f"give step {newest + 1} or a later one, or open a new engine, which counts the steps that are there"
+    elif step in pending:
         remedy = (
             "its save is pending: await its ticket (or engine.ready(), if one save is in flight) before overwrite=True"
         )

@@ -419,8 +419,8 @@ class RootSession:
         """Return the steps of the mirror. If it cannot be read, and ``is_needed`` is False, return none."""
         if self._ctx.mirror is None:
             return []
-        read = functools.partial(copies_or_none, self._ctx, is_needed=is_needed)
-        copies = self._call(read, what="reading the steps of the mirror", deadline=deadline)
+        read = functools.partial(copies_or_none, self._ctx, is_needed=is_needed)  # it warns of the mirror's store
+        copies = self._within(read, what="reading the steps of the mirror", deadline=deadline)
         return [copy.step for copy in copies]
 
     def known_steps(self, deadline: Deadline) -> list[int]:
@@ -578,7 +578,7 @@ class RootSession:
         idle_secs: Callable[[], float] | None = None,
         more_secs: float = 0.0,
     ) -> T:
-        """Run ``async_fn(*args)`` on the loop, for at most ``stall_timeout_secs`` and ``more_secs``.
+        """Do :meth:`_within`, and warn if the root's disk does not answer.
 
         ``idle_secs`` returns the seconds since the disk last answered; None: they are those of the call.
         """
@@ -587,9 +587,15 @@ class RootSession:
             with self._warning(what, idle_secs).on_loop():
                 return await async_fn(*args)
 
+        return self._within(watched, what=what, deadline=deadline, more_secs=more_secs)
+
+    def _within(
+        self, async_fn: Callable[[], Coroutine[Any, Any, T]], *, what: str, deadline: Deadline, more_secs: float = 0.0
+    ) -> T:
+        """Run ``async_fn()`` on the loop, for at most ``stall_timeout_secs`` and ``more_secs``."""
         timeout_secs = deadline.left_secs(self._ctx.config.stall_timeout_secs) + more_secs
         try:
-            return self._portal.call(watched, timeout=timeout_secs, what=what)
+            return self._portal.call(async_fn, timeout=timeout_secs, what=what)
         except StallError:
             deadline.check(None, what)
             raise

@@ -149,16 +149,23 @@ class WaitWarning:
 def disk_warning(
     doing: str, path: Path, *, idle_secs: Callable[[], float] | None = None, rank: int | None = None
 ) -> WaitWarning:
-    """Return the lines about work under ``path`` that waits for the disk.
+    """Return the lines about work under ``path``, of a disk or a store, that waits for it.
 
-    ``idle_secs`` returns the seconds since its last progress; None: the work is one step.
+    ``idle_secs`` returns the seconds since its last progress, which may be older than this wait; None: the work is one
+    step.
     """
+    began = time.monotonic()
     verb = "has taken" if idle_secs is None else "has made no progress for"
+    storage = "store" if "://" in str(path) else "file system"
 
     def describe(waited: str) -> str:
-        return f"{doing} {verb} {waited}: the file system of {path} is slow, or does not answer"
+        return f"{doing} {verb} {waited}: the {storage} of {path} is slow, or does not answer"
 
-    return WaitWarning(describe, waited_secs=idle_secs, rank=rank)
+    def waited_secs() -> float:
+        waited = time.monotonic() - began
+        return waited if idle_secs is None else min(waited, idle_secs())
+
+    return WaitWarning(describe, waited_secs=waited_secs, rank=rank)
 
 
 def call_within(limit_secs: float, call: Callable[[], T], doing: str, path: Path, *, rank: int | None = None) -> T:

@@ -22,6 +22,7 @@ import anyio
 
 from aio_ckpt.config import DirectIO
 from aio_ckpt.errors import AioCkptError, MismatchError, ReadError, RootError, WriteError
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
 from aio_ckpt.storage.clone import Stamp, clone_file, file_stamp
 from aio_ckpt.storage.data_file import (
@@ -394,7 +395,8 @@ async def names_in(storage: Storage, path: Path) -> list[str]:
     try:
         return await storage.list_dir(path)
     except ReadError as error:
-        # It may be made in this moment, so that "not found" counts whatever a second look would tell.
-        if error.errno != errno.ENOENT and await storage.exists(path):
+        # It may be made in this moment, so that "not found" counts whatever a second look would tell. A store that does
+        # not answer is not asked again.
+        if error.errno != errno.ENOENT and (isinstance(path, RemotePath) or await storage.exists(path)):
             raise
         return []

@@ -20,6 +20,12 @@ _ANSWER = re.compile(
     r"status code: (?P<status>\d+ [^:]*):.*<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>",
     re.DOTALL,
 )
+_UNANSWERED = re.compile(
+    r"performing \w+ (?P<server>https?://[^/\s]+)\S* in (?P<secs>\d+)\S*, after \d+ retries.*HTTP error"
+)
+"""First line of the error of a request that got no answer until it was tried no more."""
+_CAUSES = ("Connection refused", "dns error", "Connection reset", "operation timed out")
+"""Parts of the text of such an error that tell why."""
 _METADATA_SERVICE = "169.254.169.254"
 """Address that a client asks for credentials last, on the virtual machines of clouds."""
 _CODES = {
@@ -68,7 +74,9 @@ def as_os_error(error: Exception, path: Path) -> OSError:
 
 def code_of(error: Exception) -> int | None:
     """Return the code of the system that tells the same; None if there is none."""
-    return getattr(error, "errno", None) or _CODES.get(type(error).__name__)
+    code = getattr(error, "errno", None) or _CODES.get(type(error).__name__)
+    answer = None if code else _ANSWER.search(str(error))  # obstore has no type for a listing that is refused
+    return errno.EACCES if answer and answer["status"].startswith(("401", "403")) else code
 
 
 def text_of(error: Exception) -> str:
@@ -86,4 +94,11 @@ def text_of(error: Exception) -> str:
         )
     if answer := _ANSWER.search(text):
         return f"the server answered {answer['status']}: {answer['message']} ({answer['code']})"
-    return _QUERY.sub(r"\1", text.splitlines()[0]) if text else type(error).__name__
+    first_line = text.splitlines()[0] if text else type(error).__name__
+    if unanswered := _UNANSWERED.search(first_line):
+        why = next((cause for cause in _CAUSES if cause in text), "no answer")
+        return (
+            f"{unanswered['server']} did not answer for {unanswered['secs']} s ({why}): look at the network and at the "
+            "endpoint, which is AWS_ENDPOINT_URL for S3"
+        )
+    return _QUERY.sub(r"\1", first_line)

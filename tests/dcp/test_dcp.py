@@ -25,6 +25,7 @@ from dcp_states import Flip, assert_same_state, blank, needs_stagers, state_of
 from gated_storage import TIMEOUT, Call, GatedStorage
 from property_examples import gate_stride
 from rank_processes import ranks
+from slow import slow
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
@@ -47,7 +48,6 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import Storage
-from tests.support.slow import slow
 
 T = TypeVar("T")
 HAS_PLAN_CACHE = hasattr(DefaultSavePlanner, "_cached_metadata")

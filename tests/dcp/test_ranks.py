@@ -17,6 +17,7 @@ from dcp_states import assert_same_state, needs_stagers
 from gated_storage import TIMEOUT, Call, GatedStorage
 from rank_processes import Ranks, ranks
 from rank_states import spread
+from slow import slow
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,7 +30,6 @@ from aio_ckpt.config import LEAST_BUDGET_BYTES
 from aio_ckpt.dcp import AsyncStager, Reader, Writer
 from aio_ckpt.errors import WriteError
 from aio_ckpt.runtime.portal import Executor
-from tests.support.slow import slow
 
 warnings.simplefilter("ignore")  # torch's own, in the ranks
 Layout = Literal["fsdp", "tp", "hsdp", "both", "ddp", "untrained"]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
-from tests.support.slow import slow
 
 MIB = 1 << 20
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from log_lines import kept_lines
 from rank_engines import acting_engine, held_engine, no_space
 from rank_processes import Ranks, engine_on
+from slow import slow
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, BusyError, PeerFailedError, UnsafeObjectError, WriteError
 from aio_ckpt.ranks.messages import Topic
-from tests.support.slow import slow
 
 SECS = 30.0
 SAVES = 100

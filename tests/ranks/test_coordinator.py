@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 from log_lines import early_lines
 from rank_processes import Ranks, needs_list_keys, ranks
+from slow import slow
 
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import heartbeats
@@ -27,7 +28,6 @@ from aio_ckpt.ranks.lost_ranks import HEARTBEATS_A_STALL, REMEDY, RankWait
 from aio_ckpt.ranks.messages import Heartbeat, Topic
 from aio_ckpt.ranks.store import StoreKeys
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator, default_coordinator
-from tests.support.slow import slow
 
 STALL_SECS = 20.0
 SHORT_SECS = 2.0

@@ -18,12 +18,12 @@ from builders import state_of
 from rank_engines import acting_engine, held_engine, no_space, told
 from rank_processes import Ranks, error_of, ranks
 from rank_states import assert_same, mixed_state, zeroed
+from slow import slow
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, PeerFailedError, StallError, StepOrderError, UnsafeObjectError
 from aio_ckpt.format.root_names import ENGINE_DIR, PENDING_DIR
 from aio_ckpt.ranks.messages import Topic
-from tests.support.slow import slow
 
 SECS = 30.0
 SHORT_SECS = 4.0

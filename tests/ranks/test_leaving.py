@@ -14,6 +14,7 @@ from builders import flip, state_of
 from rank_engines import acting_engine, held_engine, no_space, told
 from rank_processes import Ranks, engine_on, error_of, needs_list_keys
 from saved_files import data_file, without_save_id
+from slow import slow
 
 from aio_ckpt import CheckpointEngine, SoloCoordinator, SyncCheckpointEngine
 from aio_ckpt.commit.owner import pending_path
@@ -21,7 +22,6 @@ from aio_ckpt.errors import AioCkptError, BusyError, ConfigError, PeerFailedErro
 from aio_ckpt.ranks import store_coordinator
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
-from tests.support.slow import slow
 
 LEAVE_SECS = 24.0
 SHORT_SECS = 2.0

@@ -24,6 +24,7 @@ from gated_storage import TIMEOUT, Call, Gate, GatedStorage
 from rank_engines import ActingStorage, engine_over
 from rank_processes import Ranks, engine_on
 from rank_states import assert_same, whole
+from slow import slow
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -53,7 +54,6 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.local import Storage
-from tests.support.slow import slow
 
 SECS = 30.0
 SHAPE = (1024, 512)

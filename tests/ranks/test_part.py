@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import Ranks, engine_on
+from slow import slow
 
 from aio_ckpt import PerRank, Shard
 from aio_ckpt.checkpoint import open as opening
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError
-from tests.support.slow import slow
 
 SECS = 60.0
 SCRIPT = Path(__file__).parents[1] / "support" / "many_ranks_script.py"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_processes import Ranks, engine_on
+from slow import slow
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -22,7 +23,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from aio_ckpt import PerRank
-from tests.support.slow import slow
 
 SECS = 60.0
 WIDTH = 20  # 4 ranks: parts of 5; the 7 classes and the 30 words are uneven

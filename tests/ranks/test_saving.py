@@ -21,6 +21,7 @@ from rank_engines import ActingStorage, acting_engine, engine_over
 from rank_processes import Ranks, engine_on
 from rank_states import assert_same, mixed_state, whole, zeroed
 from saved_files import without_save_id
+from slow import slow
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -32,7 +33,6 @@ from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.storage.mounts import Mount
-from tests.support.slow import slow
 
 SECS = 30.0
 T = TypeVar("T")

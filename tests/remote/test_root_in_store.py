@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +21,23 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from command_line import called, document
-from obstore.exceptions import GenericError
-from obstore.store import from_url
+from obstore.exceptions import BaseError, GenericError
+from obstore.store import S3Store, from_url
 from other_owner import claim_of_another_host
 from rank_processes import Ranks
+from slow import slow
 from warm_python import run_warm
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, RootError, StepOrderError, WriteError
 from aio_ckpt.format.root_names import CLAIM_FILE
+from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.object_errors import text_of
 from bench.common.seaweedfs import KEY, SECRET
 from tests.remote.fault_proxy import Fault
 from tests.remote.test_object_store import data_of, get, keys, put
-from tests.support.slow import slow
 
 TIMEOUT = 60.0
 
@@ -331,7 +337,7 @@ def test_no_message_and_no_log_line_holds_a_credential(
         engine.save(state(2.0), step=2)
     for text in (*texts, str(caught.value), repr(caught.value), caplog.text, *map(repr, manifests)):
         assert SECRET not in text
-        assert "Signature" not in text
+        assert "Signature=" not in text
     assert "Permission denied" in str(caught.value)
     assert "look at the credentials" in str(caught.value)
     assert bucket in str(caught.value)
@@ -353,6 +359,35 @@ def test_credentials_of_a_profile_are_found(bucket: str, tmp_path: Path, monkeyp
 def test_missing_credentials_are_named_with_the_remedy() -> None:
     asked = GenericError("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 1s")
     assert text_of(asked).startswith("no credentials were found: set those of the store in the environment")
+
+
+def test_a_server_that_does_not_answer_is_named_with_the_cause_and_the_remedy() -> None:
+    store = S3Store(
+        "bucket",
+        endpoint="http://127.0.0.1:1",
+        access_key_id=KEY,
+        secret_access_key=SECRET,
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 100, "retry_timeout": timedelta(seconds=1)},
+    )
+    with pytest.raises(BaseError) as raised:
+        obstore.list_with_delimiter(store, "run")
+    text = text_of(raised.value)
+    assert re.match(
+        r"http://127\.0\.0\.1:1 did not answer for \d s \(Connection refused\): .*AWS_ENDPOINT_URL", text
+    ), text
+
+
+async def test_a_store_that_does_not_answer_is_asked_once() -> None:
+    class Silent(Storage):
+        async def list_dir(self, path: Path) -> list[str]:
+            raise ReadError(errno.EIO, "no answer", str(path))
+
+        async def exists(self, path: Path) -> bool:
+            raise AssertionError(f"{path} is asked for again")
+
+    with ThreadPoolExecutor(1) as executor, pytest.raises(ReadError, match="no answer"):
+        await names_in(Silent(executor), RemotePath("s3://bucket/run"))
 
 
 def test_the_bucket_of_a_root_that_does_not_exist_is_named(bucket: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from memory_bucket import Fault, MemoryBucket
 from other_owner import claim_of_another_host
+from slow import slow
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
@@ -27,7 +28,6 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage import object_client
 from aio_ckpt.storage.mounts import OBJECT_STORE
 from aio_ckpt.storage.object_store import ObjectStorage
-from tests.support.slow import slow
 
 ROOT, BEST = "s3://bucket/run", "s3://bucket/best"
 TIMEOUT = 30.0

@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from slow import slow
 from warm_python import WarmPython, run_warm
 
 from tests.campaigns.crash.block_log import FLUSH, MARK, WRITE, Entry, pack, parse, prefixes, reorderings
 from tests.campaigns.crash.contents import differs, is_overwrite, state_of, step_of
 from tests.campaigns.crash.trial import Known
-from tests.support.slow import slow
 
 ENGINE = {"aio_ckpt": "aio_ckpt", "aio_ckpt:directory-mode": "aio_ckpt, directory mode"}
 """Contenders as the command line and the report name them."""

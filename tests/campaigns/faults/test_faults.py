@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from property_examples import gate_limit, gate_stride
+from slow import slow
 from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
@@ -32,7 +33,6 @@ from tests.campaigns.faults.campaign import (
 from tests.campaigns.faults.store import Fault
 from tests.campaigns.faults.syscalls import INJECTIONS, strace_refusal, syscall_points
 from tests.campaigns.faults.upkeep import UPKEEPS, short_reads, upkeep_points
-from tests.support.slow import slow
 
 FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}
 EIO = FAULTS_BY_NAME["EIO"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 
 from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.engine import agreement, capture_job, capture_session, engine, file_save, job_queue
@@ -26,7 +27,6 @@ from aio_ckpt.runtime import deadline, futures, portal
 from aio_ckpt.snapshot import capture as snapshot
 from aio_ckpt.snapshot import captured_chunks, image, stall_timer
 from aio_ckpt.storage import root_lock as rootlock
-from tests.support.slow import slow
 
 TIMEOUT = 30.0
 COUNT = 40_000

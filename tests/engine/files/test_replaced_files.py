@@ -19,6 +19,7 @@ import torch
 from forwarding_storage import Call, ForwardingStorage
 from gated_storage import TIMEOUT, gated_engine
 from safetensors.torch import load_file
+from slow import slow
 from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
@@ -27,7 +28,6 @@ from aio_ckpt.errors import AioCkptError, RootError, StallError, WriteError
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.root_lock import RootLock
-from tests.support.slow import slow
 
 T = TypeVar("T")
 NAME = "m.safetensors"

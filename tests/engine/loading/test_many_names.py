@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 from torch.distributed import checkpoint as dcp
 
 import aio_ckpt
 from aio_ckpt import SyncCheckpointEngine
-from tests.support.slow import slow
 
 COUNT = 4_000
 PLAIN_COUNT = 1_000

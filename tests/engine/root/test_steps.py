@@ -58,6 +58,16 @@ def test_a_step_that_does_not_exceed_every_committed_one_is_refused(engine: Sync
     save(engine, 10)
 
 
+def test_a_step_whose_directory_was_removed_by_hand_is_refused_and_the_error_says_so(
+    engine: SyncCheckpointEngine, root: Path
+) -> None:
+    save(engine, 5, 9)
+    shutil.rmtree(root / "step_000000009")
+    with pytest.raises(StepOrderError, match=r"whose directory is gone: give step 10 or a later one, or open a new"):
+        engine.save(weights(9), 9)
+    save(engine, 10)
+
+
 def test_a_step_that_does_not_exceed_a_pending_one_is_refused(root: Path) -> None:
     with gated_engine(root, max_in_flight=2) as (engine, storage):
         gate = storage.hold("sync", "*.distcp")

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slow import slow
 from warm_python import WarmPython, run_warm
 
 from aio_ckpt import SyncCheckpointEngine
-from tests.support.slow import slow
 
 PREAMBLE = """
     import asyncio, sys, threading, time, torch

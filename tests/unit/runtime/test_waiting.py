@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from log_lines import LogLines, early_lines
 
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import WaitWarning, call_text, disk_warning, duration_text, next_line_secs
 
@@ -129,3 +130,16 @@ def test_a_system_call_that_hangs_is_told_of_from_the_loop(heard: LogLines) -> N
             text = r"taking the lock has taken \d+ s: the file system of /ckpt/100% \{a\} is slow, or does not answer"
             assert heard.wait_for(text, 2).rank == 1
         portal.close(TIMEOUT)
+
+
+def test_an_answer_from_before_a_wait_makes_no_line_due() -> None:
+    """An engine that was opened an hour ago and claims its root now waits for nothing yet."""
+    lines = disk_warning("claiming the root", Path("/ckpt"), idle_secs=lambda: 3600.0)
+    assert 29 < lines.pause_secs(100) <= 30
+
+
+def test_a_place_in_a_store_is_no_file_system(caplog: pytest.LogCaptureFixture) -> None:
+    lines = disk_warning("reading the steps", RemotePath("s3://bucket/run"))
+    assert lines._describe is not None
+    lines.log(lines._describe)
+    assert "the store of s3://bucket/run is slow, or does not answer" in caplog.text
