@@ -121,6 +121,11 @@ class ChunkCopies:
     is_issued: bool
     """Whether other bytes of the chunk come from a device: by address, or gathered."""
 
+    @property
+    def comes_from_device(self) -> bool:
+        """Whether any bytes of the chunk come from a device."""
+        return self.is_issued or bool(self.converted)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CopyPlan:

@@ -169,16 +169,23 @@ class Capture:
         if run:
             self._issue_device(run, self._last_phase)
 
-    def take_events(self) -> tuple[CopyEvent, ...]:
-        """Return events after the copies that were issued since the last call."""
-        events = {copies: copies.record_event() for copies in self._without_event}
+    def events_of(self, run: Sequence[Chunk]) -> tuple[CopyEvent, ...]:
+        """Return events after all copies from devices into a run of chunks, once these are issued; none for the host.
+
+        All of them may have been issued by :meth:`issue_first`, and none since the run before.
+        """
+        self._record_events()
+        copies = self._planned.plan.copies.chunks
+        from_device = any(copies[chunk.index].comes_from_device for chunk in run if chunk.index < len(copies))
+        return tuple(self._newest_events.values()) if from_device else ()
+
+    def _record_events(self) -> None:
+        self._newest_events |= {copies: copies.record_event() for copies in self._without_event}
         self._without_event.clear()
-        self._newest_events |= events
-        return tuple(events.values())
 
     def end(self) -> None:
         """End the issue of copies: if the sources are not guarded, the caller's stream waits for the copies."""
-        self.take_events()
+        self._record_events()
         self.events = tuple(self._newest_events.values())
         self.source_events = self.events if self._sources_free_at is None else self._sources_free_at
         self._device_memory = ()  # by stream order, it is free after the moves
@@ -332,7 +339,7 @@ def capture(
                     report()
                 _await_slot(image, run[0], slot_timeout_secs)
                 work.issue(run)
-                unreported.append(([chunk.index for chunk in run], work.take_events()))
+                unreported.append(([chunk.index for chunk in run], work.events_of(run)))
                 if not is_brief:
                     report()
         except (RuntimeError, OSError):

@@ -22,6 +22,7 @@ from aio_ckpt.plan.copy_plan import ChunkCopies, CopyPlan, CopyTable, GatherRun
 from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import CopyEngines, CopyOrder, capture
+from aio_ckpt.snapshot.captured_chunks import CapturedRun
 
 
 def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -171,6 +172,45 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
     moved = watched.order[len(event.after) + watched.order.count("fence") :]
     assert {address in moved for address in addresses} == {False}  # from a device copy, whose address is another
     assert bool(moved) == bool(copied)
+
+
+@pytest.mark.parametrize("guarded", [frozenset[int](), frozenset({0, *range(2, 50)})])
+def test_no_chunk_is_written_before_the_copies_into_it_though_they_were_issued_before_its_run(
+    monkeypatch: pytest.MonkeyPatch, guarded: frozenset[int]
+) -> None:
+    """The last runs hold small tensors, which are issued before the large ones of the first run."""
+    pin_chunk_bytes(monkeypatch)
+    watched = WatchedCopies()
+    monkeypatch.setattr(CopyStreams, "begin", lambda *_, **__: watched)
+    small = 200 << 10
+    plan, tensors = issued(state_of([9 * MIB, 26 * MIB, *[small] * 400]))
+    planned = PlannedImage(plan=plan, tensors=tensors, objects=[])
+    executor = Executor("test", 1)
+    manager = LifetimeManager(budget_bytes=256 * MIB, executor=executor, debug=True)
+    image = image_of(planned, manager)
+    reported: list[CapturedRun] = []
+    work = capture(
+        planned,
+        image,
+        CopyEngines(None),
+        guarded=guarded,
+        on_captured=reported.extend,
+        slot_timeout_secs=TIMEOUT,
+    )
+    work.finish()
+    found = dict.fromkeys(range(2, 402), 0)
+    for indices, events in reported:
+        before = {entry for event in events for entry in event.after}  # type: ignore[attr-defined]
+        start, stop = image.chunks[indices[0]].start, image.chunks[indices[-1]].stop
+        for item in plan.layout.items:
+            if item.leaf in found and item.raw_offset < stop and start < item.raw_offset + small:
+                assert plan.fingerprint[item.leaf] in before, (indices, item.fqns)
+                found[item.leaf] += 1
+    assert len(reported) > 2
+    assert all(found.values())
+    image.lease.close()
+    manager.close()
+    executor.close(TIMEOUT)
 
 
 def test_a_cut_is_made_once_and_cannot_be_changed() -> None:
