@@ -19,8 +19,6 @@ from aio_ckpt.memory.image_copies import DeviceMemory
 pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
-SLEEP_CYCLES = 400_000_000
-"""A fifth of a second of a GPU: training that is queued before the call."""
 Room = int | Literal["auto"]
 
 
@@ -212,18 +210,3 @@ def test_where_there_is_room_for_a_part_that_part_is_copied(tmp_path: Path, monk
             ticket.result(TIMEOUT)
             check(engine.read(step), state, step)
         assert 1024 * MIB <= torch.cuda.max_memory_allocated() - before < 1400 * MIB
-
-
-@pytest.mark.parametrize("device_copy_bytes", ["auto", 0])
-def test_small_tensors_behind_a_large_one_hold_what_they_held_at_the_call_though_the_device_is_busy(
-    tmp_path: Path, device_copy_bytes: Room
-) -> None:
-    """Whole runs of chunks hold small tensors alone, whose copies are issued before those of the large one."""
-    state = ones(1, MIB, 0.0) | {f"small{i}": torch.zeros(50_000, device="cuda") for i in range(800)}
-    with SyncCheckpointEngine(tmp_path / "root", EngineConfig(device_copy_bytes=device_copy_bytes)) as engine:
-        for step in range(1, 6):
-            torch.cuda._sleep(SLEEP_CYCLES)
-            for tensor in state.values():
-                tensor.fill_(step)
-            engine.save(state, step=step).result(TIMEOUT)
-            check(engine.read(step), state, step)

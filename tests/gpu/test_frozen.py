@@ -16,6 +16,8 @@ from aio_ckpt.cli.commands import run
 MIB = 1 << 20
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATHERED = 200
+SLEEP_CYCLES = 200_000_000
+"""A tenth of a second of a GPU, as of training that is queued when ``save()`` is called."""
 SETTINGS: list[dict[str, Any]] = [{}, {"staging": "pageable"}]
 if DEVICE == "cuda":  # without a device these change nothing
     SETTINGS += [{"device_copy_bytes": 0}, {"gather_bytes": 0}]
@@ -27,7 +29,9 @@ def state(value: float) -> dict[str, Any]:
 
 
 def trained(value: float) -> dict[str, Any]:
-    """Many small tensors."""
+    """Many small tensors, which the device computes once work is done that was queued before."""
+    if DEVICE == "cuda":
+        torch.cuda._sleep(SLEEP_CYCLES)
     return {"trained": {f"{at}": torch.full((1000 + at,), value, device=DEVICE) for at in range(GATHERED)}}
 
 
