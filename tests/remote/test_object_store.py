@@ -299,7 +299,7 @@ def test_no_message_and_no_log_line_holds_a_credential(
     assert code == 1
     for text in (str(caught.value), repr(caught.value), out, err, caplog.text):
         assert SECRET not in text
-        assert "Signature=" not in text
+        assert "Signature" not in text.replace("SignatureDoesNotMatch", "")  # a code of S3
     assert "Permission denied" in str(caught.value)
     assert f"{copied}/step_000000010" in str(caught.value)
 

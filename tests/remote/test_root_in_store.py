@@ -337,7 +337,7 @@ def test_no_message_and_no_log_line_holds_a_credential(
         engine.save(state(2.0), step=2)
     for text in (*texts, str(caught.value), repr(caught.value), caplog.text, *map(repr, manifests)):
         assert SECRET not in text
-        assert "Signature=" not in text
+        assert "Signature" not in text.replace("SignatureDoesNotMatch", "")  # a code of S3
     assert "Permission denied" in str(caught.value)
     assert "look at the credentials" in str(caught.value)
     assert bucket in str(caught.value)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -19,10 +22,11 @@ from aio_ckpt.memory.host_copy import CopyVectors, copy_all
 from aio_ckpt.memory.image_copies import Copies, CopyEvent
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.copy_plan import ChunkCopies, CopyPlan, CopyTable, GatherRun
-from aio_ckpt.plan.save_plan import PlannedImage
+from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.snapshot.capture import CopyEngines, CopyOrder, capture
+from aio_ckpt.snapshot.capture import Capture, CopyEngines, CopyOrder, capture
 from aio_ckpt.snapshot.captured_chunks import CapturedRun
+from aio_ckpt.snapshot.image import Image
 
 
 def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -130,46 +134,67 @@ class WatchedMark:
         self.copies.order.append("fence")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A capture from a device that is the host, and what it did."""
+
+    plan: ImagePlan
+    image: Image
+    work: Capture
+    copies: WatchedCopies
+    reported: list[CapturedRun]
+
+
+@contextlib.contextmanager
+def watched_capture(
+    monkeypatch: pytest.MonkeyPatch, state: dict[str, torch.Tensor], guarded: Set[int], max_copy_bytes: int | None
+) -> Iterator[Watched]:
+    """Capture ``state`` in chunks of 4 MiB, in runs of 1, 8 and 64. ``max_copy_bytes``: see :class:`CopyEngines`."""
+    pin_chunk_bytes(monkeypatch)
+    watched, reported = WatchedCopies(), list[CapturedRun]()
+    monkeypatch.setattr(CopyStreams, "begin", lambda *_, **__: watched)
+    plan, tensors = issued(state)
+    planned = PlannedImage(plan=plan, tensors=tensors, objects=[])
+    executor = Executor("test", 1)
+    manager = LifetimeManager(budget_bytes=256 * MIB, executor=executor, debug=True)
+    image = image_of(planned, manager)
+    work = capture(
+        planned,
+        image,
+        CopyEngines(max_copy_bytes),
+        guarded=guarded,
+        on_captured=reported.extend,
+        slot_timeout_secs=TIMEOUT,
+    )
+    yield Watched(plan=plan, image=image, work=work, copies=watched, reported=reported)
+    work.finish()
+    image.lease.close()
+    manager.close()
+    executor.close(TIMEOUT)
+
+
 @pytest.mark.parametrize("copied", [frozenset[int](), frozenset({0, 1, 3, 4})])
 @pytest.mark.parametrize("guarded", [set[int](), {0, 2, 3}, {0, 1, 2, 3, 4, 5}])
 def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
     monkeypatch: pytest.MonkeyPatch, guarded: set[int], copied: frozenset[int]
 ) -> None:
     """``copied``: leaves that are large enough for a device copy. A guarded ``step()`` waits for the others alone."""
-    pin_chunk_bytes(monkeypatch)
-    watched = WatchedCopies()
-    monkeypatch.setattr(CopyStreams, "begin", lambda *_, **__: watched)
-    sizes = [3 * MIB, 9 * MIB, 100, 20 * MIB, MIB, 5000]  # 4 MiB chunks, in runs of 1 and 8
+    sizes = [3 * MIB, 9 * MIB, 100, 20 * MIB, MIB, 5000]
     state = state_of(sizes)
-    plan, tensors = issued(state)
-    planned = PlannedImage(plan=plan, tensors=tensors, objects=[])
-    executor = Executor("test", 1)
-    manager = LifetimeManager(budget_bytes=64 * MIB, executor=executor, debug=True)
-    image = image_of(planned, manager)
-    told: list[int] = []
-    work = capture(
-        planned,
-        image,
-        CopyEngines(None if copied else 0),
-        guarded=frozenset(guarded),
-        on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
-        slot_timeout_secs=TIMEOUT,
-    )
-    raw = {item.leaf: item.raw_offset for item in plan.layout.items}
-    got = [bytes(image.lease.arena.memory[raw[leaf] : raw[leaf] + size]) for leaf, size in enumerate(sizes)]
-    work.finish()
-    image.lease.close()
-    manager.close()
-    executor.close(TIMEOUT)
+    with watched_capture(monkeypatch, state, guarded, None if copied else 0) as seen:
+        raw = {item.leaf: item.raw_offset for item in seen.plan.layout.items}
+        memory = seen.image.lease.arena.memory
+        got = [bytes(memory[raw[leaf] : raw[leaf] + size]) for leaf, size in enumerate(sizes)]
     assert got == [bytes(tensor.numpy()) for tensor in state.values()]
-    assert told == list(range(len(image.chunks)))
-    awaited = watched.order[: watched.order.index("fence")] if "fence" in watched.order else []
-    addresses = plan.fingerprint
+    assert [index for indices, _ in seen.reported for index in indices] == list(range(len(seen.image.chunks)))
+    order = seen.copies.order
+    awaited = order[: order.index("fence")] if "fence" in order else []
+    addresses = seen.plan.fingerprint
     begun = {leaf for leaf, address in enumerate(addresses) if address in awaited}
     assert begun == (set(range(6)) - guarded - copied)
-    assert watched.order.count("fence") == (bool(copied) or len(guarded) < 6)
-    (event,) = work.source_events
-    moved = watched.order[len(event.after) + watched.order.count("fence") :]
+    assert order.count("fence") == (bool(copied) or len(guarded) < 6)
+    (event,) = seen.work.source_events
+    moved = order[len(event.after) + order.count("fence") :]
     assert {address in moved for address in addresses} == {False}  # from a device copy, whose address is another
     assert bool(moved) == bool(copied)
 
@@ -179,38 +204,19 @@ def test_no_chunk_is_written_before_the_copies_into_it_though_they_were_issued_b
     monkeypatch: pytest.MonkeyPatch, guarded: frozenset[int]
 ) -> None:
     """The last runs hold small tensors, which are issued before the large ones of the first run."""
-    pin_chunk_bytes(monkeypatch)
-    watched = WatchedCopies()
-    monkeypatch.setattr(CopyStreams, "begin", lambda *_, **__: watched)
     small = 200 << 10
-    plan, tensors = issued(state_of([9 * MIB, 26 * MIB, *[small] * 400]))
-    planned = PlannedImage(plan=plan, tensors=tensors, objects=[])
-    executor = Executor("test", 1)
-    manager = LifetimeManager(budget_bytes=256 * MIB, executor=executor, debug=True)
-    image = image_of(planned, manager)
-    reported: list[CapturedRun] = []
-    work = capture(
-        planned,
-        image,
-        CopyEngines(None),
-        guarded=guarded,
-        on_captured=reported.extend,
-        slot_timeout_secs=TIMEOUT,
-    )
-    work.finish()
-    found = dict.fromkeys(range(2, 402), 0)
-    for indices, events in reported:
+    with watched_capture(monkeypatch, state_of([9 * MIB, 26 * MIB, *[small] * 400]), guarded, None) as seen:
+        pass
+    found, chunks = dict.fromkeys(range(2, 402), 0), seen.image.chunks
+    for indices, events in seen.reported:
         before = {entry for event in events for entry in event.after}  # type: ignore[attr-defined]
-        start, stop = image.chunks[indices[0]].start, image.chunks[indices[-1]].stop
-        for item in plan.layout.items:
+        start, stop = chunks[indices[0]].start, chunks[indices[-1]].stop
+        for item in seen.plan.layout.items:
             if item.leaf in found and item.raw_offset < stop and start < item.raw_offset + small:
-                assert plan.fingerprint[item.leaf] in before, (indices, item.fqns)
+                assert seen.plan.fingerprint[item.leaf] in before, (indices, item.fqns)
                 found[item.leaf] += 1
-    assert len(reported) > 2
+    assert len(seen.reported) > 2
     assert all(found.values())
-    image.lease.close()
-    manager.close()
-    executor.close(TIMEOUT)
 
 
 def test_a_cut_is_made_once_and_cannot_be_changed() -> None:
