@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress
-from aio_ckpt.restore.load import match_checkpoint
+from aio_ckpt.restore.load import load_checkpoint
 from aio_ckpt.restore.load_progress import Meter, metered
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.error_notes import naming_checkpoint
@@ -33,8 +34,8 @@ from aio_ckpt.storage.object_store import AnyStorage
 __all__ = ["load", "read"]
 
 T = TypeVar("T")
-_Use = Callable[[ReadContext, Meter, CommittedCheckpoint, bool], Awaitable[T]]
-"""Function that reads a checkpoint. With True, it is the second reading, which goes past the page cache."""
+_Use = Callable[[ReadContext, Meter, CommittedCheckpoint], Awaitable[T]]
+"""Function that reads a checkpoint."""
 
 
 def load(
@@ -88,12 +89,8 @@ def load(
     )
     options.check()
 
-    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, past_page_cache: bool) -> LoadReport:
-        async with match_checkpoint(
-            ctx, found.path, state, step=None, options=options, past_page_cache=past_page_cache, meter=meter
-        ) as matched:
-            outcome = await matched.fetch()
-        await outcome.apply()
+    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint) -> LoadReport:
+        outcome = await load_checkpoint(ctx, found.path, state, step=None, options=options, meter=meter)
         report = load_report(found, (), outcome)
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return report
@@ -131,16 +128,8 @@ def read(
     check_flag("with_report", with_report)
     names, began = selection(only), time.perf_counter()
 
-    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint, past_page_cache: bool) -> Any:
-        outcome = await read_state(
-            ctx,
-            found.path,
-            step=None,
-            only=names,
-            skip_untrusted=skip_untrusted,
-            past_page_cache=past_page_cache,
-            meter=meter,
-        )
+    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint) -> Any:
+        outcome = await read_state(ctx, found.path, step=None, only=names, skip_untrusted=skip_untrusted, meter=meter)
         report = read_report(found, (), outcome)
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return (outcome.state, report) if with_report else outcome.state
@@ -173,9 +162,9 @@ def _run(
         found = await checkpoint_at(storage, directory, StepNames(settings.step_dir))
         async with metered(progress, executor) as meter:
             try:
-                return await use(ctx, meter, found, False)
+                return await use(ctx, meter, found)
             except CorruptCheckpointError:  # the transfer may have been bad, so the disk is read once more
                 with naming_checkpoint(found.path):
-                    return await use(ctx, meter, found, True)
+                    return await use(replace(ctx, past_page_cache=True), meter, found)
 
     return call_on_own_threads(work, settings.workers)

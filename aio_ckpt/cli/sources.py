@@ -17,7 +17,6 @@ import msgspec
 import torch
 
 from aio_ckpt.argument_checks import is_path
-from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.checkpoint.torch_file import TorchFile, check_is_torch_file, check_torch_file
 from aio_ckpt.cli.access import call, use_newest
 from aio_ckpt.cli.console import OnProgress
@@ -152,8 +151,7 @@ async def _read_leaves(
 ) -> Source:
     """Read a checkpoint into a mapped file in ``directory``. Every byte is verified before it is written elsewhere."""
     executor = ctx.executor
-    checkpoint = await open_checkpoint(ctx.storage, path, executor=executor)
-    checkpoint = await run_blocking(executor, ctx.as_one_state, checkpoint)
+    checkpoint = await ctx.open(path, step=None)
     step = step_names.step(path.name) if checkpoint.is_plain_dcp else checkpoint.step
     names = await run_blocking(executor, stored_names, ctx, checkpoint, only)
     objects = await read_leaves(

@@ -51,6 +51,11 @@ class CommittedCheckpoint:
         """Whether the caller gave the path of the checkpoint, instead of a step of the root."""
         return self.step < 0
 
+    @property
+    def expected_step(self) -> int | None:
+        """Step that its manifest has to tell; None if the caller gave the path."""
+        return None if self.is_given else self.step
+
 
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
     """Return the committed checkpoints under ``root``, ascending by step. A checkpoint has a ``.metadata``.

@@ -14,8 +14,7 @@ from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.job_runner import JobRunner, Pipeline
-from aio_ckpt.engine.job_writer import JobWriter
+from aio_ckpt.engine.job_runner import Pipeline, run_job
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.ranks.membership import CALL_STAGE
@@ -38,8 +37,6 @@ class JobCapturer:
     portal: Portal
     queue: JobQueue
     session: CaptureSession
-    runner: JobRunner
-    writer: JobWriter
 
     def capture(self, job: W, pipeline: Pipeline[W], parts: Iterable[tuple[PlannedImage, Part]]) -> None:
         """Run ``pipeline`` and capture each part in its turn. The first chunks are written while later ones are copied.
@@ -81,7 +78,7 @@ class JobCapturer:
                 return
             # The loop takes the GIL when it is woken. So it is woken once, when there is something to write.
             part.chunks.add(runs)
-            self.portal.submit(self.runner.run, job, pipeline, on_done=lambda done: self.queue.finish(job, done))
+            self.portal.submit(run_job, self.ctx, job, pipeline, on_done=lambda done: self.queue.finish(job, done))
             job.is_submitted = True
 
         def issued(work: Capture) -> None:
@@ -96,7 +93,7 @@ class JobCapturer:
             guarded=self.session.guards.leaves(plan.fingerprint, plan.structure),
             on_captured=captured,
             on_issued=issued,
-            slot_timeout_secs=self.writer.slot_timeout_secs(image.slots * image.chunk_bytes),
+            slot_timeout_secs=self.session.slot_timeout_secs(image.slots * image.chunk_bytes),
         )
 
     def _give_up(self, job: WriteJob, error: BaseException) -> None:

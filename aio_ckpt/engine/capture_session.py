@@ -24,6 +24,7 @@ from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 from aio_ckpt.state.check_leaves import naming_all_faults
 from aio_ckpt.state.flatten import FlatState, check_not_empty, flatten
+from aio_ckpt.write.throttle import WriteThrottle
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -31,10 +32,11 @@ _log = logging.getLogger("aio_ckpt")
 class CaptureSession:
     """Plans, staging memory and copy engines of one engine. Its caller holds the engine's lock."""
 
-    def __init__(self, ctx: EngineContext, segments: SharedMemoryFactory | None) -> None:
+    def __init__(self, ctx: EngineContext, throttle: WriteThrottle, segments: SharedMemoryFactory | None) -> None:
         """``segments``: factory of shared memory that outlives the process."""
         config = ctx.config
         self._ctx = ctx
+        self._throttle = throttle
         self.lifetime = LifetimeManager(
             budget_bytes=config.budget_bytes,
             ranks_on_host=ctx.members.on_host,
@@ -81,22 +83,25 @@ class CaptureSession:
         planned: PlannedImage,
         objects: ObjectBytes,
         target: Target,
-        *,
-        slot_timeout_secs: float,
         deadline: Deadline,
+        *,
         tail_bytes: int = 0,
     ) -> Image:
-        """Lease the memory of an image; see :func:`lease_image`."""
+        """Lease the memory of the image of a step or path; see :func:`lease_image`."""
         return lease_image(
             planned,
             len(objects.region),
             self.lifetime,
             self._staging,
-            timeout_secs=slot_timeout_secs,
+            timeout_secs=self.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
             tail_bytes=tail_bytes,
             step=target if isinstance(target, int) else None,
         )
+
+    def slot_timeout_secs(self, nbytes: int) -> float:
+        """Return the longest time in which ``nbytes`` of staging memory become free, if the disk does not stall."""
+        return self._ctx.config.stall_timeout_secs + self._throttle.longest_wait_secs(nbytes)
 
     def log_waves(self, image: Image, target: Target) -> None:
         """Warn once that a state is saved in waves, so that ``save()`` takes as long as the disk."""

@@ -33,9 +33,8 @@ from aio_ckpt.engine.file_pipeline import FilePipeline
 from aio_ckpt.engine.file_save import FileSaves
 from aio_ckpt.engine.job import SaveCall
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.job_runner import JobRunner
 from aio_ckpt.engine.job_writer import JobWriter
-from aio_ckpt.engine.known_steps import EarlierSteps
+from aio_ckpt.engine.known_steps import EarlierSteps, KnownSteps
 from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkpoint
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.removal import Remover
@@ -183,7 +182,9 @@ class BaseEngine:
         self._quarantine = Quarantine()
         self._trash = Trash(ctx.storage)
         self._rescue = Rescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
-        self._loader = Loader(ctx=ctx, quarantine=self._quarantine)
+        self._earlier_steps = EarlierSteps(ctx.root)
+        self._loader = Loader(ctx=ctx, quarantine=self._quarantine, earlier_steps=self._earlier_steps)
+        steps = KnownSteps(self._quarantine, counts_calls=ctx.world_size > 1, mirror=ctx.mirror)
         claim = Claim(ctx.storage, ctx.root, ctx.owner, stale_after_secs=ctx.config.stale_after_secs)
         self._mirroring = mirroring = self._make_mirroring()
         self._root_session = RootSession(
@@ -191,15 +192,15 @@ class BaseEngine:
             portal,
             claim=claim,
             quarantine=self._quarantine,
+            known_steps=steps,
             trash=self._trash,
             rescue=self._rescue,
             must_wait=lambda: self._preemption.is_on or not (mirroring is None or mirroring.is_ready),
             held=(lambda: ()) if mirroring is None else mirroring.held_steps,
         )
-        runner = JobRunner(ctx=ctx)
         writer = JobWriter(ctx=ctx, throttle=self._throttle, trash=self._trash)
         self._call_lock = call_lock = CallLock(portal)
-        self._session = session = CaptureSession(ctx, self._rescue.shared_memory)
+        self._session = session = CaptureSession(ctx, self._throttle, self._rescue.shared_memory)
         committed_frozen = CommittedFrozen(leaves=session.frozen, relink_limit=ctx.config.relink_limit)
         pipeline = StatePipeline(
             ctx=ctx,
@@ -212,11 +213,8 @@ class BaseEngine:
         )
         self._recorder = OutcomeRecorder(ctx, session)
         remover = Remover(ctx=ctx, claim=claim, quarantine=self._quarantine, trash=self._trash)
-        self._queue = queue = JobQueue(
-            ctx, portal, self._quarantine, remover, self._recorder, self._root_session, mirroring
-        )
-        capturer = JobCapturer(ctx=ctx, portal=portal, queue=queue, session=session, runner=runner, writer=writer)
-        self._earlier_steps = EarlierSteps(ctx.root)
+        self._queue = queue = JobQueue(ctx, portal, steps, remover, self._recorder, self._root_session, mirroring)
+        capturer = JobCapturer(ctx=ctx, portal=portal, queue=queue, session=session)
         self._state_saves = StateSaves(
             call_lock=call_lock,
             ctx=ctx,
@@ -600,13 +598,6 @@ class BaseEngine:
         work = start_beside(call, *args, **kwargs)
         return PendingCall(name, self._portal.check_thread, work)
 
-    async def _run_load(self, load: Callable[[], Awaitable[T]], path: object) -> T:
-        """Run ``load``. Without a path, it marks this run as resumed, so that the first save warns of nothing."""
-        loaded = await load()
-        if path is None:
-            self._earlier_steps.go_on()
-        return loaded
-
     def _close_blocking(self) -> None:
         """Finish pending saves, then release all resources. A second call does nothing.
 
@@ -755,8 +746,8 @@ class CheckpointEngine(BaseEngine):
         self._portal.check_thread("load()")
         self._ctx.members.check_group()
         before = self._before_load("load", step, path)
-        loading = functools.partial(self._loader.load, state, options, given_up, before)
-        return PendingLoad(self._portal.check_thread, self._portal.submit(self._run_load, loading, path), given_up)
+        loading = self._portal.submit(self._loader.load, state, options, given_up, before)
+        return PendingLoad(self._portal.check_thread, loading, given_up)
 
     def read(
         self,
@@ -793,7 +784,7 @@ class CheckpointEngine(BaseEngine):
         wanted = wanted_checkpoint(step, path)
         names, before = selection(only), self._before_load("read", step, path)
         read = functools.partial(self._loader.read, wanted, names, skip_untrusted, with_report, progress, before=before)
-        work = self._portal.submit(self._run_load, read, path)
+        work = self._portal.submit(read)
         return PendingCall("read()", self._portal.check_thread, work)
 
     # -- steps --------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class FileSaves(LockedCalls):
                 planned_file.tail_bytes,
                 self._lifetime,
                 self._staging,
-                timeout_secs=self._pipeline.writer.slot_timeout_secs(planned.plan.layout.chunk_bytes),
+                timeout_secs=self._capturer.session.slot_timeout_secs(planned.plan.layout.chunk_bytes),
                 limit_secs=MAX_SECS,
             )
             yield (

@@ -18,7 +18,6 @@ from typing import TypeAlias, TypeVar
 from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.path_checkpoints import is_same_place
-from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import Job, RemoveJob, SaveJob, WriteJob
@@ -62,7 +61,7 @@ class JobQueue:
         self,
         ctx: EngineContext,
         portal: Portal,
-        quarantine: Quarantine,
+        steps: KnownSteps,
         remover: Remover,
         recorder: OutcomeRecorder,
         root_session: RootSession,
@@ -75,7 +74,7 @@ class JobQueue:
         self._root_session = root_session
         self._mirroring = mirroring
         self._max = ctx.config.max_in_flight
-        self.steps = KnownSteps(quarantine, counts_calls=ctx.world_size > 1, mirror=ctx.mirror)
+        self.steps = steps
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
         # held for ever.
         self._lock = Lock()

@@ -30,10 +30,6 @@ class JobWriter:
     trash: Trash
     """Deletes the directories of failed saves, and what is left of replaced checkpoints."""
 
-    def slot_timeout_secs(self, nbytes: int) -> float:
-        """Return the longest time in which ``nbytes`` of staging memory become free, if the disk does not stall."""
-        return self.ctx.config.stall_timeout_secs + self.throttle.longest_wait_secs(nbytes)
-
     def file_writer(self, job: WriteJob) -> FileWriter:
         """Return the writer of the data files of a job, whose writes tell that the job goes on."""
         return FileWriter(

@@ -19,9 +19,8 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import anyio
 
@@ -32,6 +31,7 @@ from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted, newest_good
 from aio_ckpt.engine.group_load import first_round, newest_good_for_all
+from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.match.options import LoadOptions
@@ -39,12 +39,13 @@ from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
-from aio_ckpt.restore.load import LoadOutcome, Matched, match_checkpoint
-from aio_ckpt.restore.load_progress import Meter, metered
+from aio_ckpt.restore.load import LoadOutcome, load_checkpoint, match_checkpoint
+from aio_ckpt.restore.load_progress import metered
 from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.ticket import PendingCall
 
+T = TypeVar("T")
 BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]
 """Waits for the pending calls that change what a load finds."""
 
@@ -59,6 +60,8 @@ class Loader:
     ctx: EngineContext
     quarantine: Quarantine
     """Gets the checkpoints that were proven damaged."""
+    earlier_steps: EarlierSteps
+    """Is told that this run goes on from a step of the root."""
 
     async def load(self, state: object, options: LoadOptions, given_up: Future[None], before: BeforeLoad) -> LoadReport:
         """Fill ``state`` from the checkpoint that ``options`` name, until ``given_up`` is done.
@@ -71,7 +74,7 @@ class Loader:
         """
         began = time.perf_counter()
         report = await run_cancellable(given_up, lambda: self._load(state, options, before))
-        self._log(report, began)
+        self._end(report, options.path, began)
         return report
 
     async def _load(self, state: object, options: LoadOptions, before: BeforeLoad) -> LoadReport:
@@ -80,11 +83,11 @@ class Loader:
         name, wanted = await self._accept(options, before)  # on all ranks, or on none
         async with metered(options.progress, ctx.executor) as meter:
             if ctx.members.are_several:  # no rank fetches before all have matched, nor applies before all have decoded
-                match = functools.partial(self._match, state, options, meter)
+                match = self._with(functools.partial(match_checkpoint, state=state, options=options, meter=meter))
                 found = await newest_good_for_all(ctx, quarantine, name, wanted, match, fallback=options.fallback)
             else:
-                use = functools.partial(self._fill, state, options, meter)
-                found = await newest_good(ctx, quarantine, wanted, use, fallback=options.fallback)
+                load = self._with(functools.partial(load_checkpoint, state=state, options=options, meter=meter))
+                found = await newest_good(ctx, quarantine, wanted, load, fallback=options.fallback)
         chosen, skipped, loaded = found
         return load_report(chosen, skipped, loaded)
 
@@ -101,30 +104,36 @@ class Loader:
         """Return the state of the checkpoint ``wanted``; with ``with_report``, (state, ReadReport)."""
         await before()
         ctx, began = self.ctx, time.perf_counter()
-
-        async def read(meter: Meter, candidate: CommittedCheckpoint, past_page_cache: bool) -> ReadOutcome:
-            return await read_state(
-                self._read_context(),
-                candidate.path,
-                step=None if candidate.is_given else candidate.step,
-                only=only,
-                skip_untrusted=skip_untrusted,
-                past_page_cache=past_page_cache,
-                meter=meter,
-            )
-
         async with metered(progress, ctx.executor) as meter:
-            use = functools.partial(read, meter)
-            chosen, skipped, outcome = await newest_good(ctx, self.quarantine, wanted, use, fallback=True)
+            read = self._with(functools.partial(read_state, only=only, skip_untrusted=skip_untrusted, meter=meter))
+            chosen, skipped, outcome = await newest_good(ctx, self.quarantine, wanted, read, fallback=True)
         report = read_report(chosen, skipped, outcome)
-        self._log(report, began)
+        self._end(report, wanted.path, began)
         return (outcome.state, report) if with_report else outcome.state
 
-    def _log(self, report: LoadReport | ReadReport, began: float) -> None:
+    def _with(self, call: Callable[..., T]) -> Callable[[CommittedCheckpoint, bool], T]:
+        """Return ``call``, which reads a checkpoint, as a function of the checkpoint that a search has found."""
+
+        def use(candidate: CommittedCheckpoint, past_page_cache: bool) -> T:
+            ctx = self.ctx
+            reading = ReadContext.of(
+                ctx.config,
+                ctx.storage,
+                ctx.executor,
+                rank=ctx.rank,
+                world_size=ctx.world_size,
+                ranks_on_host=ctx.members.on_host,
+                past_page_cache=past_page_cache,
+            )
+            return call(reading, candidate.path, step=candidate.expected_step)
+
+        return use
+
+    def _end(self, report: LoadReport | ReadReport, path: object, began: float) -> None:
         ctx = self.ctx
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
-
-    # -- accept ---------------------------------------------------------------------------------------
+        if path is None:
+            self.earlier_steps.go_on()
 
     async def _accept(self, options: LoadOptions, before: BeforeLoad) -> tuple[Topic, Wanted]:
         """Return the name of the call, which is the same on every rank, and the checkpoint that it asks for."""
@@ -139,40 +148,6 @@ class Loader:
             await members.abort(first_round(name), error, stage="load")
             raise
         return name, wanted
-
-    # -- read and apply -------------------------------------------------------------------------------
-
-    def _match(
-        self, state: object, options: LoadOptions, meter: Meter, candidate: CommittedCheckpoint, past_page_cache: bool
-    ) -> AbstractAsyncContextManager[Matched]:
-        return match_checkpoint(
-            self._read_context(),
-            candidate.path,
-            state,
-            step=None if candidate.is_given else candidate.step,
-            options=options,
-            past_page_cache=past_page_cache,
-            meter=meter,
-        )
-
-    async def _fill(
-        self, state: object, options: LoadOptions, meter: Meter, candidate: CommittedCheckpoint, past_page_cache: bool
-    ) -> LoadOutcome:
-        async with self._match(state, options, meter, candidate, past_page_cache) as matched:
-            loaded = await matched.fetch()
-        await loaded.apply()
-        return loaded
-
-    def _read_context(self) -> ReadContext:
-        ctx = self.ctx
-        return ReadContext.of(
-            ctx.config,
-            ctx.storage,
-            ctx.executor,
-            rank=ctx.rank,
-            world_size=ctx.world_size,
-            ranks_on_host=ctx.members.on_host,
-        )
 
 
 def load_report(

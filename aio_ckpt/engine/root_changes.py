@@ -87,7 +87,7 @@ class RootChanges(LockedCalls):
             changed: StepsChange = (None, [])
             if members.is_leader and not busy:
                 self.root_session.check_holds_steps(call)  # first: a mistyped root stays as it is
-                self.root_session.become_writer(self.queue.steps.learn, NO_DEADLINE)
+                self.root_session.become_writer(NO_DEADLINE)
                 self.queue.steps.forget()  # a change that fails midway has renamed some steps
                 changed = change(step, **flags)
             busy, (newest, gone) = self.portal.call(
@@ -132,7 +132,7 @@ class RootChanges(LockedCalls):
                 place = check_place("path", path)
                 session.check_place(place, NO_DEADLINE)
                 if members.is_leader:
-                    session.become_writer(self.queue.steps.learn, NO_DEADLINE)
+                    session.become_writer(NO_DEADLINE)
                 return self.queue.remove(place, number)
             except BaseException as error:
                 self._send_refusal(Topic("remove", number), error)

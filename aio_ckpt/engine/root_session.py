@@ -28,6 +28,7 @@ from aio_ckpt.commit.trash import Trash, check_engine_dirs
 from aio_ckpt.config import EngineConfig, Mirror
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import copies_or_none
+from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.remote_path import Place, RemotePath, check_place, find_remote, place_of
@@ -171,6 +172,7 @@ class RootSession:
         *,
         claim: Claim,
         quarantine: Quarantine,
+        known_steps: KnownSteps,
         trash: Trash,
         rescue: Rescue,
         must_wait: Callable[[], bool],
@@ -181,6 +183,7 @@ class RootSession:
         self._claim = claim
         self._heartbeat: Future[None] | None = None
         self._quarantine = quarantine
+        self._known_steps = known_steps
         self._trash = trash
         self._rescue = rescue
         self._portal = portal
@@ -214,10 +217,10 @@ class RootSession:
         """Whether this engine has taken the lock."""
         return self._lock is not None
 
-    def become_writer(self, learn: Callable[[Callable[[], list[int]]], None], deadline: Deadline) -> None:
+    def become_writer(self, deadline: Deadline) -> None:
         """Take the root's lock, before the first change under the root.
 
-        Then set aside the checkpoints that loads proved damaged, clear leftovers, and let ``learn`` read the steps.
+        Then set aside the checkpoints that loads proved damaged, clear leftovers, and read the steps.
 
         Raises:
             RootError: another writer holds it, or the root is not writable.
@@ -247,7 +250,7 @@ class RootSession:
             self._call(self._set_aside, what="setting damaged checkpoints aside", deadline=deadline)
             self._call(self._clear, what="clearing leftovers", deadline=deadline)
             self._call(self._rescue.reclaim, what="clearing segments of dead writers", deadline=deadline)
-            learn(functools.partial(self.all_steps, deadline))
+            self._known_steps.learn(functools.partial(self.all_steps, deadline))
             self._lock = lock
             self._check_open()  # again: if the engine was closed meanwhile, nothing releases this lock
         except BaseException as error:
@@ -423,9 +426,20 @@ class RootSession:
         copies = self._within(read, what="reading the steps of the mirror", deadline=deadline)
         return [copy.step for copy in copies]
 
-    def known_steps(self, deadline: Deadline) -> list[int]:
-        """Return the steps after which the next one is numbered: those of the mirror, too, once this engine writes."""
-        return self.steps(deadline) if self._lock is None else self.all_steps(deadline)
+    def learn_steps(self, deadline: Deadline) -> None:
+        """Read the steps after which the next one is numbered, as the leader sees them, if they are not known.
+
+        The steps of the mirror are among them once this engine writes.
+        """
+        members = self._ctx.members
+        if self._known_steps.are_known:
+            return
+        if members.is_leader:
+            read = self.steps if self._lock is None else self.all_steps
+            self._known_steps.learn(functools.partial(read, deadline))
+        else:
+            # Another rank may see the disk late (NFS). The leader knows all steps and refuses one that this rank lacks.
+            self._known_steps.learn(lambda: [] if members.newest_step is None else [members.newest_step])
 
     def check_holds_steps(self, what: str) -> None:
         """Raise CheckpointNotFoundError, with ``what`` was called, if the root holds no committed step."""

@@ -33,7 +33,7 @@ from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import Target
-from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
+from aio_ckpt.runtime.deadline import NO_DEADLINE
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.snapshot.captured_chunks import CapturedChunks
@@ -139,7 +139,7 @@ class StateSaves(LockedCalls):
 
     def _save(self, state: object, numbered: NumberedCall, waited_secs: float | None) -> SaveTicket:
         """Plan, lease and capture. ``waited_secs``: how long the call waited for room; None if it is to be skipped."""
-        self._learn_steps(numbered.call.deadline)
+        self.root_session.learn_steps(numbered.call.deadline)
         numbered = numbered.accepted()  # after the wait, which ends alike on all ranks: the call is refused on all
         self._check_target(numbered)
         if waited_secs is None:
@@ -156,14 +156,7 @@ class StateSaves(LockedCalls):
             planned = self.agreement.assign(planned, content, target, numbered)
             content = ContentSums(content.objects)
         objects = _own_objects(encoded, [name for name, _ in planned.objects], planned.plan.object_names)
-        timeout_secs = self.pipeline.writer.slot_timeout_secs(planned.plan.layout.chunk_bytes)
-        lease = functools.partial(
-            self.session.lease, objects=objects, target=target, slot_timeout_secs=timeout_secs, deadline=call.deadline
-        )
-        if self.ctx.config.frozen == "trusted" and planned.plan.layout.frozen_items:
-            leased = self.trusted.lease(flat, planned, len(objects.region), target, lease)
-        else:
-            leased = Leased(planned=planned, image=lease(planned))
+        leased = self.trusted.lease(flat, planned, objects, target, call.deadline)
         image, layout = leased.image, leased.planned.plan.layout
         try:
             self.session.log_waves(image, target)
@@ -197,7 +190,7 @@ class StateSaves(LockedCalls):
             except StepOrderError:
                 # If another process writes, it has made these steps, and the error says so.
                 if self.ctx.members.is_leader:
-                    self.root_session.become_writer(self.queue.steps.learn, call.deadline)
+                    self.root_session.become_writer(call.deadline)
                 raise
 
     def _check_step(self, step: int, call: SaveCall) -> None:
@@ -217,7 +210,7 @@ class StateSaves(LockedCalls):
         call, step = numbered.call, numbered.step
         # A later save looks at the lock in the background, unless the other ranks wait for the leader now.
         if self.ctx.members.is_leader and (plan.lacks_share or not self.root_session.is_writer):
-            self.root_session.become_writer(self.queue.steps.learn, call.deadline)
+            self.root_session.become_writer(call.deadline)
         if call.takes_step:
             self._log_earlier_steps(step)
         target: Target = self.queue.claim_step(numbered.number, step) if call.path is None else call.path
@@ -260,25 +253,12 @@ class StateSaves(LockedCalls):
             trusted_file=leased.trusted_file,
         )
 
-    def _learn_steps(self, deadline: Deadline) -> None:
-        """Read the committed steps if they are not known."""
-        if not self.queue.steps.are_known:
-            self.queue.steps.learn(functools.partial(self._known_steps, deadline))
-
     def _log_earlier_steps(self, step: int | None) -> None:
         """Warn once if a save without a step goes on after the steps of another run."""
         if step is not None:
             self.earlier_steps.pass_first_save()
         elif self.earlier_steps.may_be_mixed and self.ctx.members.is_leader:
             self.earlier_steps.log_first_save(self.queue.steps.newest(self.queue.pending_steps))
-
-    def _known_steps(self, deadline: Deadline) -> list[int]:
-        """Return the committed steps on the disk, as the leader sees them."""
-        members = self.ctx.members
-        if members.is_leader:
-            return self.root_session.known_steps(deadline)
-        # Another rank may see the disk late (NFS). The leader knows all steps and refuses one that this rank lacks.
-        return [] if members.newest_step is None else [members.newest_step]
 
     def prepare(self, state: object, step: int | None) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
@@ -291,7 +271,7 @@ class StateSaves(LockedCalls):
             flat, planned = self.session.plan(state)
             objects = self.session.encode(flat, planned)
             if self.ctx.members.is_leader:
-                self.root_session.become_writer(self.queue.steps.learn, NO_DEADLINE)
+                self.root_session.become_writer(NO_DEADLINE)
             self._log_earlier_steps(step)
             self.session.copy_engines.prepare(planned.plan)
             # How much memory this rank's share takes is known once the ranks have agreed, in the first save.
@@ -306,7 +286,7 @@ class StateSaves(LockedCalls):
     def _check_first_step(self, step: int) -> None:
         """Raise StepOrderError on all ranks if ``save(step=step)`` would. Nothing is locked or made."""
         self.ctx.members.await_met(NO_DEADLINE)
-        self._learn_steps(NO_DEADLINE)
+        self.root_session.learn_steps(NO_DEADLINE)
         read, pending = self.root_session.steps, self.queue.pending_steps
         self.queue.steps.check(step, pending, overwrite=False, read=read)
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.committed_frozen import CommittedFrozen
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import ReadError, StallError
+from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.save_plan import Plan, PlannedImage, PlannedSave, parameters_of
 from aio_ckpt.plan.trusted_plan import TrustedPlan, Versions
 from aio_ckpt.reports import Target, title
+from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import Image, image_bytes_of
@@ -51,14 +52,17 @@ class TrustedLeaves:
     _plan: TrustedPlan | None = None
 
     def lease(
-        self, flat: FlatState, planned: PlannedSave, objects_bytes: int, target: Target, lease: Callable[..., Image]
+        self, flat: FlatState, planned: PlannedSave, objects: ObjectBytes, target: Target, deadline: Deadline
     ) -> Leased:
-        """Lease the memory for what a save has to capture, by ``lease``: a :meth:`CaptureSession.lease` of the save."""
+        """Lease the memory for what a save has to capture; see :meth:`CaptureSession.lease`."""
         plan = planned.plan
+        lease = functools.partial(self.session.lease, objects=objects, target=target, deadline=deadline)
+        if self.ctx.config.frozen != "trusted" or not plan.layout.frozen_items:
+            return Leased(planned=planned, image=lease(planned))
         trusted = self._trusted(plan)
         versions = Versions.of([planned.tensors[leaf] for leaf in trusted.leaves], parameters_of(flat))
         known = None if versions is None else self._known(plan, versions)
-        needed = image_bytes_of(trusted.main, objects_bytes) + SAMPLE_BYTES
+        needed = image_bytes_of(trusted.main, len(objects.region)) + SAMPLE_BYTES
         if known is not None and needed <= self.session.lifetime.budget_bytes:
             main = PlannedImage(plan=trusted.main, tensors=planned.tensors, objects=planned.objects)
             image = lease(main, tail_bytes=SAMPLE_BYTES)

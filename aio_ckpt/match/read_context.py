@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.checkpoint.data_files import Files
-from aio_ckpt.checkpoint.open import Checkpoint, RankSubset
+from aio_ckpt.checkpoint.open import Checkpoint, RankSubset, open_checkpoint
 from aio_ckpt.checkpoint.rank_names import as_one_state
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadContext:
-    """The rank that reads, and its settings. All loads of an engine share it."""
+    """The rank that reads, and its settings."""
 
     storage: Storage
     """File system of the checkpoints."""
@@ -33,6 +34,8 @@ class ReadContext:
     """Whether checksums are compared."""
     trusted: bool
     """Whether objects that only running code reads are decoded."""
+    past_page_cache: bool = False
+    """Whether all data is read from the disk itself, for a second reading after a mismatch."""
 
     @classmethod
     def of(
@@ -44,6 +47,7 @@ class ReadContext:
         rank: int,
         world_size: int,
         ranks_on_host: int = 1,
+        past_page_cache: bool = False,
     ) -> ReadContext:
         """Return the context of a rank that reads as ``config`` says."""
         return cls(
@@ -55,6 +59,7 @@ class ReadContext:
             readers=config.workers,
             verify=config.verify == "load",
             trusted=config.trusted_objects,
+            past_page_cache=past_page_cache,
         )
 
     @property
@@ -62,10 +67,16 @@ class ReadContext:
         """The part of a checkpoint that this rank needs at most, if as many ranks saved it; None if it reads alone."""
         return RankSubset(self.rank, self.world_size) if self.world_size > 1 else None
 
-    def as_one_state(self, checkpoint: Checkpoint) -> Checkpoint:
-        """See :func:`aio_ckpt.checkpoint.rank_names.as_one_state`."""
-        return as_one_state(checkpoint, rank=self.rank, world_size=self.world_size)
+    async def open(self, path: Path, *, step: int | None, part: RankSubset | None = None) -> Checkpoint:
+        """Open the checkpoint at ``path``, as the state that this rank reads.
 
-    def files(self, directory: Path, *, past_page_cache: bool) -> Files:
-        """Return the data files in ``directory``; with ``past_page_cache``, all is read from the disk."""
-        return Files(self.storage, directory, page_cache="pass" if past_page_cache else "take")
+        Raises:
+            CheckpointNotFoundError and others: see :func:`aio_ckpt.checkpoint.open.open_checkpoint`.
+        """
+        checkpoint = await open_checkpoint(self.storage, path, executor=self.executor, step=step, part=part)
+        seen = functools.partial(as_one_state, rank=self.rank, world_size=self.world_size)
+        return await run_blocking(self.executor, seen, checkpoint)
+
+    def files(self, directory: Path) -> Files:
+        """Return the data files in ``directory``."""
+        return Files(self.storage, directory, page_cache="pass" if self.past_page_cache else "take")

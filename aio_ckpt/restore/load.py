@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aio_ckpt.checkpoint.data_files import Files
-from aio_ckpt.checkpoint.open import Checkpoint, OnlyPartOpenError, RankSubset, open_checkpoint
+from aio_ckpt.checkpoint.open import Checkpoint, OnlyPartOpenError, RankSubset
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.match import Match, match_template
@@ -99,13 +99,11 @@ async def match_checkpoint(
     *,
     step: int | None,
     options: LoadOptions,
-    past_page_cache: bool = False,
     meter: Meter = NO_METER,
 ) -> AsyncIterator[Matched]:
     """Compare ``state`` with the checkpoint at ``path`` and yield the match. The data files are open in the block.
 
     Args:
-        past_page_cache: whether all bytes are read from the disk, for a second reading after a mismatch.
         meter: counts the bytes that are read.
 
     Raises:
@@ -115,16 +113,32 @@ async def match_checkpoint(
         CorruptCheckpointError: a manifest or an object does not verify.
         ReadError: the operating system could not read.
     """
-    async with ctx.files(path, past_page_cache=past_page_cache) as files:
+    async with ctx.files(path) as files:
         match = functools.partial(_open_and_match, ctx, files, state, step, options, meter)
-        part = ctx.part if options.rename is None and not past_page_cache else None
+        part = ctx.part if options.rename is None and not ctx.past_page_cache else None
         matched = None if part is None else await _match_part(match, part)
         if matched is None:
             matched = await match(None)
-        if not past_page_cache:
+        if not ctx.past_page_cache:
             stored = matched.checkpoint.stored_bytes
             await share_page_cache(files, matched.plan.reads, stored, ranks_on_host=ctx.ranks_on_host)
         yield matched
+
+
+async def load_checkpoint(
+    ctx: ReadContext,
+    path: Path,
+    state: object,
+    *,
+    step: int | None,
+    options: LoadOptions,
+    meter: Meter = NO_METER,
+) -> LoadOutcome:
+    """Load the checkpoint at ``path`` into ``state``. See :func:`match_checkpoint`, :class:`Matched`."""
+    async with match_checkpoint(ctx, path, state, step=step, options=options, meter=meter) as matched:
+        outcome = await matched.fetch()
+    await outcome.apply()
+    return outcome
 
 
 async def _match_part(match: Callable[[RankSubset | None], Awaitable[Matched]], part: RankSubset) -> Matched | None:
@@ -151,8 +165,7 @@ async def _open_and_match(
 ) -> Matched:
     """Compare ``state`` with the checkpoint of ``files``, of which ``part`` is opened, or all."""
     meter.restart()
-    checkpoint = await open_checkpoint(ctx.storage, files.directory, executor=ctx.executor, step=step, part=part)
-    checkpoint = await run_blocking(ctx.executor, ctx.as_one_state, checkpoint)
+    checkpoint = await ctx.open(files.directory, step=step, part=part)
     if options.rename is not None:
         checkpoint = await run_blocking(ctx.executor, renamed, checkpoint, options.rename, ctx.rank)
     found = await run_blocking(ctx.executor, match_template, ctx, checkpoint, state, options)

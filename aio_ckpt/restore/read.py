@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
+from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import dropped_names, wanted_names
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.leaves.values import UntrustedObject
@@ -44,7 +44,6 @@ async def read_state(
     step: int | None,
     only: Collection[str] | None,
     skip_untrusted: bool = False,
-    past_page_cache: bool = False,
     meter: Meter = NO_METER,
 ) -> ReadOutcome:
     """Return the nested state, or the part of it that ``only`` names, in new host memory. Tied names share a tensor.
@@ -56,12 +55,9 @@ async def read_state(
         CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.match_checkpoint`.
     """
     meter.restart()
-    checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
-    checkpoint = await run_blocking(ctx.executor, ctx.as_one_state, checkpoint)
+    checkpoint = await ctx.open(path, step=step)
     names = await run_blocking(ctx.executor, stored_names, ctx, checkpoint, only)
-    fetched = await read_leaves(
-        ctx, checkpoint, names, skip_untrusted=skip_untrusted, past_page_cache=past_page_cache, meter=meter
-    )
+    fetched = await read_leaves(ctx, checkpoint, names, skip_untrusted=skip_untrusted, meter=meter)
     return assemble(ctx, checkpoint, fetched, only=only)
 
 
@@ -118,7 +114,6 @@ async def read_leaves(
     names: Sequence[str],
     *,
     skip_untrusted: bool = False,
-    past_page_cache: bool = False,
     meter: Meter = NO_METER,
     memory: HostMemory | None = None,
 ) -> Fetched:
@@ -129,7 +124,7 @@ async def read_leaves(
     Raises:
         CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.match_checkpoint`.
     """
-    async with ctx.files(checkpoint.path, past_page_cache=past_page_cache) as files:
+    async with ctx.files(checkpoint.path) as files:
         fills = Fills()
         fills.add_new(checkpoint.catalog, names)
         plan = await plan_reads(ctx, files, checkpoint, fills, memory=memory)

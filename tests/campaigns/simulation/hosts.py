@@ -17,6 +17,7 @@ from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.retention import Policy, Retention
 from aio_ckpt.engine.fallback import Wanted
+from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError
 from aio_ckpt.plan import chunks
@@ -91,7 +92,11 @@ class _WriterAndReader(_Host):
             self._is_over = True
 
     async def _read_often(self) -> None:
-        loader = Loader(ctx=self._ctx(self.seen, self._threads, self.ctx.config), quarantine=Quarantine())
+        loader = Loader(
+            ctx=self._ctx(self.seen, self._threads, self.ctx.config),
+            quarantine=Quarantine(),
+            earlier_steps=EarlierSteps(ROOT),
+        )
         newest = -1
         while not self._is_over:
             before = self._newest_committed()
@@ -183,7 +188,7 @@ async def _check_visible(world: World, attempts: list[Attempt], found: set[int])
     last = {attempt.save.stored_step: attempt for attempt in attempts}
     if last.keys() != found:
         raise BrokenPromiseError(f"steps {sorted(found)} are there, and {sorted(last)} were committed")
-    loader = Loader(ctx=world.ctx, quarantine=Quarantine())
+    loader = Loader(ctx=world.ctx, quarantine=Quarantine(), earlier_steps=EarlierSteps(ROOT))
     for step, attempt in last.items():
         state: Any = await loader.read(Wanted(step=step), None, before=nothing_pending)
         if names := differing(attempt.state, state):

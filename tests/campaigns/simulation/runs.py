@@ -34,8 +34,8 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted
 from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.job_runner import JobRunner
 from aio_ckpt.engine.job_writer import JobWriter
+from aio_ckpt.engine.known_steps import EarlierSteps, KnownSteps
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.removal import Remover
@@ -284,17 +284,23 @@ class World:
             except (OSError, TimeoutError):
                 continue
         outcomes = mock.create_autospec(OutcomeRecorder, instance=True)
-        session = CaptureSession(self.ctx, None)
+        session = CaptureSession(self.ctx, WriteThrottle(), None)
         quarantine, writer = pipeline.quarantine, pipeline.writer
         remover = Remover(ctx=self.ctx, claim=pipeline.claim, quarantine=quarantine, trash=writer.trash)
-        queue = JobQueue(self.ctx, self.portal, quarantine, remover, outcomes, pipeline.root_session, None)
+        queue = JobQueue(
+            self.ctx,
+            self.portal,
+            KnownSteps(quarantine, counts_calls=False),
+            remover,
+            outcomes,
+            pipeline.root_session,
+            None,
+        )
         capturer = JobCapturer(
             ctx=self.ctx,
             portal=self.portal,
             queue=queue,
             session=session,
-            runner=JobRunner(ctx=self.ctx),
-            writer=writer,
         )
         return capturer, pipeline
 
@@ -397,7 +403,7 @@ class World:
         calm = SimThreads(self.loop, random.Random(0), 8, Chances())
         storage = SimStorage(calm, random.Random(0), Chances(), disk, ROOT)
         ctx = self._ctx(storage, calm, self.ctx.config)
-        loader = Loader(ctx=ctx, quarantine=Quarantine())
+        loader = Loader(ctx=ctx, quarantine=Quarantine(), earlier_steps=EarlierSteps(ROOT))
         found = {checkpoint.step for checkpoint in await discovery.discover(storage, ROOT, ctx.names)}
         if not promised.keys() <= found:
             raise BrokenPromiseError(

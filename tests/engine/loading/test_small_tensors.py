@@ -16,8 +16,8 @@ from gated_storage import TIMEOUT
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.checkpoint import verified_copy
 from aio_ckpt.errors import MismatchError, ReadError, SaveCancelledError, TemplateMismatchError
+from aio_ckpt.match import read_context
 from aio_ckpt.reports import LoadReport
-from aio_ckpt.restore import load as restore
 from aio_ckpt.storage import data_file as datafile
 
 COUNT = 600
@@ -272,15 +272,15 @@ def test_memory_that_a_thread_of_a_given_up_load_still_reads_to_is_no_other_load
 def test_what_was_read_of_the_small_files_is_freed_behind_the_load(
     engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[weakref.ref[restore.Checkpoint]] = []
-    inner = restore.open_checkpoint
+    opened: list[weakref.ref[read_context.Checkpoint]] = []
+    inner = read_context.open_checkpoint
 
-    async def noted(*arguments: Any, **options: Any) -> restore.Checkpoint:
+    async def noted(*arguments: Any, **options: Any) -> read_context.Checkpoint:
         checkpoint = await inner(*arguments, **options)
         opened.append(weakref.ref(checkpoint))
         return checkpoint
 
-    monkeypatch.setattr(restore, "open_checkpoint", noted)
+    monkeypatch.setattr(read_context, "open_checkpoint", noted)
     state = {"layer.0.bias": torch.zeros_like(made()["layer.0.bias"])}
     load(engine, state)
     engine.close_blocking()

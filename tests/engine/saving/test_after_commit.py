@@ -26,7 +26,7 @@ def test_a_deadline_that_strikes_as_the_save_ends_is_too_late(tmp_path: Path, mo
         finally:
             raise StallError("too late")
 
-    monkeypatch.setattr(job_runner.JobRunner, "_watch", late)
+    monkeypatch.setattr(job_runner, "_watch", late)
     with SyncCheckpointEngine(tmp_path) as engine:
         report = engine.save(STATE).result(TIMEOUT)
         assert report is not None
