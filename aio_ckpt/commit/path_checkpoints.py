@@ -24,7 +24,7 @@ _SHOWN = 3
 """Most foreign names that an error shows."""
 
 
-def check_place(path: Path, root: Path, names: StepNames) -> None:
+def check_outside_root(path: Path, root: Path, names: StepNames) -> None:
     """Refuse a path at which no checkpoint can be saved or removed by its path. Blocks, and changes nothing.
 
     Raises:

@@ -83,7 +83,7 @@ class JobCapturer:
 
         def issued(work: Capture) -> None:
             job.events += work.source_events
-            self.session.guards.wait_for(work.source_events)
+            self.session.guards.before_next_step(work.source_events)
             job.timer.reached("blocked")  # now: the loop wakes next and may finish the save before this thread goes on
 
         return capture(

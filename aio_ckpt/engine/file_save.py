@@ -79,7 +79,7 @@ class FileSaves(LockedCalls):
 
     def _save(self, obj: object, path: Path, options: SafetensorsOptions, started: float) -> SaveTicket:
         """Plan, lease and capture. ``started`` is ``time.perf_counter`` at the call."""
-        check, limit_secs = functools.partial(self._check_place, path), self._ctx.config.stall_timeout_secs
+        check, limit_secs = functools.partial(self._check_outside_root, path), self._ctx.config.stall_timeout_secs
         call_within(limit_secs, check, "looking at the file", path)
         with collector_paused():
             content = self._content(obj, path.name, options)
@@ -127,7 +127,7 @@ class FileSaves(LockedCalls):
                 ),
             )
 
-    def _check_place(self, path: Path) -> None:
+    def _check_outside_root(self, path: Path) -> None:
         root = self._ctx.root
         if isinstance(root, RemotePath):
             remedy = "open an engine whose root is on the disk of the file"

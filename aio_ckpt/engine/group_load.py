@@ -41,7 +41,7 @@ from aio_ckpt.restore.load import LoadOutcome, Matched
 _log = logging.getLogger("aio_ckpt")
 
 
-Match: TypeAlias = Callable[[discovery.CommittedCheckpoint, bool], AbstractAsyncContextManager[Matched]]
+MatchCandidate: TypeAlias = Callable[[discovery.CommittedCheckpoint, bool], AbstractAsyncContextManager[Matched]]
 """Compares the template with a checkpoint; with True, past the page cache."""
 
 
@@ -138,7 +138,7 @@ _ROUND: Exchange[_Message, _Instruction] = Exchange(_Message, _Instruction, stag
 
 
 async def newest_good_for_all(
-    ctx: EngineContext, quarantine: Quarantine, name: Topic, wanted: Wanted, match: Match, *, fallback: bool
+    ctx: EngineContext, quarantine: Quarantine, name: Topic, wanted: Wanted, match: MatchCandidate, *, fallback: bool
 ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], LoadOutcome]:
     """Do :func:`aio_ckpt.engine.fallback.newest_good` on all ranks; ``name`` is the same on every rank for this call.
 
@@ -215,7 +215,7 @@ class LoadRounds:
 class LoadMember:
     """This rank's part of a load: it follows the instructions of the leader."""
 
-    def __init__(self, search: FallbackSearch, match: Match, rounds: LoadRounds, wanted: Wanted) -> None:
+    def __init__(self, search: FallbackSearch, match: MatchCandidate, rounds: LoadRounds, wanted: Wanted) -> None:
         self.search = search
         self._wanted = wanted
         self._newest_before = search.ctx.members.newest_step

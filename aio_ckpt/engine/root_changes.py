@@ -130,7 +130,7 @@ class RootChanges(LockedCalls):
                 self.queue.check_open()
                 members.await_met(NO_DEADLINE)
                 place = check_place("path", path)
-                session.check_place(place, NO_DEADLINE)
+                session.check_outside_root(place, NO_DEADLINE)
                 if members.is_leader:
                     session.become_writer(NO_DEADLINE)
                 return self.queue.remove(place, number)

@@ -504,12 +504,12 @@ class RootSession:
         """
         self._call(self._retention.delete_discarded, step, what="delete()")
 
-    def check_place(self, path: Path, deadline: Deadline) -> None:
+    def check_outside_root(self, path: Path, deadline: Deadline) -> None:
         """Raise ConfigError if no checkpoint can be saved or removed at ``path``; see ``path_checkpoints``."""
         ctx, what = self._ctx, f"looking at {path}"
 
         async def check() -> None:
-            await run_blocking(ctx.executor, path_checkpoints.check_place, path, ctx.root, ctx.names)
+            await run_blocking(ctx.executor, path_checkpoints.check_outside_root, path, ctx.root, ctx.names)
 
         self._call(check, what=what, deadline=deadline)
 

@@ -183,7 +183,7 @@ class StateSaves(LockedCalls):
         """Raise if nothing may be saved at the step or path that the caller gave. Nothing was touched."""
         call, step = numbered.call, numbered.step
         if call.path is not None:
-            self.root_session.check_place(call.path, call.deadline)
+            self.root_session.check_outside_root(call.path, call.deadline)
         elif step is not None:
             try:
                 self._check_step(step, call)

@@ -174,6 +174,11 @@ class AioTrainerMixin:
             pending.discard()
             raise
         self._aio_pending = None
+        self._aio_publish(pending)
+
+    def _aio_publish(self, pending: _Draft) -> None:
+        """Make a durable checkpoint visible, delete expired ones, and call ``on_save``."""
+        trainer: Any = self
         try:
             checkpoint_folder.publish(Path(pending.folder), Path(pending.final), _STATE, _FILES)
         except BaseException:

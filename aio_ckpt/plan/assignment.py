@@ -112,14 +112,14 @@ def _assign_equal_replicas(writers: Writers, rows: IntArray, counts: IntArray, *
     is_even = (np.minimum.reduceat(occurrence, begins) == np.maximum.reduceat(occurrence, begins)).all()
     if held.is_tied[rows].any() or not is_even:
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
-            _assign_one(writers, rows[begin : begin + count], load=load)
+            _one_to_least_loaded(writers, rows[begin : begin + count], load=load)
         return
     order = np.argsort(occurrence[begins], kind="stable")
     for step in np.split(order, np.flatnonzero(np.diff(occurrence[begins][order])) + 1):
-        _assign_independent(writers, rows[_ranges(begins[step], counts[step])], counts[step], load=load)
+        _to_least_loaded(writers, rows[_ranges(begins[step], counts[step])], counts[step], load=load)
 
 
-def _assign_independent(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
+def _to_least_loaded(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
     """Assign boxes that share no rank: each to the rank that has least to write, the lowest of several such ranks."""
     held, begins = writers.held, np.cumsum(counts) - counts
     mine = load[held.rank[rows]]
@@ -129,7 +129,7 @@ def _assign_independent(writers: Writers, rows: IntArray, counts: IntArray, *, l
     load[held.rank[chosen]] += held.nbytes[held.signature[chosen]]
 
 
-def _assign_one(writers: Writers, rows: IntArray, *, load: IntArray) -> None:
+def _one_to_least_loaded(writers: Writers, rows: IntArray, *, load: IntArray) -> None:
     """Assign one box, and the names that are tied to it on the rank that writes it."""
     if writers.is_taken[writers.box[rows[0]]]:
         return  # it was tied to a box that is assigned already

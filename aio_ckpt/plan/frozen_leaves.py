@@ -49,7 +49,7 @@ class FrozenLeaves:
 
         These are the leaves that were found, and those that are one of ``parameters`` which needs no gradient.
         """
-        without_grad = {address_of(parameter) for parameter in parameters if not parameter.requires_grad} - {0}
+        without_grad = {address_of_values(parameter) for parameter in parameters if not parameter.requires_grad} - {0}
         given = {name for name, address in zip(names, addresses, strict=True) if address in without_grad}
         given -= self._changing
         self._has_news = False
@@ -87,9 +87,9 @@ class FrozenLeaves:
         self._found -= names
         self._has_news |= bool(names)
         if self._may_find:
-            self._find(layout, frozen)
+            self._find_unchanged(layout, frozen)
 
-    def _find(self, layout: ImageLayout, frozen: frozenset[str]) -> None:
+    def _find_unchanged(self, layout: ImageLayout, frozen: frozenset[str]) -> None:
         others = np.flatnonzero(self._equal[layout.frozen_items :] >= _EQUAL_SAVES) + layout.frozen_items
         new = [
             item
@@ -102,6 +102,6 @@ class FrozenLeaves:
             self._has_news = True
 
 
-def address_of(parameter: torch.Tensor) -> int:
+def address_of_values(parameter: torch.Tensor) -> int:
     """Return the address of the values of a parameter that this rank holds."""
     return (local_memory(parameter) if isinstance(parameter, DTensor) else parameter).data_ptr()

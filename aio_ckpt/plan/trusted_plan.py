@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from aio_ckpt._torch import StorageWeakRef, storage_reference
-from aio_ckpt.plan.frozen_leaves import address_of
+from aio_ckpt.plan.frozen_leaves import address_of_values
 from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.save_plan import ImagePlan, Plan, plan_layout
 from aio_ckpt.plan.structure import has_stored_bytes
@@ -36,7 +36,7 @@ class Versions:
         if not all(map(has_stored_bytes, tensors)):
             return None
         addresses = {tensor.data_ptr() for tensor in tensors}
-        owners = [(address_of(parameter), parameter) for parameter in parameters]
+        owners = [(address_of_values(parameter), parameter) for parameter in parameters]
         found = [(address, parameter) for address, parameter in owners if address in addresses]
         if {address for address, _ in found} != addresses or any(parameter.requires_grad for _, parameter in found):
             return None

@@ -103,7 +103,7 @@ class OptimizerGuards:
             found = self._found = (starts, counts, fingerprint, leaves)
         return found[3]
 
-    def wait_for(self, events: Iterable[CopyEvent]) -> None:
+    def before_next_step(self, events: Iterable[CopyEvent]) -> None:
         """Make each later ``step`` wait for these events, too, until they are reached."""
         if self._objects:
             self._events = tuple(event for event in (*self._events, *events) if not event.query())

@@ -25,7 +25,7 @@ class TokenBucket:
         self._begun = 0.0
         self._waiting = 0
 
-    def advance(self, now: float, rate: float | None) -> None:
+    def pay(self, now: float, rate: float | None) -> None:
         """Pay for ``rate`` bytes a second since the last call; None: pay for all reserved bytes."""
         if rate is None:
             self._paid = max(self._paid, self._end)
@@ -34,7 +34,10 @@ class TokenBucket:
         self._at = now
 
     def reserve(self, nbytes: int) -> float:
-        """Return the number of bytes before a write of ``nbytes``. The caller must call :meth:`leave` in any case."""
+        """Return the number of bytes before a write of ``nbytes``. Idle time before it earns no credit.
+
+        The caller must call :meth:`leave` in any case.
+        """
         begin = max(self._end, self._paid)
         self._end = begin + nbytes
         self._waiting += 1
@@ -93,5 +96,5 @@ class WriteThrottle:
     def _advance(self) -> float | None:
         """Pay until now, and return the rate in force; None: no limit."""
         rate = None if self._is_lifted or self._is_urgent() else self._limit
-        self._bucket.advance(time.monotonic(), rate)
+        self._bucket.pay(time.monotonic(), rate)
         return rate

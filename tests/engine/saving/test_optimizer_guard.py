@@ -85,13 +85,13 @@ def test_the_engines_loop_is_woken_once_and_last(tmp_path: Path, monkeypatch: py
         engine.guard(optimizer)
         engine.save({"w": torch.ones(4)}).result()
         noted(Capture, "end")
-        noted(OptimizerGuards, "wait_for")
+        noted(OptimizerGuards, "before_next_step")
         for name in ("submit", "post"):
             noted(Portal, name)
         ticket = engine.save({"w": torch.ones(4)})
         called, order[:] = list(order), []
         assert ticket.result().step == 2
-    assert called == ["end", "wait_for", "submit"]
+    assert called == ["end", "before_next_step", "submit"]
 
 
 def test_guarded_leaves_follow_the_optimizer_and_the_addresses() -> None:

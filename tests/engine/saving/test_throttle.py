@@ -39,13 +39,13 @@ def test_in_no_span_of_time_does_more_begin_than_the_rate_and_one_write(
     bucket, now, begun = TokenBucket(), 0.0, list[tuple[float, int]]()
     for gap, nbytes, gives_up in arrivals:
         now += gap
-        bucket.advance(now, rate)
+        bucket.pay(now, rate)
         place = bucket.reserve(nbytes)
         if gives_up:
             bucket.leave(place, 0)
             continue
         now += bucket.wait_secs(place, rate)
-        bucket.advance(now, rate)
+        bucket.pay(now, rate)
         assert bucket.wait_secs(place, rate) < 1e-6 + 1e-6 * now
         bucket.leave(place, nbytes)
         begun.append((now, nbytes))
@@ -70,10 +70,10 @@ def test_a_new_rate_counts_at_once() -> None:
     bucket = TokenBucket()
     bucket.leave(bucket.reserve(100), 100)
     place = bucket.reserve(100)
-    bucket.advance(5.0, 10.0)
+    bucket.pay(5.0, 10.0)
     assert bucket.wait_secs(place, 10.0) == 5.0
     assert bucket.wait_secs(place, 50.0) == 1.0
-    bucket.advance(5.0, None)
+    bucket.pay(5.0, None)
     assert bucket.wait_secs(place, 10.0) == 0.0
 
 
