@@ -9,7 +9,7 @@ from operator import ne
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import dropped_names, unexpected_names
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
-from aio_ckpt.leaves.tensor_memory import memory_of
+from aio_ckpt.leaves.tensor_memory import are_apart, memory_of
 from aio_ckpt.match.compounds import match_compounds
 from aio_ckpt.match.dtype_changes import changed, is_narrower
 from aio_ckpt.match.fills import Fills
@@ -19,7 +19,7 @@ from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.stateful import match_stateful
 from aio_ckpt.match.takers import LeavesTaker, StatefulTaker, Taker
-from aio_ckpt.match.tensors import shared_memory
+from aio_ckpt.match.tensors import leaf_targets, shared_memory
 from aio_ckpt.state.flatten import read_template
 from aio_ckpt.state.names import first_of, listed
 
@@ -73,10 +73,14 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
     missing, mismatched, misfits = match_leaves(template, fills, leaves, options)
     missing, any_faults = match_any_leaves(template, fills, leaves, missing)
     compounds, faults, missing = match_compounds(checkpoint, template, missing, ctx.rank)
-    tied, shared_faults = shared_memory(checkpoint.catalog, fills, template)
     stateful, modules, stateful_faults = match_stateful(checkpoint, template, fills, ctx, options)
+    tied: list[tuple[str, str]] = []
+    if modules.copied or not are_apart(fills.spans()).all():
+        own = leaf_targets(fills, template, but={name for taker in stateful for name in taker.names})
+        tied, shared_faults = shared_memory(checkpoint.catalog, own, modules.copied)
+        faults += shared_faults
     missing += modules.missing
-    faults += misfits + any_faults + shared_faults + stateful_faults + modules.faults
+    faults += misfits + any_faults + stateful_faults + modules.faults
     takers: list[Taker] = [*compounds, leaves, *stateful]
     below = {name for taker in takers for name in taker.names}
     if missing and not options.allow_missing:

@@ -37,6 +37,8 @@ class ModuleDifferences:
     """Further faults."""
     converted: list[tuple[str, torch.dtype]] = field(default_factory=list)
     """Names and dtypes of the tensors that get values of another dtype."""
+    copied: list[Mapping[str, Target]] = field(default_factory=list)
+    """Tensors by name of each module of which ``load_state_dict`` copies some: they are not all filled in place."""
 
     def add(self, taker: StatefulTaker, own: Sequence[str], found: Mapping[str, Target]) -> None:
         """Add the differences of one module whose ``load_state_dict`` goes by names.

@@ -28,7 +28,7 @@ from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import branches_of_rank, stored_branch
 from aio_ckpt.match.takers import StatefulTaker
-from aio_ckpt.match.tensors import exact_addresses, full_shape, has_other_shape, may_be_equal, template_fault
+from aio_ckpt.match.tensors import exact_addresses, full_shape, has_other_shape, template_fault
 from aio_ckpt.state.flatten import Template, leaves_of
 from aio_ckpt.state.names import NamedNode, below_each, find_named, is_below, listed
 
@@ -104,9 +104,8 @@ def match_stateful(
     for taker in takers:
         taker.part = parts.get(taker.branch) if taker.branch is not None else None
     in_place = _add_fills(checkpoint, takers, fills, held, layouts, casts=options.cast)
-    for own_tensors in loaded_by_names:
-        if not own_tensors.keys() <= in_place:  # tied tensors of different values are never filled in place
-            faults += _tied_faults(own_tensors, shards)
+    # What shares memory with anything but its equal is never filled in place.
+    modules.copied = [tensors for tensors in loaded_by_names if not tensors.keys() <= in_place]
     return takers, modules, faults
 
 
@@ -170,25 +169,6 @@ def _meta_fault(prefix: str, value: Any, held: Mapping[str, Target]) -> list[str
     remedy = "materialize it" if is_module else "materialize the model before the optimizer is made"
     return [
         f"{listed(meta)} of {of}, on the meta device, where nothing can be loaded to: {remedy} (.to_empty(device=...))"
-    ]
-
-
-def _tied_faults(held: Mapping[str, Target], shards: Mapping[str, Shards]) -> list[str]:
-    """Return the faults of tied tensors of a module for which the checkpoint holds different values.
-
-    ``load_state_dict`` would keep the last ones and report success.
-    """
-    names: defaultdict[object, list[str]] = defaultdict(list)
-    for name, tensor in held.items():
-        memory = memory_of(tensor)
-        if memory_fault(memory) is None and memory.numel():
-            names[signature_of(memory)].append(name)
-    return [
-        f"{name!r} and {first!r} are one tensor in the template (tied weights), and the checkpoint holds different "
-        "values for them: load into a module that does not tie them, or read() and choose"
-        for first, *others in names.values()
-        for name in others
-        if not may_be_equal(shards[first], shards[name])
     ]
 
 

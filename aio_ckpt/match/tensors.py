@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from operator import add, attrgetter, le, mul
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, global_shape
-from aio_ckpt.leaves.tensor_memory import are_apart, memory_fault, memory_of, overlapping, signature_of
+from aio_ckpt.leaves.tensor_memory import memory_fault, memory_of, overlapping, signature_of
 from aio_ckpt.leaves.values import Shard, Target
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.memory.cuda import is_host_memory
@@ -97,38 +98,61 @@ def full_shape(tensor: Target) -> tuple[int, ...]:
 # -- shared memory ------------------------------------------------------------------------------------
 
 
-def shared_memory(catalog: Catalog, fills: Fills, template: Template) -> tuple[list[tuple[str, str]], list[str]]:
-    """Compare tensors of the template that share memory. Names of one tensor may share it if their values may be equal.
+def leaf_targets(fills: Fills, template: Template, *, but: AbstractSet[str]) -> dict[str, Target]:
+    """Return the tensors of the template that ``fills`` fill, by name, without the names ``but``."""
+    exact = {id(tensor) for _, tensor, _ in fills.exact}
+    rows = zip(template.names, template.values, strict=True)
+    found = {name: cast("Target", value) for name, value in rows if id(value) in exact}
+    others = [(fill.name, fill.target) for fill in fills.others if fill.name not in but]
+    return found | {name: target for name, target in others if target is not None}
+
+
+def shared_memory(
+    catalog: Catalog, leaves: Mapping[str, Target], modules: Sequence[Mapping[str, Target]]
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Compare tensors that share memory. Names of one tensor may share it if their values may be equal.
+
+    The values of a module are loaded last, and would replace those of the names that share its memory without a word.
+    Its tensors that are views of one another are its own affair.
+
+    Args:
+        leaves: tensors of the template's leaves by name.
+        modules: tensors of each module by name.
 
     Returns the pairs of names of one tensor whose checksums must be compared once they are read, and the faults.
     """
-    if are_apart(fills.spans()).all():
-        return [], []
-    exact = {id(tensor) for _, tensor, _ in fills.exact}
-    stored = (
-        (name, value) for name, value in zip(template.names, template.values, strict=True) if name in catalog.shards
-    )
-    named = [(name, cast("Target", value)) for name, value in stored if id(value) in exact]
-    named += [(fill.name, fill.target) for fill in fills.others if fill.target is not None]
-    names, tensors = [name for name, _ in named], [memory_of(tensor) for _, tensor in named]
+    owned = [(0, name, memory_of(tensor)) for name, tensor in leaves.items()]
+    for number, tensors in enumerate(modules, 1):
+        owned += [(number, name, memory_of(tensor)) for name, tensor in tensors.items()]
+    owned = [row for row in owned if row[1] in catalog.shards and memory_fault(row[2]) is None]
     unproven: list[tuple[str, str]] = []
     faults: list[str] = []
-    for before, later in overlapping(tensors):
-        shards = catalog.shards[names[before]], catalog.shards[names[later]]
-        is_tied = signature_of(tensors[later]) == signature_of(tensors[before])
-        if is_tied and may_be_equal(*shards):
-            if any(type(shard) is not Item for found in shards for shard in found):
-                unproven.append((names[before], names[later]))
-            continue
-        why = "the checkpoint holds other values for it" if is_tied else "is another view of it"
-        faults.append(
-            f"{names[later]!r} shares memory with {names[before]!r} in the template, and {why}: give it memory of its "
-            "own (.clone()), or leave it out"
-        )
+    for pair in overlapping([memory for _, _, memory in owned]):
+        (owner, first, memory), (other, name, view) = sorted((owned[i] for i in pair), key=_is_leaf)
+        shards = catalog.shards[first], catalog.shards[name]
+        is_tied, is_module = signature_of(memory) == signature_of(view), owner == other > 0
+        if is_tied and _may_be_equal(*shards):
+            if not is_module and any(type(shard) is not Item for found in shards for shard in found):
+                unproven.append((first, name))
+        elif is_tied and is_module:
+            faults.append(
+                f"{name!r} and {first!r} are one tensor in the template (tied weights), and the checkpoint holds "
+                "different values for them: load into a module that does not tie them, or read() and choose"
+            )
+        elif not is_module:
+            why = "the checkpoint holds other values for it" if is_tied else "is another view of it"
+            remedy = "give a copy of one of both modules" if other else "give it memory of its own (.clone())"
+            faults.append(
+                f"{name!r} shares memory with {first!r} in the template, and {why}: {remedy}, or leave it out"
+            )
     return unproven, faults
 
 
-def may_be_equal(one: Shards, other: Shards) -> bool:
+def _is_leaf(row: tuple[int, str, torch.Tensor]) -> bool:
+    return row[0] == 0
+
+
+def _may_be_equal(one: Shards, other: Shards) -> bool:
     """Return whether two tied names may hold the same values, judged by dtype, shape and the checksums that are known.
 
     Those of plain DCP are not read yet.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,53 @@ def test_one_tensor_under_two_names_takes_one_value_and_not_two() -> None:
         match({"a": torch.ones(3), "b": torch.ones(2)}, {"a": tensor, "b": tensor[:2]})
 
 
+def linear() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 3))
+
+
+BESIDE_A_MODULE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "its state_dict": (lambda model: model.state_dict(), r"give it memory of its own \(\.clone\(\)\)"),
+    "the module again": (lambda model: model, "give a copy of one of both modules"),
+    "a module in it": (lambda model: {"0": model[0]}, "give a copy of one of both modules"),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE_A_MODULE)
+@pytest.mark.parametrize("names", ["mx", "xm"])
+def test_a_module_and_what_shares_its_memory_take_one_value_and_not_two(beside: str, names: str) -> None:
+    """load_state_dict() would write over what was loaded before, and the load would report success."""
+    make, remedy = BESIDE_A_MODULE[beside]
+    saved, model = linear(), linear()
+    made = {"m": model, "x": make(model)}
+    template = {name: made[name] for name in names}
+    other = {name: tensor + 1 for name, tensor in saved.state_dict().items()}
+    why = (
+        r"'[mx]\.0\.weight' shares memory with '[mx]\.0\.weight' in the template, and the checkpoint holds other values"
+    )
+    with pytest.raises(TemplateMismatchError, match=f"{why} for it: {remedy}"):
+        match({"m": saved, "x": other}, template)
+    assert set(match({"m": saved, "x": saved.state_dict()}, template).missing) == set()
+    stock = opened_plain_dcp({"m": saved.state_dict(), "x": {name: tensor.clone() for name, tensor in other.items()}})
+    assert sorted(map(sorted, match(stock, template).tied)) == [["m.0.bias", "x.0.bias"], ["m.0.weight", "x.0.weight"]]
+
+
+def test_a_leaf_that_is_a_view_of_a_module_is_refused() -> None:
+    model = linear()
+    with pytest.raises(TemplateMismatchError, match=r"'x' shares memory with 'm\.0\.weight' .* is another view of it"):
+        match({"m": linear(), "x": torch.ones(2)}, {"m": model, "x": model[0].weight.data[1]})
+
+
+def test_an_optimizer_and_its_own_moment_take_two_values() -> None:
+    """Its load_state_dict() keeps the tensors that it is given, and so writes over nothing."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=1, momentum=0.9)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    moment = optimizer.state[weight]["momentum_buffer"]
+    found = match({"o": optimizer.state_dict(), "x": torch.ones(3)}, {"o": optimizer, "x": moment})
+    assert filled(found)["o.state.0.momentum_buffer"] is None
+
+
 def test_the_checksums_of_stock_are_not_read_yet_so_the_pair_is_compared_later() -> None:
     tensor = torch.zeros(3)
     found = match(opened_plain_dcp({"a": torch.ones(3), "b": torch.ones(3)}), {"a": tensor, "b": tensor})
@@ -304,7 +352,8 @@ def test_the_tensors_of_a_module_are_filled_in_place_and_it_is_given_them() -> N
 
 def test_tensors_that_share_memory_with_another_leaf_are_read_into_new_memory() -> None:
     model = torch.nn.Linear(2, 3)
-    stored = {"model": torch.nn.Linear(2, 3), "bias": torch.ones(3)}
+    saved = torch.nn.Linear(2, 3)
+    stored = {"model": saved, "bias": saved.bias.detach()}
     memory = filled(match(stored, {"model": model, "bias": model.bias.detach()}))
     assert memory["model.bias"] is None
     assert memory["model.weight"] is not None
