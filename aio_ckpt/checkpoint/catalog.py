@@ -140,7 +140,10 @@ class Catalog:
             raise CorruptCheckpointError(f"{min(both)!r} is stored as a tensor and as an object")
         several = {name: found for name, found in self.shards.items() if len(found) > 1}
         for name, found in several.items():
-            if len({(shard.dtype, len(shard.shape), getattr(shard, "global_shape", None)) for shard in found}) > 1:
+            shapes = {getattr(shard, "global_shape", None) for shard in found}
+            if len(shapes) > 1:  # a shard that is the whole tensor names none; the others are empty then
+                shapes = {getattr(shard, "global_shape", None) or shard.shape for shard in found}
+            if len(shapes) > 1 or len({(shard.dtype, len(shard.shape)) for shard in found}) > 1:
                 raise CorruptCheckpointError(f"the shards of {name!r} differ in dtype, dimensions or global shape")
         check_boxes((name, map(_box, found)) for name, found in several.items())
 

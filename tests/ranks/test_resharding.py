@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import aio_ckpt
 from aio_ckpt import PerRank
 
 SECS = 60.0
@@ -402,3 +403,24 @@ def zero_redundancy(rank: int, count: int, root: Path) -> None:
 
 def test_an_optimizer_whose_ranks_hold_other_parameters_each_goes_on(two: Ranks, tmp_path: Path) -> None:
     two.run(zero_redundancy, tmp_path)
+
+
+def save_and_load_without_elements(rank: int, count: int, root: Path) -> None:
+    """The shard of the first rank has the shape of the whole tensor, and those of the others another one."""
+    mesh = init_device_mesh("cpu", (count,))
+
+    def state() -> dict[str, Any]:
+        shapes: list[tuple[int, ...]] = [(1, 0), (1, 7, 0), (0, 3)]
+        return {str(shape): distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]) for shape in shapes}
+
+    with engine_on(root, SECS) as engine:
+        engine.save(state() | {"w": torch.ones(4)}, step=1).result(SECS)
+        target = state() | {"w": torch.zeros(4)}
+        engine.load(target, strict=True)
+    assert torch.equal(target["w"], torch.ones(4))
+
+
+def test_sharded_tensors_without_elements_do_not_make_a_checkpoint_unreadable(two: Ranks, tmp_path: Path) -> None:
+    two.run(save_and_load_without_elements, tmp_path)
+    read: Any = aio_ckpt.read(tmp_path / "step_000000001")
+    assert [tuple(read[name].shape) for name in sorted(read)] == [(0, 3), (1, 0), (1, 7, 0), (4,)]
