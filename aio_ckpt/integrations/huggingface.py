@@ -6,7 +6,7 @@
 
 ``checkpoint-N`` has the files that it had before, so stock Trainer and ``from_pretrained`` read it. The model and the
 optimizer are captured and written by the engine. The other files are small, and stock writes them. All of them stand
-in a draft, ``.aio_ckpt-draft/checkpoint-N``, which one rename makes visible. That happens in the training thread,
+in a draft, ``_aio_ckpt-draft/checkpoint-N``, which one rename makes visible. That happens in the training thread,
 between two steps, once the engine has written its files.
 """
 
@@ -73,8 +73,8 @@ _SENTINEL = "checkpoint-is-incomplete.txt"
 
 # -- one checkpoint -----------------------------------------------------------------------------------
 
-_DRAFTS = ".aio_ckpt-draft"
-"""Directory of the draft, beside the checkpoints."""
+_DRAFTS = "_aio_ckpt-draft"
+"""Directory of the draft, beside the checkpoints. transformers does not push names with ``_`` to the hub."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -125,6 +125,16 @@ class _Draft:
             ticket.cancel()
             ticket.exception()
         _clear_drafts(self.run_dir)
+
+
+class _BetweenSteps(TrainerCallback):  # type: ignore[misc]
+    """Callback that does something before each step, also in a Trainer with a ``training_step`` of its own."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._act()
 
 
 class AioTrainerMixin:
@@ -188,7 +198,11 @@ class AioTrainerMixin:
             os.rmdir(pending.drafts_dir)
         _log.info("%s is durable", pending.final)
         if pending.is_pushed:
-            trainer._push_from_checkpoint(pending.final)
+            now, trainer.state = trainer.state, pending.state or trainer.state  # its step is in the commit message
+            try:
+                trainer._push_from_checkpoint(pending.final)
+            finally:
+                trainer.state = now
         if not _is_announced(Path(pending.final).with_name(f"{_PREFIX}-{trainer.state.global_step}")):
             trainer_utils.rotate_checkpoints(
                 output_dir=pending.run_dir,
@@ -197,7 +211,9 @@ class AioTrainerMixin:
                 use_mtime=True,
             )
         if pending.state is not None:
+            is_due = trainer.control.should_save  # by now, the next checkpoint may be due, and on_save() resets this
             trainer.control = trainer.callback_handler.on_save(trainer.args, pending.state, trainer.control)
+            trainer.control.should_save |= is_due
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -212,6 +228,8 @@ class AioTrainerMixin:
         trainer: Any = self
         if resume_from_checkpoint:
             resume_from_checkpoint = self._aio_verified(resume_from_checkpoint)
+        between_steps = _BetweenSteps(self._aio_publish_written)
+        trainer.add_callback(between_steps)
         try:
             result = trainer_of(self).train(resume_from_checkpoint, *args, **kwargs)
             self.wait_for_checkpoint()
@@ -220,6 +238,7 @@ class AioTrainerMixin:
                 self.wait_for_checkpoint()
             raise
         finally:
+            trainer.remove_callback(between_steps)
             trainer.callback_handler.__dict__.pop("on_save", None)
             pending, self._aio_pending = self._aio_pending, None
             engine, self._aio_engine = self._aio_engine, None
@@ -231,11 +250,10 @@ class AioTrainerMixin:
                     engine.close()
         return result
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a checkpoint visible if it is durable by now, then train as before."""
+    def _aio_publish_written(self) -> None:
+        """Make the pending checkpoint visible if it is durable by now."""
         if self._aio_pending is not None and self._aio_pending.is_written:
             self.wait_for_checkpoint()
-        return trainer_of(self).training_step(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Load the best model, and delete checkpoints, once the last one is visible on all ranks."""

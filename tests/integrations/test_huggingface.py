@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("transformers", exc_type=ImportError)
     pytest.importorskip("accelerate", exc_type=ImportError)
+    from huggingface_hub.utils import filter_repo_objects
     from huggingface_runs import AioTrainer, arguments, dataset, losses, model, trainer
     from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback
@@ -78,7 +79,19 @@ class At(TrainerCallback):  # type: ignore[misc]
 
 
 def visible(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder), key=lambda name: int(name.rpartition("-")[2]) if name[0] != "." else -1)
+    return sorted(os.listdir(folder), key=lambda name: int(name.rpartition("-")[2]) if name[0] != "_" else -1)
+
+
+def wait_written(run: Any) -> None:
+    """Wait until the engine has written the pending checkpoint of a Trainer."""
+    for ticket in run._aio_pending.tickets.values():
+        ticket.result()
+
+
+def open_gate(disk: GatedStorage, gate: Any) -> None:
+    gate.wait_reached()
+    disk.release(gate)
+    gate.open()
 
 
 def flip(path: Path) -> None:
@@ -236,14 +249,48 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_rotation_follows_the
     def look() -> None:
         held[0].wait_reached()
         seen["pending"] = visible(tmp_path)
-        disk.release(held[0])
-        held[0].open()
+        open_gate(disk, held[0])
 
     held: list[Any] = []
     run = trainer(tmp_path, save_total_limit=1, callbacks=[At({5: hold, 8: look})])
     run.train()
-    assert seen == {"first": ["checkpoint-3"], "pending": [".aio_ckpt-draft", "checkpoint-3"]}
+    assert seen == {"first": ["checkpoint-3"], "pending": ["_aio_ckpt-draft", "checkpoint-3"]}
     assert visible(tmp_path) == ["checkpoint-12"]
+
+
+def test_a_save_that_is_due_is_made_though_the_one_before_becomes_visible_now(tmp_path: Path) -> None:
+    class Asks(TrainerCallback):  # type: ignore[misc]
+        """As a callback that saves on demand."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 6:
+                control.should_save = True
+                wait_written(run)  # so that this step makes the one before visible
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % 3 == 0:
+                run.wait_for_checkpoint()
+
+    run = trainer(tmp_path, callbacks=[Asks()])
+    run.train()
+    assert visible(tmp_path) == [f"checkpoint-{step}" for step in (3, 6, 7, 9, 12)]
+
+
+def test_a_checkpoint_becomes_visible_in_a_trainer_with_a_step_of_its_own(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    class Own(adapter.AioTrainerMixin, Trainer):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            self.accelerator.backward(loss)
+            return loss.detach()  # type: ignore[no-any-return]
+
+    def look() -> None:
+        seen.append(visible(tmp_path))
+
+    run = trainer(tmp_path, Own, max_steps=6, callbacks=[At({4: lambda: wait_written(run), 5: look})])
+    run.train()
+    assert seen == [["checkpoint-3"]]
 
 
 @pytest.mark.parametrize("module", ["my_callbacks", "transformers.integrations"])
@@ -290,7 +337,7 @@ def test_a_module_that_transformers_cannot_resume_is_refused_by_its_first_save(t
     assert [name for name in visible(tmp_path) if name.startswith("checkpoint-")] == []
 
 
-def test_the_hub_gets_visible_checkpoints(tmp_path: Path) -> None:
+def test_the_hub_gets_visible_checkpoints(tmp_path: Path, disk: GatedStorage) -> None:
     pushed = []
 
     class Hub(Trainer):  # type: ignore[misc]
@@ -298,13 +345,24 @@ def test_the_hub_gets_visible_checkpoints(tmp_path: Path) -> None:
             self.push_in_progress = None
 
         def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-            pushed.append((Path(checkpoint_folder).name, Path(checkpoint_folder, "optimizer.pt").is_file()))
+            step = self.state.global_step  # which the commit's message names
+            pushed.append((Path(checkpoint_folder).name, Path(checkpoint_folder, "optimizer.pt").is_file(), step))
 
     class Mixed(adapter.AioTrainerMixin, Hub):  # type: ignore[misc]
         pass
 
-    trainer(tmp_path, Mixed, max_steps=6, push_to_hub=True).train()
-    assert pushed == [("checkpoint-3", True), ("checkpoint-6", True)]
+    gates = [disk.hold("replace", "optimizer.pt")]
+    run = trainer(
+        tmp_path, Mixed, max_steps=6, push_to_hub=True, callbacks=[At({5: lambda: open_gate(disk, gates[0])})]
+    )
+    run.train()
+    assert pushed == [("checkpoint-3", True, 3), ("checkpoint-6", True, 6)]
+    assert run.state.global_step == 6
+
+
+def test_the_draft_has_a_name_that_transformers_does_not_push() -> None:
+    names = ["config.json", "checkpoint-3/a.pt", f"{adapter._DRAFTS}/checkpoint-6/a.pt"]
+    assert [*filter_repo_objects(names, ignore_patterns=["_*", "checkpoint-*"])] == ["config.json"]
 
 
 @pytest.mark.parametrize("limit", [None, 1])
@@ -529,7 +587,7 @@ KILLED = """
 def test_a_run_that_is_killed_in_the_middle_of_a_save_resumes_with_equal_losses(tmp_path: Path, stock: Any) -> None:
     done = subprocess.run(python(KILLED, str(tmp_path), options=()), env=child_environment(), capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    assert visible(tmp_path) == [".aio_ckpt-draft", "checkpoint-6"]
+    assert visible(tmp_path) == ["_aio_ckpt-draft", "checkpoint-6"]
     assert get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-6")
     resumed = trainer(tmp_path)
     resumed.train(resume_from_checkpoint=True)

@@ -31,7 +31,7 @@ with warnings.catch_warnings():
 
 DEADLINE = 200.0
 """Seconds after which a rank that still runs prints its stacks and ends."""
-DRAFTS = ".aio_ckpt-draft"
+DRAFTS = "_aio_ckpt-draft"
 WRITTEN_AT_A_TIME = SAVE_STEPS, 2 * SAVE_STEPS
 """Step of the checkpoint that is durable, and of that which is written, when a run is killed."""
 
