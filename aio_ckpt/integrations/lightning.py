@@ -207,8 +207,9 @@ class AioCheckpointIO(_CheckpointIO):  # type: ignore[misc]
             self._stock.save_checkpoint(checkpoint, path)
             return
         entries, rest = split(checkpoint)
-        with _room_at(place) as replaces_file:
-            waits = self._training.is_over(checkpoint) or replaces_file or _waits(checkpoint, place)
+        is_over = self._training.is_over(checkpoint)
+        with self._saves.closing_if(is_over), _room_at(place) as replaces_file:
+            waits = is_over or replaces_file or _waits(checkpoint, place)
             self._saves.save({**entries, META: as_bytes(rest)}, place, files={}, waits=waits)
 
     def load_checkpoint(
@@ -327,8 +328,9 @@ class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
         is_first = self.global_rank == 0
         if is_first:
             files[META_FILE] = entries[META] = as_bytes(checkpoint)
-        waits = self._training.is_over(checkpoint) or _waits(checkpoint, place)
-        with _room_at(place if is_first else None) as replaces_file:
+        is_over = self._training.is_over(checkpoint)
+        waits = is_over or _waits(checkpoint, place)
+        with self._saves.closing_if(is_over), _room_at(place if is_first else None) as replaces_file:
             path, waits = self.broadcast((place, waits or replaces_file))
             self._saves.save(entries, path, files=files, waits=waits)
 

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,15 @@ class PathSaves:
                 _log.warning("%s stays: the save of %s, which came before, failed: %s", path, place, named(failure))
                 return
         remove()
+
+    @contextlib.contextmanager
+    def closing_if(self, is_last: bool) -> Iterator[None]:
+        """Close the engines behind the block if ``is_last``: then no later call of the framework closes them."""
+        try:
+            yield
+        finally:
+            if is_last:
+                self.close()
 
     def close(self) -> None:
         """Finish pending saves and removals, and close the engines. The next save opens them again.
