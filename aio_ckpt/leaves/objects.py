@@ -15,11 +15,12 @@ import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, NoneType
+from types import NoneType
 from typing import Any
 
 # numpy.ma is imported here, because numpy would import it at first use, on a thread. A fork during such an import would
 # keep its locks for ever.
+import numpy.ma
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
@@ -68,12 +69,14 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, 2)
         self.names: set[str] = set()
-        """Full names of the classes and functions in the pickle."""
+        """Full names of the classes and functions in the pickle, on which it depends whether it needs trust."""
         self.has_tensor = False
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type | FunctionType | BuiltinFunctionType):
-            self.names.add(f"{value.__module__}.{value.__qualname__}")
+        if callable(value) and (name := getattr(value, "__qualname__", getattr(value, "__name__", ""))):
+            self.names.add(f"{value.__module__}.{name}")  # of NumPy's functions, too, which are of many types
+        elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+            self.names.add("numpy.ndarray of objects")
         elif isinstance(value, torch.Tensor | torch.TypedStorage | torch.UntypedStorage):
             self.has_tensor = True
             return int, ()

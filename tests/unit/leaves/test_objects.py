@@ -31,6 +31,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
 from tree_states import Ordered, Point, round_trip, same, through_bytes
+from warm_python import run_warm
 
 from aio_ckpt.errors import (
     CorruptCheckpointError,
@@ -201,6 +202,18 @@ def test_a_type_that_the_user_allowed_needs_no_trust():
 
 class Another:
     """As Custom."""
+
+
+@pytest.mark.parametrize("value", [np.array(["a", 1], dtype=object), np.mean, np.log, [{"of": np.add}]])
+def test_what_needs_trust_is_told_beside_harmless_values_of_the_same_types(value, caplog):
+    encoder = ObjectEncoder(trusted=False)
+    with caplog.at_level("WARNING", "aio_ckpt"):
+        encoder.encode([("texts", np.array(["a", "b"])), ("it", value)])
+    assert [re.search(r"'(\w+)' \(a numpy", record.getMessage())[1] for record in caplog.records] == ["it"]
+
+
+def test_numpy_ma_is_imported_with_the_package_and_not_on_a_thread():
+    assert run_warm("import aio_ckpt.leaves.objects, sys; assert 'numpy.ma' in sys.modules").returncode == 0
 
 
 def test_what_only_code_reads_is_told_once_with_leaf_and_remedy(caplog):
