@@ -61,7 +61,7 @@ async def hint_below(storage: Storage, path: Path) -> str:
     count = (
         f"{len(below)} of its directories are checkpoints" if len(below) > 1 else "a directory in it is a checkpoint"
     )
-    return f"; {count} with a path of their own, as Lightning's: give {path / below[-1]}"
+    return f"; {count} of another name: give {path / below[-1]}, or --step-dir if their engine had a step_dir"
 
 
 async def all_steps(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:

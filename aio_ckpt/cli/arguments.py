@@ -69,14 +69,10 @@ def _suggestion(path: Path) -> str:
 def check_root(path: Path, names: StepNames) -> Path:
     """Return ``path`` if it is a root: it holds a step, or the directory of an engine. Creates nothing.
 
-    A place in an object store is returned as it is.
-
     Raises:
         MistypedPathError: it is a checkpoint, is empty, or holds other things.
     """
-    if isinstance(path, RemotePath):
-        return path
-    entries = os.listdir(path)
+    entries = _names_in_bucket(path) if isinstance(path, RemotePath) else os.listdir(path)
     if ENGINE_DIR in entries or any(names.step(name) is not None for name in entries):
         return path
     if METADATA_FILE in entries or any(map(save_of_root_manifest, entries)):
@@ -85,6 +81,13 @@ def check_root(path: Path, names: StepNames) -> Path:
         )
     what = "holds no step and nothing of an engine" if entries else "is empty"
     raise MistypedPathError(f"{path} {what}: give the directory that an engine saves into")
+
+
+def _names_in_bucket(path: RemotePath) -> list[str]:
+    from aio_ckpt.cli.access import call
+    from aio_ckpt.storage.local import names_in
+
+    return call(lambda storage, _: names_in(storage, path))
 
 
 def root_argument(command: F) -> F:

@@ -150,7 +150,7 @@ async def _delete_steps(
     Raises:
         RootError: another writer has taken over meanwhile.
         CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :class:`Retention`. The steps
-            before are gone.
+            before are in the trash, which the next writer deletes.
     """
     import anyio
 
@@ -167,9 +167,8 @@ async def _delete_steps(
         renames=anyio.Lock(),
         must_wait=lambda: False,
     )
-    for step in sorted(steps):
-        await retention.discard(step, allow_newest=allow_newest)
-        await retention.delete_discarded(step)
+    await retention.discard(*steps, allow_newest=allow_newest)
+    await retention.delete_discarded(*steps)
 
 
 def _print_deleted(steps: list[int], screen: Screen) -> None:

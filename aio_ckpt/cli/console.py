@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -67,10 +68,13 @@ class Screen:
         click.echo(text, file=self._stream, color=_is_terminal(self._stream) and _has_colour())
 
     def json(self, document: Any) -> None:
-        """Write ``document`` to standard output, in ASCII: ``json.loads`` restores file names that are no UTF-8."""
+        """Write ``document`` to standard output, in ASCII: ``json.loads`` restores file names that are no UTF-8.
+
+        NaN and infinities become null.
+        """
         import msgspec
 
-        print(json.dumps(msgspec.to_builtins(document), indent=2))
+        print(json.dumps(_finite(msgspec.to_builtins(document)), indent=2, allow_nan=False))
 
     def table(
         self,
@@ -157,9 +161,18 @@ def _plain_advance(label: str, total: int, quiet_secs: float) -> Advance:
     return advance
 
 
+def _finite(value: Any) -> Any:
+    """Return a JSON document with null in the place of numbers that JSON lacks: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _is_terminal(stream: TextIO) -> bool:
     forced = os.environ.get("FORCE_COLOR")
-    return stream.isatty() if forced is None else forced != ""
+    return stream is not None and stream.isatty() if forced is None else forced != ""
 
 
 def _has_colour() -> bool:

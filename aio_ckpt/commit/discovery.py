@@ -7,7 +7,7 @@ import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ IS_FILE = (
     "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load or safetensors read the file"
 )
 """Text of the error of a path that is a file."""
-_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR)
 _WARNED = 256
 """Most entries of roots whose warning is not repeated in this process."""
 _log = logging.getLogger("aio_ckpt")
@@ -75,10 +75,12 @@ async def discover_all(
     return _chosen(committed, names), await _torn(storage, [found for found in bare if found.step not in steps])
 
 
-async def directories_of(storage: Storage, root: Path, names: StepNames, step: int) -> list[CommittedCheckpoint]:
-    """Return every committed directory of ``step``: it may have several names, of which :func:`discover` tells one."""
+async def directories_of(
+    storage: Storage, root: Path, names: StepNames, steps: Collection[int]
+) -> list[CommittedCheckpoint]:
+    """Return all committed directories of ``steps``: one may have several, of which :func:`discover` tells one."""
     committed, _ = await step_directories(storage, root, names)
-    return [checkpoint for checkpoint in committed if checkpoint.step == step]
+    return [checkpoint for checkpoint in committed if checkpoint.step in steps]
 
 
 def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[CommittedCheckpoint]:
@@ -104,7 +106,7 @@ async def _torn(storage: Storage, bare: Iterable[CommittedCheckpoint]) -> list[C
 
 @contextlib.contextmanager
 def passing_by_unreadable(path: Path, passed: list[ReadError]) -> Iterator[None]:
-    """Pass by an entry of a root that this user may not look into, or that is a loop of links. The log names it once.
+    """Pass by an entry of a root that this user may not look into, a loop of links, or a file. The log names it once.
 
     Its error is added to ``passed``. Any other error is raised: a disk that fails now must not make a load take an
     older step.

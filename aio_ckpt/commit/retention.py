@@ -210,38 +210,47 @@ class Retention:
         finally:
             self._one_at_a_time.release()
 
-    async def discard(self, step: int, *, allow_newest: bool) -> list[int]:
-        """Rename one committed step to trash; return those that are left, ascending. A power loss may bring it back.
+    async def discard(self, *steps: int, allow_newest: bool) -> list[int]:
+        """Rename committed steps to trash; return those that are left, ascending. A power loss may bring them back.
 
         Raises:
             CheckpointNotFoundError, ProtectedStepError, StepOrderError: see :func:`check_deletion`.
             RootError: another writer has taken over.
             WriteError: a rename failed.
         """
-        storage, root, mark = self._storage, self._root, self._root / protected_name(step)
+        storage, root = self._storage, self._root
         async with self._renames:
-            committed = [checkpoint.step for checkpoint in await self._committed()]
-            is_protected = await storage.exists(mark)
-            check_deletion(step, committed, is_protected=is_protected, allow_newest=allow_newest, root=root)
-            moved = []
-            for each in await directories_of(storage, root, self._names, step):
-                await self._check()
-                moved.append(await self._move_to_trash(each))
-        if None in moved:  # protected since the check
-            check_deletion(step, committed, is_protected=True, allow_newest=allow_newest, root=root)
-        return [each for each in committed if each != step]
+            left = [checkpoint.step for checkpoint in await self._committed()]
+            directories = await directories_of(storage, root, self._names, steps)
+            for step in sorted(steps):
+                is_protected = await storage.exists(root / protected_name(step))
+                check_deletion(step, left, is_protected=is_protected, allow_newest=allow_newest, root=root)
+                moved = []
+                for each in directories:
+                    if each.step == step:
+                        await self._check()
+                        moved.append(await self._move_to_trash(each))
+                if None in moved:  # protected since the check
+                    check_deletion(step, left, is_protected=True, allow_newest=allow_newest, root=root)
+                left.remove(step)
+        return left
 
-    async def delete_discarded(self, step: int) -> None:
-        """Delete the trash of ``step``, durably, once no pass runs any more.
+    async def delete_discarded(self, *steps: int) -> None:
+        """Delete the trash of ``steps``, durably, once no pass runs any more.
 
         Raises:
             WriteError: an fsync or a removal failed. A later pass or the next writer goes on.
         """
         async with self._one_at_a_time:
-            for name in await names_in(self._storage, self._root / TRASH_DIR):
-                if self._names.step(name) == step:
-                    await sync_parents(self._storage, self._root / name, self._root / TRASH_DIR / name)
-                    await delete_trash(self._storage, self._root / TRASH_DIR / name)
+            trash = [
+                name
+                for name in await names_in(self._storage, self._root / TRASH_DIR)
+                if self._names.step(name) in steps
+            ]
+            for name in trash[:1]:  # all have the same parents
+                await sync_parents(self._storage, self._root / name, self._root / TRASH_DIR / name)
+            for name in trash:
+                await delete_trash(self._storage, self._root / TRASH_DIR / name)
 
     async def _move_expired(self, undeleted: dict[int, str]) -> dict[Path, int]:
         """Rename some of the expired steps to trash, oldest first. Returns the step of each new path."""

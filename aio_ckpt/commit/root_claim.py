@@ -111,7 +111,7 @@ def lock_root(storage: Storage, root: Path, mount: Mount) -> RootLock:
     try:
         return storage.lock(path)
     except RootError as error:
-        if not mount.is_shared or error.errno not in (errno.EAGAIN, errno.EACCES):
+        if not mount.is_shared or error.errno != errno.EAGAIN:
             raise
         _log.info("%s: %s. The claim decides", path, error.strerror)
         return ProcessLock(path)

@@ -19,7 +19,7 @@ from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.storage.local import Storage
 
-_HELD = (errno.EAGAIN, errno.EACCES, errno.EBUSY)
+_HELD = (errno.EAGAIN, errno.EBUSY)
 
 
 @contextlib.asynccontextmanager

@@ -58,7 +58,7 @@ class PathSaves:
         try:
             ticket = self._engine_for(path).save(state, path=path, overwrite=True, files=files)
         except RootError as error:
-            if error.errno in (errno.EBUSY, errno.EAGAIN, errno.EACCES):
+            if error.errno in (errno.EBUSY, errno.EAGAIN):
                 error.add_note("If two trainers save into one directory, give each a root on that file system.")
             raise
         except Exception as error:

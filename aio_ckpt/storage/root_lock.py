@@ -210,7 +210,7 @@ def _lock(descriptor: int, path: Path) -> bool:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise RootError(error.errno, f"cannot lock: {error.strerror}", str(path)) from error
         reason = f"locked by another writer, process {_holder(descriptor)}: let it end, or give another root"
-        raise RootError(error.errno, reason, str(path)) from error
+        raise RootError(errno.EAGAIN, reason, str(path)) from error  # EACCES is that of a file that cannot be opened
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -15,9 +16,11 @@ from other_owner import owner_elsewhere
 from saved_files import ROOT_MANIFEST, root_manifest
 
 from aio_ckpt.cli import commands as cli
+from aio_ckpt.commit import discovery
 from aio_ckpt.commit import root_claim as claims
 from aio_ckpt.commit.owner import encoded_owner
 from aio_ckpt.format.root_names import CLAIM_FILE
+from aio_ckpt.storage import root_lock
 from aio_ckpt.storage.mounts import Mount
 from aio_ckpt.storage.root_lock import RootLock
 from aio_ckpt.sync import SyncCheckpointEngine
@@ -48,6 +51,35 @@ def test_rm_deletes_steps(many, capsys):
     assert steps(capsys, many) == [3, 4, 5, 6]
     assert not list((many / ".aio_ckpt/trash").iterdir())
     assert document(capsys, "rm", many, 4)[1] == {"deleted": [4]}
+
+
+def test_prune_lists_the_root_as_often_for_many_steps_as_for_one(many, capsys, monkeypatch):
+    listed = []
+    step_directories = discovery.step_directories
+
+    async def counted(*arguments):
+        listed.append(arguments)
+        return await step_directories(*arguments)
+
+    monkeypatch.setattr(discovery, "step_directories", counted)
+    counts = []
+    for kept in (5, 1):  # deletes step 1; then 2, 4 and 5
+        listed.clear()
+        assert called(capsys, "prune", many, "--keep-last", kept, "--yes")[0] == 0
+        counts.append(len(listed))
+    assert counts[0] == counts[1]
+    assert steps(capsys, many) == [3, 6]
+
+
+def test_a_user_who_may_not_write_is_not_told_of_another_process(many, capsys, monkeypatch):
+    def refuse(path, flags):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(root_lock, "open_without_links", refuse)
+    code, _, err = called(capsys, "rm", many, 1)
+    assert code == 1
+    assert "Permission denied" in err
+    assert "Inside of that process" not in err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 from command_line import called
 
@@ -23,6 +26,11 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def lines_of(capsys, **options) -> list[str]:
     Screen(as_json=False).table(TITLES, ROWS, numbers=("number",), **options)
     return capsys.readouterr().out.splitlines()
+
+
+def test_a_document_is_json_although_it_has_numbers_that_json_lacks(capsys):
+    Screen(as_json=True).json({"a": [math.inf, 1.5], "b": {"c": math.nan}})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"a": [None, 1.5], "b": {"c": None}}
 
 
 def test_a_pipe_gets_every_column_at_full_width_whatever_COLUMNS_says(capsys, monkeypatch):

@@ -306,12 +306,13 @@ def test_a_directory_of_checkpoints_at_paths_is_told_with_one_of_them(tmp_path, 
     with SyncCheckpointEngine(tmp_path) as engine:
         for name in ("epoch=0-step=15.ckpt", "last.ckpt"):
             engine.save({"w": torch.ones(3)}, path=tmp_path / name).result()
-    hint = f"2 of its directories are checkpoints with a path of their own, as Lightning's: give {tmp_path}/last.ckpt"
-    assert called(capsys, "ls", tmp_path)[1].splitlines()[0] == f"no committed checkpoint under {tmp_path}; {hint}"
+    hint = f"2 of its directories are checkpoints of another name: give {tmp_path}/last.ckpt, or --step-dir if their "
+    first = f"no committed checkpoint under {tmp_path}; {hint}engine had a step_dir"
+    assert called(capsys, "ls", tmp_path)[1].splitlines()[0] == first
     for command in ("verify", "inspect"):
         code, _, err = called(capsys, command, tmp_path)
         assert (code, hint in err) == (1, True), err
     shutil.rmtree(tmp_path / "last.ckpt")
-    assert "; a directory in it is a checkpoint with" in called(capsys, "ls", tmp_path)[1]
+    assert "; a directory in it is a checkpoint of" in called(capsys, "ls", tmp_path)[1]
     shutil.rmtree(tmp_path / "epoch=0-step=15.ckpt")
     assert called(capsys, "ls", tmp_path)[1].splitlines()[0] == f"no committed checkpoint under {tmp_path}"

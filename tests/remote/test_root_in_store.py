@@ -425,6 +425,21 @@ def test_commands_change_a_root_in_a_store(bucket: str, capsys: pytest.CaptureFi
     assert (code, "step 77: no such committed step" in err) == (1, True)
 
 
+@pytest.mark.parametrize("command", ["ls", "du", "rm", "unprotect"])
+def test_a_mistyped_root_in_a_store_is_named(bucket: str, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with opened(f"{bucket}/run") as engine:
+        engine.save(state(1), step=1).result(TIMEOUT)
+    arguments = ("1",) if command in ("rm", "unprotect") else ()
+    for place, words in (
+        ("ran", "is empty"),
+        ("run/step_000000001", "is a checkpoint, no root"),
+        ("", "holds no step"),
+    ):
+        code, out, err = called(capsys, command, f"{bucket}/{place}", *arguments)
+        assert (code, out) == (1, "")
+        assert words in err
+
+
 # -- what did not change --------------------------------------------------------------------------------
 
 

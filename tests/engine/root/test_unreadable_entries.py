@@ -1,4 +1,4 @@
-"""An entry with the name of a step that cannot be looked into is named once and passed by."""
+"""An entry with the name of a step that cannot be looked into, or is a file, is named once and passed by."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def engine_beside(root: Path, *refused: int, code: int = errno.EACCES) -> Iterat
         assert executor.close(TIMEOUT)
 
 
-@pytest.mark.parametrize("kind", ["loop", "nothing", "foreign"])
+@pytest.mark.parametrize("kind", ["loop", "nothing", "foreign", "file"])
 def test_every_call_goes_on_beside_an_unreadable_entry_and_one_warning_names_it(
     root: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -61,7 +61,9 @@ def test_every_call_goes_on_beside_an_unreadable_entry_and_one_warning_names_it(
         save(engine, 1, 2)
         if kind == "foreign":
             save(engine, 9)
-    if kind != "foreign":
+    if kind == "file":  # as torch.save(state, "runs/step_9") makes it
+        steps_dir(root, 9).write_bytes(b"PK")
+    elif kind != "foreign":
         steps_dir(root, 9).symlink_to(steps_dir(root, 9) if kind == "loop" else root / "gone")
     with caplog.at_level(logging.WARNING), engine_beside(root, *([9] if kind == "foreign" else [])) as engine:
         assert engine.steps() == [1, 2]
