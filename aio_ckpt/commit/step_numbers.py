@@ -36,11 +36,12 @@ def check_step(
     if newest is None or step > newest or (overwrite and step in committed):
         return step
     known = f"the newest committed or pending step {newest}"
-    anew = "another root begins anew"
+    earlier, anew = "an earlier one", "another root begins anew"
     if mirror is not None and newest not in committed and newest not in pending:
         known += f", which may be in the mirror {mirror} alone"
+        earlier += f", also if load() passes step {newest} by as damaged"
         anew = "another root with another mirror begins anew"
-    remedy = f"load() resumes after step {newest}, rollback(step) goes back to an earlier one, {anew}"
+    remedy = f"load() resumes after step {newest}, rollback(step) goes back to {earlier}, {anew}"
     if mirror is None and newest not in committed and newest not in pending:
         known += ", which this engine has committed and whose directory is gone"
         remedy = f"give step {newest + 1} or a later one, or open a new engine, which counts the steps that are there"
