@@ -600,7 +600,10 @@ def test_a_step_that_the_mirror_alone_holds_is_told_as_such(root: Path, place: P
     shutil.rmtree(root)
     with opened(root, place) as engine:
         for call in (engine.save, engine.prepare):
-            with pytest.raises(StepOrderError, match=f"step 2, which may be in the mirror {place} alone: load.* passes step 2 by as damaged"):
+            with pytest.raises(
+                StepOrderError,
+                match=f"step 2, which may be in the mirror {place} alone: load.* passes step 2 by as damaged",
+            ):
                 call(weights(0), step=1)
         with pytest.raises(CheckpointNotFoundError, match=f"{place} holds steps up to 2, and 'aio-ckpt cp'"):
             engine.rollback(2)
