@@ -47,6 +47,7 @@ from aio_ckpt.errors import (
     TemplateMismatchError,
 )
 from aio_ckpt.leaves.tensor_memory import memory_of
+from aio_ckpt.match import read_context
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.restore import load as restore
 from aio_ckpt.restore.plan_fills import LoadPlan
@@ -649,15 +650,15 @@ def find_damaged(rank: int, count: int, root: Path, finding: int) -> tuple[float
         engine.save({"w": torch.ones(ELEMENTS)}, step=1).result(TURN_SECS)
         engine.save({"w": torch.full((ELEMENTS,), 2.0), "late": torch.ones(3)}, step=2).result(TURN_SECS)
         dist.barrier()
-        opened = restore.open_checkpoint
+        opened = read_context.open_checkpoint
 
-        async def damaged(storage: Storage, path: Path, **options: Any) -> restore.Checkpoint:
+        async def damaged(storage: Storage, path: Path, **options: Any) -> read_context.Checkpoint:
             if path.name == "step_000000002":
                 raise MismatchError("as this rank sees it")
             return await opened(storage, path, **options)
 
         if rank == finding:
-            patch.setattr(restore, "open_checkpoint", damaged)
+            patch.setattr(read_context, "open_checkpoint", damaged)
         template = {"w": torch.zeros(ELEMENTS), "late": torch.zeros(3)}
         report = engine.load(template, allow_missing=True)
         assert (report.step, report.missing) == (1, ("late",))
