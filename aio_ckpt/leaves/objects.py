@@ -74,7 +74,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if callable(value) and (name := getattr(value, "__qualname__", getattr(value, "__name__", ""))):
-            self.names.add(f"{value.__module__}.{name}")  # of NumPy's functions, too, which are of many types
+            # NumPy's functions, which are of many types, are among them. Its ufuncs lack a module before NumPy 2.
+            self.names.add(f"{getattr(value, '__module__', '')}.{name}")
         elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
             self.names.add("numpy.ndarray of objects")
         elif isinstance(value, torch.Tensor | torch.TypedStorage | torch.UntypedStorage):
