@@ -226,10 +226,9 @@ class Retention:
                 is_protected = await storage.exists(root / protected_name(step))
                 check_deletion(step, left, is_protected=is_protected, allow_newest=allow_newest, root=root)
                 moved = []
-                for each in directories:
-                    if each.step == step:
-                        await self._check()
-                        moved.append(await self._move_to_trash(each))
+                for each in [directory for directory in directories if directory.step == step]:
+                    await self._check()
+                    moved.append(await self._move_to_trash(each))
                 if None in moved:  # protected since the check
                     check_deletion(step, left, is_protected=True, allow_newest=allow_newest, root=root)
                 left.remove(step)

@@ -306,9 +306,9 @@ def test_a_directory_of_checkpoints_at_paths_is_told_with_one_of_them(tmp_path, 
     with SyncCheckpointEngine(tmp_path) as engine:
         for name in ("epoch=0-step=15.ckpt", "last.ckpt"):
             engine.save({"w": torch.ones(3)}, path=tmp_path / name).result()
-    hint = f"2 of its directories are checkpoints of another name: give {tmp_path}/last.ckpt, or --step-dir if their "
-    first = f"no committed checkpoint under {tmp_path}; {hint}engine had a step_dir"
-    assert called(capsys, "ls", tmp_path)[1].splitlines()[0] == first
+    remedy = f"give {tmp_path}/last.ckpt, or --step-dir if their engine had a step_dir"
+    hint = f"2 of its directories are checkpoints of another name: {remedy}"
+    assert called(capsys, "ls", tmp_path)[1].splitlines()[0] == f"no committed checkpoint under {tmp_path}; {hint}"
     for command in ("verify", "inspect"):
         code, _, err = called(capsys, command, tmp_path)
         assert (code, hint in err) == (1, True), err
