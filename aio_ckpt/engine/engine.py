@@ -182,8 +182,8 @@ class BaseEngine:
         self._quarantine = Quarantine()
         self._trash = Trash(ctx.storage)
         self._rescue = Rescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
-        self._earlier_steps = EarlierSteps(ctx.root)
-        self._loader = Loader(ctx=ctx, quarantine=self._quarantine, earlier_steps=self._earlier_steps)
+        earlier_steps = EarlierSteps(ctx.root)
+        self._loader = Loader(ctx=ctx, quarantine=self._quarantine, earlier_steps=earlier_steps)
         steps = KnownSteps(self._quarantine, counts_calls=ctx.world_size > 1, mirror=ctx.mirror)
         claim = Claim(ctx.storage, ctx.root, ctx.owner, stale_after_secs=ctx.config.stale_after_secs)
         self._mirroring = mirroring = self._make_mirroring()
@@ -227,7 +227,7 @@ class BaseEngine:
             capturer=capturer,
             pipeline=pipeline,
             statistics=self._recorder.statistics,
-            earlier_steps=self._earlier_steps,
+            earlier_steps=earlier_steps,
             is_urgent=self._preemption.poll,
         )
         self._file_saves = FileSaves(ctx, call_lock, queue, capturer, FilePipeline(ctx=ctx, writer=writer))
@@ -237,7 +237,7 @@ class BaseEngine:
             portal=portal,
             root_session=self._root_session,
             queue=queue,
-            earlier_steps=self._earlier_steps,
+            earlier_steps=earlier_steps,
             rescue=self._rescue,
             mirroring=mirroring,
         )
