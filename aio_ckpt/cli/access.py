@@ -82,6 +82,7 @@ async def use_newest(storage: Storage, path: Path, names: StepNames, use: Callab
 
     Raises:
         CheckpointNotFoundError: ``path`` is neither; or it is a checkpoint, and its writer deleted it meanwhile.
+        CorruptCheckpointError: the checkpoint is damaged; of a root, the error says how to find one that is good.
         Exception: any other error of ``use``.
     """
     is_given = await _is_checkpoint(storage, path)
@@ -95,7 +96,10 @@ async def use_newest(storage: Storage, path: Path, names: StepNames, use: Callab
             if is_given and after is None:
                 raise CheckpointNotFoundError(f"{path}: was deleted by its writer while it was read") from error
             if before is not None and after == before:
-                raise
+                if is_given or not isinstance(error, CorruptCheckpointError):
+                    raise
+                hint = f"'aio-ckpt verify {path}' tells which steps are good: give the path of one"
+                raise CorruptCheckpointError(f"{error}; {hint}") from error
     raise CheckpointNotFoundError(
         f"{path}: each of {MAX_RETRIES} checkpoints was deleted by its writer while it was read: protect a step first, "
         f"by 'aio-ckpt protect {path} STEP', and give its directory"

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from aio_ckpt.ticket import SaveTicket
 
 _SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth", ".bin", ".ckpt")}
+_ALL_SUFFIXES = tuple(suffix for found in _SUFFIXES.values() for suffix in found)
 _BUDGET_BYTES = 256 << 20
 """Memory in which the result is staged. A larger state passes through it in waves."""
 
@@ -93,6 +94,8 @@ def export_command(path: Path, out: Path, kind: str | None, names: StepNames, **
     """
     if kind is not None and not out.name.endswith(_SUFFIXES[kind]):
         raise ConfigError(f"--to {kind}: {out.name} should end in {' or '.join(_SUFFIXES[kind])}")
+    if not out.name.endswith(_ALL_SUFFIXES):
+        raise ConfigError(f"{out.name}: give the file OUT a suffix, which tells its format: {', '.join(_ALL_SUFFIXES)}")
     _to_file(path, out, names, **options)
 
 
@@ -129,17 +132,16 @@ def convert_command(
     SOURCE is a checkpoint of ours or of DCP, or a file of torch.save or safetensors. If OUT ends in .safetensors,
     .pt, .pth, .bin or .ckpt, it is a file. Otherwise it is a root: the result is a step in it, which DCP reads, too.
     """
-    suffixes = tuple(suffix for found in _SUFFIXES.values() for suffix in found)
     for path in (source, out):
-        if isinstance(path, RemotePath) and path.name.endswith(suffixes):
+        if isinstance(path, RemotePath) and path.name.endswith(_ALL_SUFFIXES):
             raise ConfigError(
                 f"{path}: a file in an object store: give a file on a disk, and copy it by the store's tools"
             )
-    if out.name.endswith(suffixes):
+    if out.name.endswith(_ALL_SUFFIXES):
         if step is not None:
             raise ConfigError(f"--step is for a root, and {out.name} is a file: leave it away")
         _to_file(source, out, names, trusted=trusted, as_json=as_json, **options)
-    elif close := difflib.get_close_matches(out.suffix.lower(), suffixes, n=1, cutoff=0.85):
+    elif close := difflib.get_close_matches(out.suffix.lower(), _ALL_SUFFIXES, n=1, cutoff=0.85):
         raise ConfigError(
             f"{out.name}: is that a file or a root? Give a file the suffix {close[0]}, and a root another"
         )

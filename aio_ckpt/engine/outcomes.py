@@ -181,7 +181,8 @@ def older_step(root: Path, steps: int, keep_last: int | None) -> str:
     kept, needed = ("N", "N + 2") if keep_last is None else (keep_last, keep_last + 2)
     room = f"keep_last={kept} needs room for {needed} steps, as one is deleted while the next is written"
     if steps < 2:
-        return f"save to another disk: there is no older step to delete, and {room}"
+        look = f"`aio-ckpt du {shlex.quote(str(root))}` shows what else is there"
+        return f"save to another disk: there is no older step to delete, and {room}; {look}"
     prune = f"aio-ckpt prune {shlex.quote(str(root))} --keep-last 1 --yes"
     return f"delete an older step: engine.delete(step), or `{prune}` once the trainer has ended; {room}"
 

@@ -177,6 +177,7 @@ def test_too_little_memory_names_no_setting_of_the_engine(tmp_path, capsys, monk
     ("arguments", "text"),
     [
         (("--to", "torch", "x.safetensors"), "should end in .pt"),
+        (("weights/",), "weights: give the file OUT a suffix, which tells its format: .safetensors, .pt"),
         (("--dtype", "int33", "x.safetensors"), "--dtype int33: no such floating-point dtype"),
         (("--dtype", "int8", "x.safetensors"), "--dtype int8: no such floating-point dtype"),
         (("--dtype", "float16", "x.pt"), "are for .safetensors"),
@@ -194,6 +195,10 @@ async def test_a_damaged_checkpoint_is_not_exported(root, tmp_path, capsys):
     await flip(root / STEP, "model.embed")
     code, _, err = called(capsys, "export", root / STEP, tmp_path / "out.pt")
     assert (code, "model.embed" in err, f"{root / STEP}: " in err) == (1, True, True), err
+    assert "verify" not in err
+    await flip(max(root.glob("step_*")), "model.embed")
+    code, _, err = called(capsys, "export", root, tmp_path / "out.pt")
+    assert (code, "model.embed" in err, f"'aio-ckpt verify {root}' tells which" in err) == (1, True, True), err
     assert (tmp_path / "out.pt").read_bytes() == b"old"
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 

@@ -411,7 +411,7 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free_and_what_helps(
         room = r"keep_last=N needs room for N \+ 2 steps, as one is deleted while the next is written"
         told = (
             rf"{os.strerror(code)}: this save {sizes}; {remedy}, or save to another disk: there is no older step to "
-            rf"delete, and {room}: '/disk/file'"
+            rf"delete, and {room}; `aio-ckpt du {re.escape(str(root))}` shows what else is there: '/disk/file'"
         )
         assert re.search(told, str(error))
         assert re.search(told, caplog.text)
