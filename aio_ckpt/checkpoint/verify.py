@@ -265,7 +265,9 @@ class _Verification:
         """
         others = list[str]()
         for entry, sums, unparsed in zip(table.tensors, table.block_sums(), unparsed_items, strict=True):
-            crc32 = _combine_all(zip(sums, _block_lengths(entry, table.block_bytes), strict=True))
+            starts = range(0, entry.raw_bytes, table.block_bytes)
+            lengths = [min(table.block_bytes, entry.raw_bytes - at) for at in starts]
+            crc32 = _combine_all(zip(sums, lengths, strict=True))
             head, tail = ends[id(unparsed)]
             if _is_as_rendered(entry, unparsed.dtype, crc32, head, tail):  # to parse takes 20 times as long
                 continue
@@ -393,10 +395,6 @@ def _places_of(table: FileTable) -> dict[MetadataIndex, _Place]:
         for name in stored.fqns:
             places[MetadataIndex(name)] = file, stored.offset, stored.nbytes
     return places
-
-
-def _block_lengths(entry: TensorEntry, block_bytes: int) -> list[int]:
-    return [min(block_bytes, entry.raw_bytes - at) for at in range(0, entry.raw_bytes, block_bytes)]
 
 
 def _is_as_rendered(entry: TensorEntry, dtype: torch.dtype, crc32: int, head: bytearray, tail: bytearray) -> bool:

@@ -73,7 +73,7 @@ class Agreement:
     def _ask_room(self, numbered: NumberedCall) -> Room:
         deadline, ask = numbered.call.deadline, functools.partial(numbered.round.room, self.queue.room())
         try:
-            limit_secs = deadline.left_secs(2 * self.ctx.members.stall_secs)
+            limit_secs = deadline.left_secs(self.ctx.members.reply_limit_secs)
             return self.portal.call(ask, timeout=limit_secs, what="save()")
         except StallError:
             deadline.check(None, "waiting to hear whether rank 0 has room")
@@ -118,7 +118,7 @@ class Agreement:
         """
         whole, deadline = planned.plan, numbered.call.deadline
         assert whole.local is not None  # there are several ranks
-        limit_secs = deadline.left_secs(2 * self.ctx.members.stall_secs)
+        limit_secs = deadline.left_secs(self.ctx.members.reply_limit_secs)
         message = PlanMsg(sent_target(target, self.ctx.root), whole.local, content)
         assign = functools.partial(_assign_under_one_root, self.ctx, numbered, target, message)
         try:

@@ -71,7 +71,7 @@ async def newest_good(
                         name_checkpoint(error, candidate.path)
                         raise
                 else:
-                    return candidate, await search.set_damaged_aside(), value
+                    return candidate, await search.skip_damaged(), value
         except ChangedError as error:
             _log.info("%s was deleted or replaced while it was read: looking again", error)
         except Exception as error:
@@ -156,8 +156,8 @@ class FallbackSearch:
             raise ChangedError(str(candidate.path))
         return value
 
-    async def set_damaged_aside(self) -> tuple[SkippedCheckpoint, ...]:
-        """Set aside the checkpoints that are proven damaged, once an older one was good. Returns those passed by."""
+    async def skip_damaged(self) -> tuple[SkippedCheckpoint, ...]:
+        """Log and return the checkpoints passed by, once an older one was good. Those proven damaged are set aside."""
         ctx = self.ctx
         proven = (
             CorruptCandidate(checkpoint=found.checkpoint, error=found.error)

@@ -87,7 +87,7 @@ class FileSaves(LockedCalls):
         assert waited_secs is not None  # such a call is never skipped
         self._calls += 1
         path = path if content.index is None else path.with_name(index_name(content.index.single))
-        job = self._queue.enter(
+        job = self._queue.assign_ticket(
             FileJob(
                 target=path,
                 round=SaveRound(self._ctx.members, self._ctx.executor, topic=Topic("file", self._calls)),

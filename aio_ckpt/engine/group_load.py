@@ -297,14 +297,11 @@ class LoadMember:
         """Return the loaded checkpoint; raise the error if none was loaded."""
         if instruction.action is _Action.DONE and self._candidate is not None and self._loaded is not None:
             self._learn_newest(instruction)
-            return self._candidate, await self.search.set_damaged_aside(), self._loaded
+            return self._candidate, await self.search.skip_damaged(), self._loaded
         if instruction.action is _Action.APART:
-            raise self._apart(instruction)
+            ctx = self.search.ctx
+            raise ctx.members.different_roots(self._wanted.path or ctx.root, instruction.rank, instruction.text)
         raise _ERRORS[instruction.action](instruction.text) from self._error
-
-    def _apart(self, instruction: _Instruction) -> AioCkptError:
-        ctx = self.search.ctx
-        return ctx.members.different_roots(self._wanted.path or ctx.root, instruction.rank, instruction.text)
 
     def _learn_newest(self, instruction: _Instruction) -> None:
         """Take over the newest step that the leader found, or that of a save committed meanwhile if it is newer."""

@@ -217,7 +217,7 @@ class JobQueue:
         if self._mirroring is not None:
             self._mirroring.check_thread(what)
 
-    def enter(self, job: W) -> W:
+    def assign_ticket(self, job: W) -> W:
         """Give a new save its ticket and its turn. :meth:`add` puts it into the table."""
 
         def cancel() -> bool:

@@ -129,11 +129,6 @@ class EarlierSteps:
         self._goes_on = False
         self._has_saved = False
 
-    @property
-    def may_be_mixed(self) -> bool:
-        """Whether the next save could be the first of a run that does not go on from the steps of its root."""
-        return not (self._goes_on or self._has_saved)
-
     def go_on(self) -> None:
         """Note that this run has loaded, read or rolled back a step of the root."""
         self._goes_on = True
@@ -147,9 +142,12 @@ class EarlierSteps:
                 "%s holds steps up to %d: load() resumes, and a save must exceed step %d", self._root, newest, newest
             )
 
-    def log_first_save(self, newest: int | None) -> None:
-        """Warn, at the first save that names no step, that the steps of two runs are about to be mixed."""
-        if self.may_be_mixed and newest is not None:
+    def note_save(self, newest: int | None) -> None:
+        """Warn, at the first save, that it would mix the steps of two runs: it follows ``newest``.
+
+        ``newest`` is None if the root holds no step, or the save names its own.
+        """
+        if newest is not None and not (self._goes_on or self._has_saved):
             _log.warning(
                 "%s holds steps up to %d, and this run has loaded none of them: its next save is step %d, after those "
                 "of another run. load() resumes, rollback(step) goes back, another root keeps the runs apart, and "
@@ -158,8 +156,4 @@ class EarlierSteps:
                 newest,
                 newest + 1,
             )
-        self._has_saved = True
-
-    def pass_first_save(self) -> None:
-        """Note that the first save named its step."""
         self._has_saved = True

@@ -74,7 +74,7 @@ class RootChanges(LockedCalls):
         steps that are gone.
         """
         members = self.ctx.members
-        coordinator, timeout_secs, what = members.coordinator, 2 * members.stall_secs, f"{kind}()"
+        coordinator, timeout_secs, what = members.coordinator, members.reply_limit_secs, f"{kind}()"
         try:
             members.await_met(NO_DEADLINE)
             step = step_numbers.check_step_number(step)
@@ -112,9 +112,8 @@ class RootChanges(LockedCalls):
         try:
             if members.is_leader:
                 self.root_session.delete_discarded(step)
-            timeout_secs = 2 * members.stall_secs
             done = functools.partial(_DELETED.broadcast, members.coordinator, topic, [None])
-            self.portal.call(done, timeout=timeout_secs, what="delete()")
+            self.portal.call(done, timeout=members.reply_limit_secs, what="delete()")
         except BaseException as error:
             self._send_refusal(topic, error)
             raise

@@ -161,7 +161,9 @@ class StateSaves(LockedCalls):
         try:
             self.session.log_waves(image, target)
             timer = SaveTimer(call.started, waited_secs=waited_secs + image.lease.waited_secs, plan_secs=plan_secs)
-            job = self.queue.enter(self._job(numbered, target, flat.names, planned, leased, objects, content, timer))
+            job = self.queue.assign_ticket(
+                self._job(numbered, target, flat.names, planned, leased, objects, content, timer)
+            )
             part = Part(
                 name=data_file_name(job.save_id, self.ctx.rank),
                 frozen_name=data_file_name(job.save_id, self.ctx.rank, is_frozen=True),
@@ -255,10 +257,8 @@ class StateSaves(LockedCalls):
 
     def _log_earlier_steps(self, step: int | None) -> None:
         """Warn once if a save without a step goes on after the steps of another run."""
-        if step is not None:
-            self.earlier_steps.pass_first_save()
-        elif self.earlier_steps.may_be_mixed and self.ctx.members.is_leader:
-            self.earlier_steps.log_first_save(self.queue.steps.newest(self.queue.pending_steps))
+        is_next = step is None and self.ctx.members.is_leader
+        self.earlier_steps.note_save(self.queue.steps.newest(self.queue.pending_steps) if is_next else None)
 
     def prepare(self, state: object, step: int | None) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""

@@ -128,7 +128,8 @@ def shared_memory(
     unproven: list[tuple[str, str]] = []
     faults: list[str] = []
     for pair in overlapping([memory for _, _, memory in owned]):
-        (owner, first, memory), (other, name, view) = sorted((owned[i] for i in pair), key=_is_leaf)
+        rows = sorted((owned[i] for i in pair), key=lambda row: row[0] == 0)  # modules first
+        (owner, first, memory), (other, name, view) = rows
         shards = catalog.shards[first], catalog.shards[name]
         is_tied, is_module = signature_of(memory) == signature_of(view), owner == other > 0
         if is_tied and _may_be_equal(*shards):
@@ -146,10 +147,6 @@ def shared_memory(
                 f"{name!r} shares memory with {first!r} in the template, and {why}: {remedy}, or leave it out"
             )
     return unproven, faults
-
-
-def _is_leaf(row: tuple[int, str, torch.Tensor]) -> bool:
-    return row[0] == 0
 
 
 def _may_be_equal(one: Shards, other: Shards) -> bool:

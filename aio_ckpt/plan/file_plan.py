@@ -92,9 +92,9 @@ class FilePlans:
         self._kept[slot] = header, plan
         return PlannedImage(plan=plan, tensors=tensors, objects=[]), is_hit
 
-    def drop_beyond(self, kind: str, count: int) -> None:
-        """Forget the plans of files of ``kind`` that a call with ``count`` files does not have."""
-        self._kept = {slot: kept for slot, kept in self._kept.items() if slot[0] != kind or slot[1] < count}
+    def drop_beyond(self, count: int) -> None:
+        """Forget the plans of safetensors files that a call with ``count`` of them does not have."""
+        self._kept = {slot: kept for slot, kept in self._kept.items() if slot[0] != "safetensors" or slot[1] < count}
 
     def lay_out_storages(self, structure: Structure, budget_bytes: int) -> ImageLayout:
         """Return the layout of a ``torch.save`` file. Each leaf is the bytes of a storage, whose key is its number."""

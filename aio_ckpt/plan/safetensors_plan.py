@@ -83,7 +83,7 @@ def safetensors_content(tensors: object, name: str, options: SafetensorsOptions,
     cast = functools.partial(_stored_dtype, dtype=options.dtype)
     sizes = {key: tensor.numel() * cast(tensor).itemsize for key, tensor in kept.items()}
     shards = split(sizes, options.max_shard_bytes)
-    plans.drop_beyond("safetensors", len(shards))
+    plans.drop_beyond(len(shards))
     numbers = {key: number for number, names in enumerate(shards) for key in names}
     index = SafetensorsIndex(single=name, files=numbers, count=len(shards), total_bytes=sum(sizes.values()))
     files = [name] if len(shards) == 1 else index.names(taken=frozenset())

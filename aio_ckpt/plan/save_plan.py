@@ -145,7 +145,7 @@ def make_plan(
     world_size: int,
     gather_bytes: int,
     budget_bytes: int,
-    frozen: FrozenLeaves | None = None,
+    frozen: FrozenLeaves | None,
 ) -> Plan:
     """Plan a new structure: DCP's planner chooses the items, this package their places.
 

@@ -109,6 +109,11 @@ class Membership:
         """Number of ranks on this host, which share its memory and disk."""
         return ranks_on_host(self.coordinator.world_size)
 
+    @property
+    def reply_limit_secs(self) -> float:
+        """Longest wait of one call for the other ranks. A rank that is lost ends it earlier, by its silence."""
+        return min(2 * self.stall_secs, MAX_SECS)
+
     def check_group(self) -> None:
         """Raise ConfigError if this engine was opened before the process group of its ranks.
 
@@ -144,7 +149,7 @@ class Membership:
             PeerFailedError, RootError: see :meth:`meet`.
         """
         try:
-            self.opened.exception(deadline.left_secs(min(2 * self.stall_secs, MAX_SECS)))
+            self.opened.exception(deadline.left_secs(self.reply_limit_secs))
         except TimeoutError:
             deadline.check(None, "waiting for the other ranks to open their engines")
             raise StallError("the other ranks did not open their engines in time") from None

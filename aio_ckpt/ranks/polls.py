@@ -91,7 +91,7 @@ class AgreedPoll:
             number, is_held = self._polls, self._is_held
         if is_held and self._first is None:
             try:
-                self._decided.result(2 * self._members.stall_secs)
+                self._decided.result(self._members.reply_limit_secs)
             except TimeoutError:
                 raise StallError(f"{self._topic.text()}: the other ranks do not answer") from None
         return self._is_found_by(number)

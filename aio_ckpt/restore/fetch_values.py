@@ -14,7 +14,7 @@ from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.leaves.objects import decode_object
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
-from aio_ckpt.restore.load_progress import NO_METER, Meter
+from aio_ckpt.restore.load_progress import Meter
 from aio_ckpt.restore.plan_fills import LoadPlan
 from aio_ckpt.runtime.portal import run_blocking
 
@@ -23,7 +23,7 @@ _SHOWN = 5
 
 
 async def fetch_values(
-    ctx: ReadContext, files: Files, checkpoint: Checkpoint, plan: LoadPlan, fetched: Fetched, *, meter: Meter = NO_METER
+    ctx: ReadContext, files: Files, checkpoint: Checkpoint, plan: LoadPlan, fetched: Fetched, meter: Meter
 ) -> None:
     """Run the requests of ``plan``, decode the objects, and add the values to ``fetched``.
 

@@ -7,8 +7,9 @@ block, each block once it is verified. Objects and ``load_state_dict`` come last
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,7 +117,12 @@ async def match_checkpoint(
     async with ctx.files(path) as files:
         match = functools.partial(_open_and_match, ctx, files, state, step, options, meter)
         part = ctx.part if options.rename is None and not ctx.past_page_cache else None
-        matched = None if part is None else await _match_part(match, part)
+        matched: Matched | None = None
+        if part is not None:
+            with contextlib.suppress(*_MAY_NEED_MORE):  # with all of it open, the error comes again, or there is none
+                matched = await match(part)
+                if matched.checkpoint.part is not None and (matched.found.missing or matched.found.mismatched):
+                    matched = None
         if matched is None:
             matched = await match(None)
         if not ctx.past_page_cache:
@@ -139,19 +145,6 @@ async def load_checkpoint(
         outcome = await matched.fetch()
     await outcome.apply()
     return outcome
-
-
-async def _match_part(match: Callable[[RankSubset | None], Awaitable[Matched]], part: RankSubset) -> Matched | None:
-    """Match with a part of the checkpoint; None if the template may need more of it.
-
-    Every error counts: with the whole checkpoint open, it comes again, or there is none.
-    """
-    try:
-        matched = await match(part)
-    except _MAY_NEED_MORE:
-        return None
-    is_part = matched.checkpoint.part is not None
-    return None if is_part and (matched.found.missing or matched.found.mismatched) else matched
 
 
 async def _open_and_match(

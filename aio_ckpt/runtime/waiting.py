@@ -168,13 +168,13 @@ def disk_warning(
     return WaitWarning(describe, waited_secs=waited_secs, rank=rank)
 
 
-def call_within(limit_secs: float, call: Callable[[], T], doing: str, path: Path, *, rank: int | None = None) -> T:
+def call_within(limit_secs: float, call: Callable[[], T], doing: str, path: Path) -> T:
     """Return ``call()``, which looks at ``path``, from a thread of its own, as the disk may hang.
 
     Raises:
         StallError: the call did not end within ``limit_secs``. The thread is left behind.
     """
     work = start_beside_or_here(call)
-    if not disk_warning(doing, path, rank=rank).wait_for([work], limit_secs):
+    if not disk_warning(doing, path).wait_for([work], limit_secs):
         raise StallError(f"{doing} did not end within {limit_secs} s: the file system of {path} does not answer")
     return work.result()

@@ -91,7 +91,7 @@ def ring_slots(image_bytes: int, chunk_bytes: int, budget_bytes: int) -> int | N
 
 
 def arena_spec(
-    plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int, tail_bytes: int = 0
+    plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int, tail_bytes: int
 ) -> ArenaSpec:
     """Return the requirements on the arena of a save of ``plan`` with ``objects_bytes`` of objects.
 

@@ -30,12 +30,8 @@ class StallTimer:
         try:
             yield
         finally:
-            self.resume()
-
-    def resume(self) -> None:
-        """End the pause of the stall timer, also inside the block of :meth:`paused`."""
-        self.is_paused = False
-        self.last = time.monotonic()
+            self.is_paused = False
+            self.touch()
 
     def idle_left_secs(self, limit_secs: float) -> float:
         """Return the seconds left until the save counts as stalled, if it may make no progress for ``limit_secs``."""

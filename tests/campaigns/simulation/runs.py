@@ -334,7 +334,7 @@ class World:
         call = queue.next_number()
         step = queue.claim_step(call, max(committed) if overwrite else None)
         queue.steps.check(step, queue.pending_steps, overwrite=overwrite, read=lambda: committed)
-        save = queue.enter(
+        save = queue.assign_ticket(
             SaveJob(
                 target=step,
                 round=SaveRound(self.ctx.members, self.ctx.executor, topic=Topic("save", 1)),

@@ -108,14 +108,14 @@ def test_the_simulation_finds_a_directory_that_is_visible_before_it_is_durable(m
 
 
 def test_the_simulation_finds_a_save_that_is_committed_before_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = JobQueue.enter
+    assign_ticket = JobQueue.assign_ticket
 
     def waits_for_nobody(*args: Any, **kwargs: Any) -> Any:
-        save = enter(*args, **kwargs)
+        save = assign_ticket(*args, **kwargs)
         save.earlier = ()
         return save
 
-    monkeypatch.setattr(JobQueue, "enter", waits_for_nobody)
+    monkeypatch.setattr(JobQueue, "assign_ticket", waits_for_nobody)
     assert "before one that came earlier" in str(failure_of(range(SEEDS)))
 
 

@@ -174,10 +174,10 @@ def test_a_save_that_ctrl_c_ends_while_it_copies_is_cancelled_and_leaves_no_file
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered: list[SaveJob] = []
-    enter = job_queue.JobQueue.enter
+    assign_ticket = job_queue.JobQueue.assign_ticket
 
     def remember(*args: object, **kwargs: object) -> SaveJob:
-        entered.append(enter(*args, **kwargs))
+        entered.append(assign_ticket(*args, **kwargs))
         return entered[-1]
 
     def interrupted(*_: object, **__: object) -> None:
@@ -185,7 +185,7 @@ def test_a_save_that_ctrl_c_ends_while_it_copies_is_cancelled_and_leaves_no_file
 
     with SyncCheckpointEngine(tmp_path) as opened:
         with monkeypatch.context() as patch:
-            patch.setattr(job_queue.JobQueue, "enter", remember)
+            patch.setattr(job_queue.JobQueue, "assign_ticket", remember)
             patch.setattr(capture_job, "capture", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 opened.save({"a": torch.zeros(5000)})
@@ -198,7 +198,7 @@ def test_closing_ends_the_lease_that_ctrl_c_lost(tmp_path: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     with SyncCheckpointEngine(tmp_path) as opened:
-        monkeypatch.setattr(job_queue.JobQueue, "enter", lost)
+        monkeypatch.setattr(job_queue.JobQueue, "assign_ticket", lost)
         with pytest.raises(KeyboardInterrupt):
             opened.save({"a": torch.zeros(5000)})
         stats = opened._session.lifetime
