@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,20 +42,15 @@ def match_stateful(
     Returns their takers, what modules lack or hold differently, and the faults. What is missing includes values of
     which nothing is stored.
     """
-    modules = ModuleDifferences()
+    own = _OwnTensors()
     if not template.stateful:
-        return [], modules, []
+        return [], own.modules, []
     takers: list[StatefulTaker] = []
     rank = ctx.rank
-    faults: list[str] = []
     # The catalog lacks the PerRank values of a rank that did not save.
     names = list(filter(checkpoint.holds, checkpoint.names_of(rank)))
-    shards = checkpoint.catalog.shards
-    held: dict[str, Target] = {}
-    layouts: dict[str, Target] = {}
-    loaded_by_names: list[Mapping[str, Target]] = []
     counts = Counter(prefix for prefix, _ in template.stateful)
-    faults += [
+    faults = [
         f"{prefix!r} is the name of several values with state_dict(), as keys with dots join to one name: rename one"
         for prefix, count in counts.items()
         if count > 1
@@ -79,23 +75,9 @@ def match_stateful(
             takers.append(taker)
             if branch is None and (fault := _branch_fault(prefix, value, checkpoint.compounds(rank))):
                 faults.append(fault)
-            tensors = [name for name in below if name in shards]
-            goes_by_names = isinstance(value, torch.nn.Module) and loads_by_names(value)
-            if tensors or goes_by_names:  # state_dict() of a data loader, say, is slow: it is not called without need
-                state_dict = value.state_dict()
-                own = leaves_of(state_dict, prefix, rank=rank)
-                found = {name: leaf for name in tensors if isinstance(leaf := own.get(name), (torch.Tensor, Shard))}
-                if goes_by_names:
-                    modules.add(taker, [f"{prefix and f'{prefix}.'}{key}" for key in state_dict], found)
-                    loaded_by_names.append(found)
-                like = _layouts_below(prefix, value, tensors, found)
-                faults += _meta_fault(prefix, value, like | found)
-                if options.skip_mismatched and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-                    taker.kept = {name: kept for name, kept in found.items() if has_other_shape(kept, shards[name])}
-                layouts |= like
-                held |= found
+            faults += own.add(taker, checkpoint.catalog.shards)
         else:
-            modules.missing.append(prefix)
+            own.modules.missing.append(prefix)
     faults += match_stateful_compounds(checkpoint, takers, ctx)
     parts: Mapping[str, NamedNode] = {}
     if takers and checkpoint.has_skeleton:
@@ -103,26 +85,58 @@ def match_stateful(
         parts = find_named(checkpoint.skeleton(rank), wanted, rank=rank)
     for taker in takers:
         taker.part = parts.get(taker.branch) if taker.branch is not None else None
-    in_place = _add_fills(checkpoint, takers, fills, held, layouts, casts=options.cast)
+    in_place = _add_fills(checkpoint, takers, fills, own, casts=options.cast)
     # What shares memory with anything but its equal is never filled in place.
-    modules.copied = [tensors for tensors in loaded_by_names if not tensors.keys() <= in_place]
-    return takers, modules, faults
+    own.modules.copied = [tensors for tensors in own.loaded_by_names if not tensors.keys() <= in_place]
+    return takers, own.modules, faults
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnTensors:
+    """Tensors of the ``state_dict()`` of Stateful values, by their names."""
+
+    held: dict[str, Target] = field(default_factory=dict)
+    """Tensors that stored ones may fill in place."""
+    layouts: dict[str, Target] = field(default_factory=dict)
+    """Tensors whose layout and device newly allocated ones get."""
+    loaded_by_names: list[Mapping[str, Target]] = field(default_factory=list)
+    """Tensors of each module that loads by names."""
+    modules: ModuleDifferences = field(default_factory=ModuleDifferences)
+
+    def add(self, taker: StatefulTaker, shards: Mapping[str, Shards]) -> list[str]:
+        """Add the tensors of a value for which tensors are stored, and return the faults."""
+        name, value = taker.name, taker.value
+        tensors = [stored for stored in taker.names if stored in shards]
+        goes_by_names = isinstance(value, torch.nn.Module) and loads_by_names(value)
+        if not (tensors or goes_by_names):  # state_dict() of a data loader, say, is slow: it is not called without need
+            return []
+        state_dict = value.state_dict()
+        own = leaves_of(state_dict, name, rank=taker.ctx.rank)
+        found = {stored: leaf for stored in tensors if isinstance(leaf := own.get(stored), (torch.Tensor, Shard))}
+        if goes_by_names:
+            self.modules.add(taker, [f"{name and f'{name}.'}{key}" for key in state_dict], found)
+            self.loaded_by_names.append(found)
+        like = _layouts_below(name, value, tensors, found)
+        if taker.options.skip_mismatched and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+            taker.kept = {stored: kept for stored, kept in found.items() if has_other_shape(kept, shards[stored])}
+        self.layouts.update(like)
+        self.held.update(found)
+        return _meta_fault(name, value, like | found)
 
 
 def _add_fills(
     checkpoint: Checkpoint,
     takers: Sequence[StatefulTaker],
     fills: Fills,
-    held: Mapping[str, Target],
-    layouts: Mapping[str, Target],
+    own: _OwnTensors,
     *,
     casts: bool,
 ) -> AbstractSet[str]:
-    """Add what the takers need to ``fills``. A tensor of ``held`` is filled in place if it can be.
+    """Add what the takers need to ``fills``. A tensor that a value holds is filled in place if it can be.
 
     Returns the names of the tensors that are filled in place.
     """
-    catalog = checkpoint.catalog
+    catalog, held = checkpoint.catalog, own.held
     addresses = exact_addresses(list(held.values()), [catalog.shards[name] for name in held])
     fitting = {
         name: address
@@ -139,7 +153,7 @@ def _add_fills(
     )
     fills.objects += (name for name in below if name in catalog.objects)
     for name, shards in stored.items():
-        like = layouts.get(name)
+        like = own.layouts.get(name)
         if like is not None and full_shape(like) != global_shape(shards):  # a scalar, say, where a shard is held now
             like = None
         fills.others.append(Fill(name, targets.get(name), like, fitting[name] if name in targets else 0))
