@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from aio_ckpt.commit.discovery import CommittedCheckpoint, step_directories
+from aio_ckpt.commit.discovery import CommittedCheckpoint, discover_all, step_directories
 from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.errors import CheckpointNotFoundError
@@ -17,6 +17,7 @@ from aio_ckpt.storage.local import Storage
 async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str, check: Check) -> list[int]:
     """Move every committed step after ``step`` below ``.aio_ckpt/abandoned/``, newest first; nothing is deleted.
 
+    A later step that has lost its ``.metadata`` is moved, too: it would be in the way of the next save of that step.
     Newest first: a crash between two renames leaves a prefix of the history, never one with a gap.
 
     ``check`` raises if this process may not write under the root any more. It is called before each rename.
@@ -29,8 +30,9 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
     steps = sorted({checkpoint.step for checkpoint in committed})
     if step not in steps:
         raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
-    committed.sort(key=lambda checkpoint: checkpoint.step)
-    later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
+    _, torn = await discover_all(storage, root, names)
+    found = sorted([*committed, *torn], key=lambda checkpoint: checkpoint.step, reverse=True)
+    later = [checkpoint for checkpoint in found if checkpoint.step > step]
     await abandon(storage, root, later, tag, check)
     return sorted({checkpoint.step for checkpoint in later}, reverse=True)
 

@@ -365,6 +365,14 @@ def test_rollback_sets_every_directory_of_a_later_step_aside(engine: SyncCheckpo
     save(engine, 3)
 
 
+def test_rollback_sets_a_later_step_aside_that_has_lost_its_metadata(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 1, 2, 3)
+    (root / "step_000000002" / ".metadata").unlink()
+    assert engine.rollback(1) == [3, 2]
+    save(engine, 2)
+    assert engine.steps() == [1, 2]
+
+
 def test_rollback_to_a_step_that_is_not_there_says_which_are(engine: SyncCheckpointEngine) -> None:
     save(engine, 1, 3)
     with pytest.raises(CheckpointNotFoundError, match=r"rollback\(2\).*committed are \[1, 3\]"):
