@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import reprlib
+import shlex
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -29,6 +30,11 @@ _COPIED_BY = {
 """By scheme, a command that copies files."""
 _REPR = reprlib.Repr()
 _REPR.maxother = 200
+
+
+def command_line(*words: object) -> str:
+    """Return a command of ``aio-ckpt`` for a message, such that a shell takes it as it is printed."""
+    return f"`aio-ckpt {shlex.join(map(str, words))}`"
 
 
 def shown(value: object) -> str:

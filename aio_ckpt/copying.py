@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import anyio
 
+from aio_ckpt.argument_checks import command_line
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.commit.discovery import checkpoint_at, discover
 from aio_ckpt.commit.in_place import LOCK, PENDING
@@ -337,7 +338,7 @@ async def _check_copy(
     if faults:
         raise CorruptCheckpointError(
             f"{wanted.source}: the copy does not verify: {faults[0]}: "
-            f"'aio-ckpt verify {wanted.source}' tells whether the source is damaged"
+            f"{command_line('verify', wanted.source)} tells whether the source is damaged"
         )
 
 

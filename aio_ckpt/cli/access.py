@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from aio_ckpt.argument_checks import command_line
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
@@ -98,11 +99,11 @@ async def use_newest(storage: Storage, path: Path, names: StepNames, use: Callab
             if before is not None and after == before:
                 if is_given or not isinstance(error, CorruptCheckpointError):
                     raise
-                hint = f"'aio-ckpt verify {path}' tells which steps are good: give the path of one"
+                hint = f"{command_line('verify', path)} tells which steps are good: give the path of one"
                 raise CorruptCheckpointError(f"{error}; {hint}") from error
     raise CheckpointNotFoundError(
         f"{path}: each of {MAX_RETRIES} checkpoints was deleted by its writer while it was read: protect a step first, "
-        f"by 'aio-ckpt protect {path} STEP', and give its directory"
+        f"by {command_line('protect', path, 'STEP')}, and give its directory"
     )
 
 

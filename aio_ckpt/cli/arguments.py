@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from aio_ckpt.argument_checks import check_path
+from aio_ckpt.argument_checks import check_path, command_line
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
@@ -77,7 +77,8 @@ def check_root(path: Path, names: StepNames) -> Path:
         return path
     if METADATA_FILE in entries or any(map(save_of_root_manifest, entries)):
         raise MistypedPathError(
-            f"{path} is a checkpoint, no root: 'aio-ckpt inspect {path}' shows it, 'aio-ckpt ls {path.parent}' lists it"
+            f"{path} is a checkpoint, no root: {command_line('inspect', path)} shows it, "
+            f"{command_line('ls', path.parent)} lists it"
         )
     what = "holds no step and nothing of an engine" if entries else "is empty"
     raise MistypedPathError(f"{path} {what}: give the directory that an engine saves into")

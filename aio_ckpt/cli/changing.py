@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from aio_ckpt.argument_checks import command_line
 from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
 from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, counted, plural, printable
 from aio_ckpt.cli.listing import best_rule
@@ -125,7 +126,7 @@ async def _check_removable(
     marked = await protected_steps(storage, root)
     for step in sorted(steps):
         if step in marked:
-            raise ProtectedStepError(f"step {step} is protected: 'aio-ckpt unprotect {root} {step}' ends that")
+            raise ProtectedStepError(f"step {step} is protected: {command_line('unprotect', root, step)} ends that")
         if step == committed[-1] and not allow_newest:
             raise StepOrderError(f"step {step} is the newest of {root}: --allow-newest deletes it all the same")
 
@@ -279,7 +280,7 @@ def _damaged_newest(root: Path, newest: RootRow, fault: str) -> CorruptCheckpoin
     # The steps before it may be all that is good.
     return CorruptCheckpointError(
         f"step {newest.step}, the newest, is damaged ({printable(fault)}), and nothing is deleted: "
-        f"run 'aio-ckpt verify {root}', then delete {newest.path}"
+        f"run {command_line('verify', root)}, then delete {newest.path}"
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from aio_ckpt.argument_checks import command_line
 from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
 from aio_ckpt.cli.console import (
     Cells,
@@ -123,14 +124,16 @@ def advice(root: Path, names: StepNames, damaged: Sequence[Path], good: Sequence
     committed = [names.step(name) for name in os.listdir(root) if (root / name / METADATA_FILE).exists()]
     newest = max((step for step in committed if step is not None), default=-1)
     parts = []
-    if good:
-        parts.append(f"load() {'falls back to' if max(found.values()) > max(good) else 'takes'} step {max(good)}")
+    if good and max(found.values()) > max(good):
+        parts.append(f"load() falls back to step {max(good)} if it meets the damage")
+    elif good:
+        parts.append(f"load() takes step {max(good)}")
     elif good is not None:
         parts.append("load() finds no step that is not damaged")
     steps = sorted(step for path, step in found.items() if (path / METADATA_FILE).exists())
     if steps:
-        arguments = " ".join(map(str, steps)) + (" --allow-newest" if newest in steps else "")
-        parts.append(f"'aio-ckpt rm {printable(str(root))} {arguments}' deletes {'it' if len(steps) == 1 else 'them'}")
+        command = command_line("rm", root, *steps, *["--allow-newest"] * (newest in steps))
+        parts.append(f"{printable(command)} deletes {'it' if len(steps) == 1 else 'them'}")
     if torn := [printable(str(path)) for path in found if not (path / METADATA_FILE).exists()]:
         parts.append(f"delete by hand: {', '.join(torn)}")  # without .metadata, it is no committed step for rm
     return "; ".join(parts)

@@ -47,7 +47,7 @@ async def publish(storage: Storage, *, pending: Path, final: Path) -> None:
             raise WriteError(errno.EXDEV, text, str(final)) from error
         if error.errno != errno.EEXIST:
             raise
-        remedy = "is in the way and holds no checkpoint: move it away, or save another step or path"
+        remedy = "is in the way and holds no checkpoint (no .metadata): move it away, or save another step or path"
         if await storage.is_link(final):
             remedy = "is a symbolic link: remove the link, or save another step or path"
         raise WriteError(errno.EEXIST, remedy, str(final)) from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+from aio_ckpt.argument_checks import command_line
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.mirror_copies import counting_copies
 from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
@@ -201,8 +202,8 @@ class FallbackSearch:
 def nothing_verifies(root: Path, faults: Sequence[str]) -> str:
     """Return the text of the error if no checkpoint is good. ``faults`` tell the damage of each."""
     return (
-        f"no checkpoint under {root} verifies, and nothing was moved: {'; '.join(faults)}. 'aio-ckpt verify {root}' "
-        "lists all that is damaged, and read(step, only=names) gives what is not"
+        f"no checkpoint under {root} verifies, and nothing was moved: {'; '.join(faults)}. "
+        f"{command_line('verify', root)} lists all that is damaged, and read(step, only=names) gives what is not"
     )
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
+from aio_ckpt.argument_checks import command_line
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.errors import StepOrderError
@@ -133,9 +134,20 @@ class EarlierSteps:
         """Note that this run has loaded, read or rolled back a step of the root."""
         self._goes_on = True
 
-    def log_opened(self, newest: int | None) -> None:
-        """Log, when the engine is opened, that the root holds steps up to ``newest``, or, if that is None, none."""
-        if newest is None:
+    def log_opened(self, newest: int | None, torn: int) -> None:
+        """Log, when the engine is opened, that the root holds steps up to ``newest``, or, if that is None, none.
+
+        ``torn``: number of steps that have lost their ``.metadata``, if there is no other.
+        """
+        if newest is None and torn:
+            _log.warning(
+                "%s holds no committed step, but %d that have lost .metadata: were they copied without hidden files? "
+                "A run that begins anew here fails once it saves a step of that number; %s lists them",
+                self._root,
+                torn,
+                command_line("ls", self._root),
+            )
+        elif newest is None:
             _log.info("%s holds no committed step", self._root)
         else:
             _log.info(

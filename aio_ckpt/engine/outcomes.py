@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 import anyio
 
+from aio_ckpt.argument_checks import command_line
 from aio_ckpt.engine.capture_session import CaptureSession
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob, WriteJob
@@ -181,10 +181,10 @@ def older_step(root: Path, steps: int, keep_last: int | None) -> str:
     kept, needed = ("N", "N + 2") if keep_last is None else (keep_last, keep_last + 2)
     room = f"keep_last={kept} needs room for {needed} steps, as one is deleted while the next is written"
     if steps < 2:
-        look = f"`aio-ckpt du {shlex.quote(str(root))}` shows what else is there"
+        look = f"{command_line('du', root)} shows what else is there"
         return f"save to another disk: there is no older step to delete, and {room}; {look}"
-    prune = f"aio-ckpt prune {shlex.quote(str(root))} --keep-last 1 --yes"
-    return f"delete an older step: engine.delete(step), or `{prune}` once the trainer has ended; {room}"
+    prune = command_line("prune", root, "--keep-last", 1, "--yes")
+    return f"delete an older step: engine.delete(step), or {prune} once the trainer has ended; {room}"
 
 
 # -- counters ---------------------------------------------------------------------------------------

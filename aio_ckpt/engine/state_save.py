@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aio_ckpt.commit import step_numbers
+from aio_ckpt.commit.discovery import discover_all
 from aio_ckpt.engine.agreement import Admission, Agreement
 from aio_ckpt.engine.call_lock import LockedCalls
 from aio_ckpt.engine.capture_job import JobCapturer
@@ -74,11 +75,16 @@ class StateSaves(LockedCalls):
             await members.meet(ctx.root, read_steps)
             self.queue.take_steps()
             if members.is_leader:
-                self.earlier_steps.log_opened(members.newest_step)
+                with contextlib.suppress(AioCkptError, OSError):
+                    await log_opened(members.newest_step)
 
         async def look() -> None:
             with contextlib.suppress(AioCkptError, OSError):  # the first call that needs the root raises it
-                self.earlier_steps.log_opened(max(await read_steps(), default=None))
+                await log_opened(max(await read_steps(), default=None))
+
+        async def log_opened(newest: int | None) -> None:
+            torn = (await discover_all(ctx.storage, ctx.root, ctx.names))[1] if newest is None else []
+            self.earlier_steps.log_opened(newest, len(torn))
 
         if members.opened.done():  # one rank has met itself
             self.portal.submit(look)

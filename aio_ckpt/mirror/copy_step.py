@@ -10,6 +10,7 @@ from pathlib import Path
 
 import anyio
 
+from aio_ckpt.argument_checks import command_line
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.mirror_copies import abandoned_copies
@@ -91,7 +92,7 @@ class StepCopier:
         if not replaces:
             raise CheckpointExistsError(
                 f"{self.place} holds another save of step {step}, of another run: give each run a mirror of its own, "
-                f"or delete the step there: aio-ckpt rm {self.place} {step}"
+                f"or delete the step there: {command_line('rm', self.place, step)}"
             )
         faults = await verify_checkpoint(
             self.storage, source, step=step, executor=self.executor, readers=1, on_progress=lambda _: None

@@ -84,7 +84,7 @@ def test_a_user_who_may_not_write_is_not_told_of_another_process(many, capsys, m
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [((1, 3), "'aio-ckpt unprotect"), ((1, 6), "--allow-newest"), ((1, 9), "no such committed step")],
+    [((1, 3), "`aio-ckpt unprotect"), ((1, 6), "--allow-newest"), ((1, 9), "no such committed step")],
 )
 def test_rm_that_refuses_one_step_deletes_none(many, capsys, arguments, words):
     code, out, err = called(capsys, "rm", many, *arguments)
@@ -158,7 +158,7 @@ def test_prune_beside_a_damaged_newest_step_deletes_nothing_and_names_it(many, c
     code, out, err = called(capsys, "prune", many, "--keep-last", 1, "--yes")
     assert (code, out) == (1, "")
     assert f"step 6, the newest, is damaged ({path.name}: " in err
-    assert f"run 'aio-ckpt verify {many}', then delete {many}/step_000000006" in err
+    assert f"run `aio-ckpt verify {many}`, then delete {many}/step_000000006" in err
     assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
 
 
@@ -168,7 +168,7 @@ async def test_prune_reads_every_byte_of_the_newest_step_before_it_deletes(many,
     code, out, err = called(capsys, "prune", many, "--keep-last", 1, "--yes")
     assert (code, out) == (1, "")
     assert f"step 6, the newest, is damaged ({data.name} 'w': " in err
-    assert f"and nothing is deleted: run 'aio-ckpt verify {many}', then delete {newest}" in err
+    assert f"and nothing is deleted: run `aio-ckpt verify {many}`, then delete {newest}" in err
     assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
     await flip(newest, "w")
     assert called(capsys, "prune", many, "--keep-last", 1, "--yes")[0] == 0

@@ -95,8 +95,8 @@ def test_ls_of_a_checkpoint_says_so_and_where_to_look(root, capsys, options):
     code, out, err = called(capsys, "ls", checkpoint, *options)
     assert (code, out) == (1, "")
     assert f"{checkpoint} is a checkpoint, no root" in err
-    assert f"'aio-ckpt inspect {checkpoint}'" in err
-    assert f"'aio-ckpt ls {root}'" in err
+    assert f"`aio-ckpt inspect {checkpoint}`" in err
+    assert f"`aio-ckpt ls {root}`" in err
     shutil.copy(checkpoint / ".metadata", root)  # a root that somebody saved into is still one
     assert called(capsys, "ls", root)[0] == 0
 

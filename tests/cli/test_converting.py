@@ -198,7 +198,7 @@ async def test_a_damaged_checkpoint_is_not_exported(root, tmp_path, capsys):
     assert "verify" not in err
     await flip(max(root.glob("step_*")), "model.embed")
     code, _, err = called(capsys, "export", root, tmp_path / "out.pt")
-    assert (code, "model.embed" in err, f"'aio-ckpt verify {root}' tells which" in err) == (1, True, True), err
+    assert (code, "model.embed" in err, f"`aio-ckpt verify {root}` tells which" in err) == (1, True, True), err
     assert (tmp_path / "out.pt").read_bytes() == b"old"
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -275,16 +276,24 @@ def test_ls_of_a_pending_directory_whose_name_tells_nobody_says_so(root, capsys)
 @pytest.mark.parametrize(
     ("damaged", "words"),
     [
-        ([20], "load() falls back to step 10; 'aio-ckpt rm ROOT 20 --allow-newest' deletes it"),
-        ([10], "load() takes step 20; 'aio-ckpt rm ROOT 10' deletes it"),
-        ([10, 20], "load() finds no step that is not damaged; 'aio-ckpt rm ROOT 10 20 --allow-newest' deletes them"),
+        ([20], "load() falls back to step 10 if it meets the damage; `aio-ckpt rm ROOT 20 --allow-newest` deletes it"),
+        ([10], "load() takes step 20; `aio-ckpt rm ROOT 10` deletes it"),
+        ([10, 20], "load() finds no step that is not damaged; `aio-ckpt rm ROOT 10 20 --allow-newest` deletes them"),
     ],
 )
 def test_the_last_line_below_damaged_steps_says_what_to_do(root, capsys, command, damaged, words):
     for step in damaged:
         cut_data(root / f"step_{step:09d}")
     assert called(capsys, command, root)[1].splitlines()[-1] == words.replace("ROOT", str(root))
-    assert called(capsys, *words.split("'")[1].replace("ROOT", str(root)).split()[1:])[0] == 0
+    assert called(capsys, *words.split("`")[1].replace("ROOT", str(root)).split()[1:])[0] == 0
+
+
+def test_a_command_that_is_advised_can_be_pasted_into_a_shell(root, capsys):
+    """Without quotes, that of ``runs 20`` would delete step 20 of ``runs``."""
+    spaced = root.rename(root.with_name("runs 20 'a'"))
+    cut_data(spaced / "step_000000020")
+    command = called(capsys, "ls", spaced)[1].splitlines()[-1].split("`")[1]
+    assert shlex.split(command) == ["aio-ckpt", "rm", str(spaced), "20", "--allow-newest"]
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
@@ -296,7 +305,7 @@ def test_a_step_without_metadata_is_one_to_delete_by_hand(root, capsys, command)
 def test_verify_of_one_damaged_checkpoint_knows_nothing_of_its_siblings(root, capsys):
     remove_data(root / "step_000000020")
     lines = called(capsys, "verify", root / "step_000000020")[1].splitlines()
-    assert lines[-1] == f"'aio-ckpt rm {root} 20 --allow-newest' deletes it"
+    assert lines[-1] == f"`aio-ckpt rm {root} 20 --allow-newest` deletes it"
     assert lines[0] == "step_000000020: 1 fault"
     assert re.fullmatch(r"  __\S+_0_0\.distcp: missing", lines[1])
 

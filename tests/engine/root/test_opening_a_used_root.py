@@ -53,6 +53,19 @@ def test_an_engine_that_opens_a_new_root_says_so_in_one_line(root: Path, told: C
     assert told("holds") == [f"{root} holds no committed step"]
 
 
+def test_a_root_whose_steps_were_copied_without_hidden_files_is_told(
+    used: Path, told: Callable[[str], list[str]]
+) -> None:
+    """The classic loop asks for ``latest_step()`` alone, and would begin anew without a word."""
+    count = len([metadata.unlink() for metadata in used.glob("*/.metadata")])
+    with kept_lines() as lines, SyncCheckpointEngine(used) as engine:
+        lines.wait_for(".*holds no.*")
+        assert engine.latest_step() is None
+    (line,) = told("holds")
+    assert line.startswith(f"{used} holds no committed step, but {count} that have lost .metadata: were they copied")
+    assert f"`aio-ckpt ls {used}` lists them" in line
+
+
 @pytest.mark.parametrize("call", ["prepare", "save"])
 @pytest.mark.parametrize("step", [1, 7, 400])
 def test_a_step_that_is_not_above_the_newest_is_refused_with_the_three_ways_on(
