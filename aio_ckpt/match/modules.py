@@ -17,10 +17,7 @@ from aio_ckpt.leaves.values import Target
 from aio_ckpt.match.missing_names import prefix_remedy
 from aio_ckpt.match.takers import StatefulTaker
 from aio_ckpt.match.tensors import has_other_shape, shape_fault
-from aio_ckpt.state.names import branches_of, first_of, listed, prefix_of
-
-_EXTRA_STATE = "_extra_state"
-"""Last part of the name of what ``get_extra_state`` returns. It need not be a tensor, nor be stored."""
+from aio_ckpt.state.names import branches_of, first_of, is_extra_state, listed, prefix_of
 
 
 @dataclass(slots=True)
@@ -45,12 +42,12 @@ class ModuleDifferences:
 
         Args:
             own: names in the template of what its ``state_dict()`` holds.
-            found: those of them that are plain tensors both there and in the checkpoint.
+            found: those of them that are plain tensors both there and in the checkpoint, without extra states.
         """
         prefix, options, stored = taker.name, taker.options, taker.checkpoint.catalog.shards
         mine = {*own}
         given = {part for name in taker.names for part in branches_of(name)}
-        missing = [name for name in own if name not in given and name.rpartition(".")[2] != _EXTRA_STATE]
+        missing = [name for name in own if name not in given and not is_extra_state(name)]
         unexpected = [name for name in taker.names if name in stored and mine.isdisjoint(branches_of(name))]
         if missing and not options.allow_missing:
             self.missing += missing

@@ -31,7 +31,7 @@ from aio_ckpt.match.rename import branches_of_rank, stored_branch
 from aio_ckpt.match.takers import StatefulTaker
 from aio_ckpt.match.tensors import exact_addresses, full_shape, has_other_shape, template_fault
 from aio_ckpt.state.flatten import Template, leaves_of
-from aio_ckpt.state.names import NamedNode, below_each, find_named, is_below, listed
+from aio_ckpt.state.names import NamedNode, below_each, find_named, is_below, is_extra_state, listed
 
 
 def match_stateful(
@@ -112,7 +112,12 @@ class _OwnTensors:
             return []
         state_dict = value.state_dict()
         own = leaves_of(state_dict, name, rank=taker.ctx.rank)
-        found = {stored: leaf for stored in tensors if isinstance(leaf := own.get(stored), (torch.Tensor, Shard))}
+        found = {
+            stored: leaf
+            for stored in tensors
+            # set_extra_state() takes a tensor of any shape, and that of get_extra_state() may be a copy
+            if isinstance(leaf := own.get(stored), (torch.Tensor, Shard)) and not is_extra_state(stored)
+        }
         if goes_by_names:
             self.modules.add(taker, [f"{name and f'{name}.'}{key}" for key in state_dict], found)
             self.loaded_by_names.append(found)

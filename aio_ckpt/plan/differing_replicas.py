@@ -22,6 +22,7 @@ from aio_ckpt.plan.shard_table import Flags, ShardTable, malformed
 from aio_ckpt.plan.structure import Structure
 from aio_ckpt.plan.tensor_item import TensorItem
 from aio_ckpt.state.flatten import FlatState
+from aio_ckpt.state.names import is_extra_state
 
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """Last parts of the names of BatchNorm's buffers, in a ``state_dict()`` without its module."""
@@ -36,7 +37,7 @@ class Tolerance:
     NONE = 0
     """The replicas have to be equal: parameters and the state of optimizers."""
     FREE = 1
-    """The replicas may differ on any ranks: buffers, arrays and single numbers."""
+    """The replicas may differ on any ranks: buffers, extra states, arrays and single numbers."""
 
 
 def tolerances(
@@ -59,7 +60,7 @@ def tolerances(
             not structure.shapes[leaf]
             or kinds[leaf] is not LeafKind.TENSOR
             or addresses[leaf] in buffers
-            or any(name.rpartition(".")[2] in _STATISTICS for name in item.fqns)
+            or any(name.rpartition(".")[2] in _STATISTICS or is_extra_state(name) for name in item.fqns)
         )
         return Tolerance.FREE if is_free else Tolerance.NONE
 

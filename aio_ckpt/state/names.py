@@ -22,6 +22,14 @@ def is_below(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
+def is_extra_state(name: str) -> bool:
+    """Return whether ``name`` is that of what ``get_extra_state`` of a module of torch returns.
+
+    It need not be a tensor, nor be stored, and ``set_extra_state`` takes a tensor of any shape.
+    """
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def is_selected(name: str, only: Set[str]) -> bool:
     """Return whether ``name`` is one of ``only`` or lies below one of them, in time that grows with its dots alone."""
     return any(branch in only for branch in branches_of(name))

@@ -220,10 +220,22 @@ def codebook(rank: int) -> nn.Module:
     return module
 
 
+class Extra(nn.Module):
+    """A module whose ``get_extra_state`` returns a tensor, as those of TransformerEngine."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.extra = torch.full((3,), float(rank))
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+
 WARNED: dict[str, Callable[[int], tuple[dict[str, Any], str]]] = {
     "HSDP": hsdp,
     "a DTensor that is declared replicated": declared,
     "the buffers of a module": lambda rank: ({"model": codebook(rank)}, "model.seen"),
+    "the extra state of a module": lambda rank: ({"model": Extra(rank)}, "model._extra_state"),
     "BatchNorm under DDP": lambda rank: ({"model": batch_norm(rank)}, "model.module.1.running_mean"),
     "BatchNorm in a plain state_dict": lambda rank: (dict(batch_norm(rank).state_dict()), "module.1.running_mean"),
     "a number": lambda rank: ({"loss": torch.tensor(float(rank))}, "loss"),

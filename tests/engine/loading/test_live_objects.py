@@ -380,6 +380,29 @@ def test_a_module_takes_back_its_extra_state_whatever_leaves_it_has(engine: Sync
     assert (other[0].extra["recipe"], other[1].extra) == ("fp8", {})
 
 
+@pytest.mark.parametrize("skip_mismatched", [False, True])
+def test_a_module_takes_back_an_extra_state_that_is_a_tensor_of_another_length(
+    engine: SyncCheckpointEngine, skip_mismatched: bool
+) -> None:
+    """Those of TransformerEngine are pickles in a uint8 tensor, which grow once FP8 has begun."""
+
+    class Extra(nn.Linear):
+        extra = torch.zeros(1)
+
+        def get_extra_state(self) -> torch.Tensor:
+            return self.extra
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.extra = state
+
+    saved, other = (nn.Sequential(Extra(2, 2)) for _ in range(2))
+    saved[0].extra = torch.arange(5.0)
+    engine.save({"m": saved}).result(SECS)
+    report = engine.load({"m": other}, skip_mismatched=skip_mismatched)
+    assert torch.equal(other[0].extra, torch.arange(5.0))
+    assert not report.mismatched
+
+
 def test_a_module_that_takes_other_names_than_it_has_decides_for_itself(engine: SyncCheckpointEngine) -> None:
     """A hook of torch's weight_norm reads the names that older versions wrote."""
     old = {"weight_g": torch.full((2, 1), 3.0), "weight_v": torch.eye(2), "bias": torch.zeros(2)}
