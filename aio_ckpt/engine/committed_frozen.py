@@ -31,6 +31,18 @@ class CommittedFrozen:
     relink_limit: int
     """Most checkpoints that share the bytes of a frozen file."""
     _newest: _Newest | None = None
+    _ignores_limit: bool = False
+
+    def share_on(self) -> FrozenFile | None:
+        """Ignore the limit from now on: the disk has no room for another file.
+
+        Returns the file that saves go on to share; None if a save has written its own for another reason.
+        """
+        file = self.newest
+        if self._ignores_limit or file is None or file.sharers.count < self.relink_limit:
+            return None
+        self._ignores_limit = True
+        return file
 
     def take(self) -> FrozenFile | None:
         """Return the frozen file that a save may clone, and count it as a sharer; None if it has to write its own.
@@ -38,7 +50,7 @@ class CommittedFrozen:
         Saves in flight take the same file. One that writes its own after all still counts.
         """
         file = self.newest
-        if file is None or file.sharers.count >= self.relink_limit:
+        if file is None or (file.sharers.count >= self.relink_limit and not self._ignores_limit):
             return None
         file.sharers.count += 1
         return file

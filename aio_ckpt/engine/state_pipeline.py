@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import time
@@ -42,11 +43,14 @@ from aio_ckpt.plan.global_plan import places
 from aio_ckpt.ranks.heartbeats import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.reports import SaveReport
+from aio_ckpt.reports import SaveReport, amount
 from aio_ckpt.rescue import Rescue, SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.futures import first_cause
+from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.write.frozen_file import NOT_CAPTURED, FrozenFile, write_frozen, write_trusted
+from aio_ckpt.write.full_disk import is_disk_full
 from aio_ckpt.write.part import Part, write_part
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.writer import FileWriter
@@ -215,8 +219,9 @@ class StatePipeline:
                     error.strerror = f"{error.strerror}, and {NOT_CAPTURED}"
                     raise
                 known = newest
-            except Exception:
-                self.committed_frozen.forget()
+            except Exception as error:
+                if not is_disk_full(first_cause(error)):
+                    self.committed_frozen.forget()
                 raise
 
     async def _record_snapshot(self, rescue: Rescue, job: SaveJob, metadata: MetadataFile, step: int) -> None:
@@ -335,6 +340,8 @@ class StatePipeline:
         if job.round.is_leader and isinstance(cause, WriteError | ReadError) and cause.errno in _GONE:
             cause = await self._lost_claim(cause)
         await explain_failure(cause, self.ctx, _needed_bytes(job, cause), job.target)
+        if is_disk_full(cause) and job.plan.layout.frozen_items and job.clone_source is None:
+            self._share_on(job)
         end = await job.round.end(cause, stage=stage, limit_secs=_reply_secs(job.deadline))
         await end_failed_save(
             self.writer.trash,
@@ -347,6 +354,21 @@ class StatePipeline:
             are_several=self.ctx.world_size > 1,
         )
         return end.cause
+
+    def _share_on(self, job: SaveJob) -> None:
+        """Let later saves share the frozen file beyond the limit, if this one failed as it wrote another one."""
+        shared = self.committed_frozen.share_on()
+        if shared is not None:
+            log_step(
+                logging.WARNING,
+                job.step,
+                self.ctx.rank,
+                "the disk has no room for a fresh copy of the tensors that do not change (%s): saves go on to share "
+                "that of %s, beyond relink_limit=%d. To delete steps that share it frees none of it. Logged once",
+                amount(shared.result.image_bytes),
+                shared.path.parent,
+                self.committed_frozen.relink_limit,
+            )
 
     async def _lost_claim(self, cause: WriteError | ReadError) -> BaseException:
         """Return why the pending directory is gone, if another writer has taken over and cleared it; else ``cause``."""

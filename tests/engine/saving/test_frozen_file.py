@@ -332,6 +332,34 @@ def test_if_the_frozen_file_cannot_be_written_nothing_is_committed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("policy", ["compared", "trusted"])
+def test_on_a_disk_without_room_for_a_fresh_copy_one_save_fails_and_later_ones_share_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: FrozenPolicy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every save after the tenth failed, and to delete steps, as the error advised, freed nothing."""
+    reserve, is_full = data_files._reserve, False
+
+    def reserve_unless_full(descriptor: int, nbytes: int) -> None:
+        if is_full and os.readlink(f"/proc/self/fd/{descriptor}").endswith("_0_1.distcp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, nbytes)
+
+    monkeypatch.setattr(data_files, "_reserve", reserve_unless_full)
+    module = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(MIB), requires_grad=False)})
+    config = EngineConfig(relink_limit=2, frozen=policy, on_failure="log")
+    with SyncCheckpointEngine(tmp_path / "root", config) as engine:
+        for number in (1, 2):
+            engine.save({"m": module}, step=number).result(TIMEOUT)
+        is_full = True
+        with pytest.raises(WriteError, match="No space left"):
+            engine.save({"m": module}, step=3).result(TIMEOUT)
+        reports = [engine.save({"m": module}, step=number).result(TIMEOUT) for number in (4, 5, 6)]
+    assert all(report.cloned_bytes > 4 * MIB for report in reports)
+    (line,) = [line for line in caplog.messages if "no room for a fresh copy" in line]
+    assert "beyond relink_limit=2" in line
+    assert aio_ckpt.read(step(tmp_path / "root", 6))["m"]["w"].sum() == 0
+
+
+@pytest.mark.parametrize("policy", ["compared", "trusted"])
 @pytest.mark.parametrize("full", ["main", "frozen"])
 def test_a_full_disk_is_told_with_what_a_clone_does_not_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: FrozenPolicy, full: str
