@@ -29,6 +29,8 @@ flight."""
 _PRUNE_AT = 16
 """Topics that the leader remembers until it first looks which keys are deleted; again when the rest has doubled."""
 _QUEUE = "queue"
+_INVITATION = b"?"
+"""First byte of an invitation. No :class:`Reply` begins with it: it is a MessagePack array."""
 _CLOSE_SECS = 5.0
 
 
@@ -274,9 +276,10 @@ def _body_key(topic: str, rank: int) -> str:
 class Rendezvous:
     """Queue in the store in which the engines of a group of ranks meet, in the order in which each process made them.
 
-    The leader's engine removes the engines that go on with it, and tells each its session. An engine that gives up
-    removes itself. Each engine has a unique name and is answered by that name, so entries of dead processes and of
-    earlier process groups are never taken for engines that meet.
+    The leader's engine invites each engine that meets it. Once each has accepted, it removes them and tells each its
+    session. An engine that gives up removes itself. Each engine has a unique name, by which it is invited and answered.
+    So entries of earlier process groups and of dead processes are never taken for engines that meet: these accept
+    nothing. Such entries are there if the store outlives its ranks, as that of torchrun does when it restarts them.
     """
 
     def __init__(self, store: Store, *, world_size: int, name: str) -> None:
@@ -285,6 +288,9 @@ class Rendezvous:
         self._name = name
         self._answer = b""
         self._has_answered = False
+        self._invited: set[str] = set()
+        self._accepted = ""
+        """Leader's engine whose invitation this one has accepted last."""
         self._party: Mapping[int, str] | None = None
 
     def enter(self, rank: int, world: str) -> None:
@@ -292,15 +298,25 @@ class Rendezvous:
         self._store.append(_QUEUE, f"{rank} {world} {self._name}\n")
 
     def present(self) -> dict[int, str]:
-        """Return the engines that meet this one so far: names by rank."""
-        return companions(self._queue(), self._name)
+        """On the leader: return the engines that meet this one so far and live: names by rank."""
+        accepted = self._acceptances()
+        return {rank: name for rank, name in companions(self._queue(), self._name).items() if name in accepted}
 
     def claim(self) -> Mapping[int, str] | None:
-        """Remove the engines from the queue, once an engine of each rank has come. Only the leader calls this.
+        """Invite the engines that have come, and remove them from the queue once one of each rank has accepted.
 
-        Returns their names by rank; None if one is missing.
+        Only the leader calls this, again and again. Returns their names by rank; None if one is missing.
         """
-        self._party = self._party or self._take_out(self._world_size)
+        if self._party is None:
+            queue = self._queue()
+            party = companions(queue, self._name)
+            for name in {*party.values()} - self._invited - {self._name}:
+                self._store.set(f"{name}/out", _INVITATION + self._name.encode())
+                self._invited.add(name)
+            is_whole = len(party) == self._world_size and self._acceptances().issuperset(party.values())
+            if is_whole and self._put(queue, without(queue, party.values())):
+                self._party = party
+                self._withdraw_invitations(party.values())
         return self._party
 
     def dismiss(self, *, withdraws_alone: bool) -> tuple[Mapping[int, str], bool]:
@@ -310,14 +326,16 @@ class Rendezvous:
         """
         if self._party is not None:
             return self._party, True
-        party = {} if withdraws_alone else self._take_out(0) or {}
+        party = {} if withdraws_alone else self._take_out()
         self.withdraw()
+        self._withdraw_invitations(party.values())
         return party, False
 
     def withdraw(self) -> bool:
         """Remove this engine from the queue; False if the leader has removed it."""
         while self._name in (queue := self._queue()):
             if self._put(queue, without(queue, [self._name])):
+                self._store.delete_key(f"{self._name}/out")
                 return True
         return False
 
@@ -327,21 +345,38 @@ class Rendezvous:
             self._has_answered = True
             for name in names:
                 self._store.set(f"{name}/out", data)
+            self._store.delete_key(f"{self._name}/here")
 
     def answered(self) -> bytes | None:
-        """Return the leader's answer to this engine; None if there is none yet."""
+        """Return the leader's answer to this engine; None if there is none yet. Accepts an invitation."""
         if not self._answer:
-            self._answer = found(self._store, f"{self._name}/out")
-            if self._answer:
+            data = found(self._store, f"{self._name}/out")
+            if data.startswith(_INVITATION):  # it stays there: to delete it might delete the answer
+                leader = data.removeprefix(_INVITATION).decode()
+                if leader != self._accepted:
+                    self._accepted = leader
+                    self._store.append(f"{leader}/here", f"{self._name}\n")
+            elif data:
+                self._answer = data
                 self._store.delete_key(f"{self._name}/out")
+                if self._accepted:  # again: this engine may have accepted after the leader had deleted it
+                    self._store.delete_key(f"{self._accepted}/here")
         return self._answer or None
 
-    def _take_out(self, count: int) -> Mapping[int, str] | None:
+    def _acceptances(self) -> set[str]:
+        """On the leader: return the names of the engines that have accepted, with its own."""
+        return {self._name, *found(self._store, f"{self._name}/here").decode().splitlines()}
+
+    def _withdraw_invitations(self, answered: Iterable[str]) -> None:
+        """Remove the invitations of engines that get no answer: ``answered`` get one in their place."""
+        for name in self._invited.difference(answered):
+            self._store.delete_key(f"{name}/out")
+
+    def _take_out(self) -> Mapping[int, str]:
+        """Remove the engines that have come, whatever they accepted. Returns their names by rank."""
         while True:
             queue = self._queue()
             party = companions(queue, self._name)
-            if len(party) < count:
-                return None
             if self._put(queue, without(queue, party.values())):
                 return party
 

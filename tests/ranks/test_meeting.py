@@ -7,6 +7,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, ReadError
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
-from aio_ckpt.ranks.store import companions, without
+from aio_ckpt.ranks.store import Rendezvous, companions, without
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
@@ -105,6 +106,29 @@ def test_two_engines_on_one_root_meet_in_the_order_of_their_making_not_of_their_
     two: Ranks, tmp_path: Path
 ) -> None:
     assert two.run(open_two_at_once, tmp_path) == [(1, 1)] * 2
+
+
+def open_beside_a_dead_one(rank: int, count: int, root: Path) -> int:
+    """The leader finds the entry of a rank that was killed before, and the rank that takes its place comes later."""
+    store = dist.distributed_c10d._get_default_store()
+    keys = dist.PrefixStore(f"aio_ckpt/{count}", store)
+    dead = Rendezvous(keys, world_size=count, name="dead")
+    if rank == 1:
+        dead.enter(1, "before")
+    dist.barrier()
+    if rank == 1:
+        keys.wait(["dead/out"], timedelta(seconds=SECS))
+    config = EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20)
+    coordinator = StoreCoordinator(store, rank=rank, world_size=count)
+    with SyncCheckpointEngine(root, config, coordinator=coordinator) as engine:
+        step = engine.save(weights(1), step=1).result(SECS / 2).step
+    if rank == 1:
+        dead.withdraw()
+    return step
+
+
+def test_ranks_that_are_started_again_on_the_store_of_dead_ones_meet(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(open_beside_a_dead_one, tmp_path) == [1, 1]
 
 
 # -- a root that cannot be looked at ----------------------------------------------------------------------

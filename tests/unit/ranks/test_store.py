@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 import anyio
@@ -135,6 +136,9 @@ def test_an_engine_that_has_heard_where_to_go_is_answered_no_more() -> None:
     leader.enter(0, "w")
     assert leader.claim() is None
     other.enter(1, "w")
+    assert leader.claim() is None, "the other has not accepted yet"
+    assert leader.present() == {0: "a0"}
+    assert other.answered() is None
     assert leader.claim() == {0: "a0", 1: "a1"}
     leader.answer(["a1"], b"there")
     assert other.answered() == b"there"
@@ -142,6 +146,49 @@ def test_an_engine_that_has_heard_where_to_go_is_answered_no_more() -> None:
     assert other.answered() == b"there"
     assert not other.withdraw()
     assert store.num_keys() == 1
+
+
+def test_an_engine_of_a_process_that_died_is_not_met_if_another_comes_in_its_place() -> None:
+    """The store of torchrun keeps its keys when the ranks are started again."""
+    store = dist.HashStore()
+    dead = Rendezvous(store, world_size=3, name="dead")
+    dead.enter(1, "before")
+    leader, one, two = (Rendezvous(store, world_size=3, name=f"a{rank}") for rank in range(3))
+    leader.enter(0, "w")
+    two.enter(2, "w")
+    assert leader.claim() is None
+    assert two.answered() is None
+    assert leader.claim() is None
+    assert sorted(leader.present()) == [0, 2]
+    one.enter(1, "w")
+    assert leader.claim() is None
+    assert one.answered() is None
+    assert leader.claim() == {0: "a0", 1: "a1", 2: "a2"}
+    leader.answer(["a1", "a2"], b"there")
+    assert [one.answered(), two.answered()] == [b"there"] * 2
+    assert store.num_keys() == 1, "the queue, with the entry of the dead one"
+
+
+@given(order=st.permutations(["polls", "leader", "withdraws", "polls", "leader"]))
+def test_a_leader_that_gives_up_leaves_no_key_whenever_the_other_comes_to_know(order: list[str]) -> None:
+    store = dist.HashStore()
+    leader, other = (Rendezvous(store, world_size=3, name=name) for name in ("a0", "a1"))
+    leader.enter(0, "w")
+    other.enter(1, "w")
+    leader.claim()
+    party: Mapping[int, str] | None = None
+    has_withdrawn = False
+    for what in order:
+        if what == "polls" and not has_withdrawn:
+            other.answered()
+        elif what == "withdraws":
+            has_withdrawn = other.withdraw()
+        elif what == "leader" and party is None:
+            party, _ = leader.dismiss(withdraws_alone=False)
+        elif what == "leader":
+            leader.answer([name for rank, name in (party or {}).items() if rank], b"no")
+    assert has_withdrawn or other.answered() == b"no"
+    assert store.num_keys() == 1, "the queue"
 
 
 class Waitless(dist.HashStore):
@@ -169,6 +216,8 @@ def test_nothing_on_a_board_or_in_a_lobby_waits_for_a_key() -> None:
     ones, others = Rendezvous(store, world_size=2, name="leads"), Rendezvous(store, world_size=2, name="comes")
     ones.enter(0, "world")
     others.enter(1, "world")
+    assert ones.claim() is None
+    assert others.answered() is None
     assert ones.claim() == {0: "leads", 1: "comes"}
     assert others.answered() is None
     ones.answer(["comes"], b"here")
