@@ -171,7 +171,7 @@ class Claim:
             else:
                 self._is_left_out = False
                 if dead is not None:
-                    _log.warning("%s: %s is dead, this process writes here now", self._root, dead)
+                    _log.warning("%s: %s does not write here any more, and this process does now", self._root, dead)
                 return
             holder = await claim_holder(self._storage, self._root)
             if holder is not None and holder.session == self.owner.session:
@@ -259,7 +259,7 @@ class Claim:
         if self._watched is None or self._watched[0] != seen:
             self._watched = seen, time.monotonic()
             if silence_secs:
-                text = "%s claims %s: waiting %.0f s for its heartbeat; if none comes, it is dead"
+                text = "%s claims %s: waiting %.0f s for its heartbeat; if none comes, it does not write here any more"
                 _log.warning(text, _named(holder), self._root, silence_secs)
         proven = self._watched[1] + silence_secs
         while (now := time.monotonic()) < proven:

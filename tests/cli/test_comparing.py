@@ -42,6 +42,16 @@ def test_a_damaged_one_is_named(root, capsys):
     assert (code, f"{root}/step_000000020: .metadata: missing" in err) == (1, True), err
 
 
+@pytest.mark.parametrize("roots", [("good", "bad"), ("bad", "good"), ("bad", "bad")])
+def test_of_two_roots_the_hint_is_about_the_damaged_one_once(tmp_path, capsys, roots):
+    for name in ("good", "bad"):
+        saved(tmp_path / name, a=torch.ones(3))
+    (tmp_path / "bad/step_000000001/.metadata").write_bytes(b"cut")
+    code, _, err = called(capsys, "diff", *(tmp_path / name for name in roots))
+    assert (code, err.count("aio-ckpt verify")) == (1, 1), err
+    assert f"`aio-ckpt verify {tmp_path / 'bad'}`" in err
+
+
 def test_diff_names_what_one_lacks_and_what_has_another_shape_or_dtype(tmp_path, capsys):
     a = saved(tmp_path / "a", w=torch.ones(2, 3), v=torch.ones(2), n=1, only_a=2, same=torch.ones(4))
     b = saved(tmp_path / "b", w=torch.ones(3, 2), v=torch.ones(2).half(), n=torch.ones(1), same=torch.ones(4), z=1)
