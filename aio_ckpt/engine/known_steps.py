@@ -148,7 +148,7 @@ class EarlierSteps:
                 command_line("ls", self._root),
             )
         elif newest is None:
-            _log.info("%s holds no committed step", self._root)
+            _log.info("%s holds no committed step (saves by path do not count)", self._root)
         else:
             _log.info(
                 "%s holds steps up to %d: load() resumes, and a save must exceed step %d", self._root, newest, newest

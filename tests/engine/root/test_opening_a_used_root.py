@@ -50,7 +50,7 @@ def test_an_engine_that_opens_a_new_root_says_so_in_one_line(root: Path, told: C
         lines.wait_for(".*holds no.*")
         engine.save(weights(1)).result(TIMEOUT)
         engine.save(weights(1)).result(TIMEOUT)
-    assert told("holds") == [f"{root} holds no committed step"]
+    assert told("holds") == [f"{root} holds no committed step (saves by path do not count)"]
 
 
 def test_a_root_whose_steps_were_copied_without_hidden_files_is_told(
