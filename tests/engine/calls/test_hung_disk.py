@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import tempfile
 import threading
 import time
 import weakref
@@ -74,6 +75,13 @@ class HangingStorage(GatedStorage):
         lock.renew = self._disk.after(lock.renew)  # type: ignore[method-assign]
         lock.release = self._disk.after(lock.release)  # type: ignore[method-assign]
         return lock
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """Root in memory: a disk that other tests keep busy may take longer than ``STALL_SECS`` for one fsync."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder, "root")
 
 
 @pytest.fixture
