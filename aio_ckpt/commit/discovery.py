@@ -71,8 +71,7 @@ async def discover_all(
 ) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
     """Return :func:`discover`, and checkpoints of other steps that have lost their ``.metadata``."""
     committed, bare = await step_directories(storage, root, names)
-    steps = {checkpoint.step for checkpoint in committed}
-    return _chosen(committed, names), await _torn(storage, [found for found in bare if found.step not in steps])
+    return _chosen(committed, names), await torn_among(storage, committed, bare)
 
 
 async def directories_of(
@@ -91,11 +90,21 @@ def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[
     return [found[step] for step in sorted(found)]
 
 
-async def _torn(storage: Storage, bare: Iterable[CommittedCheckpoint]) -> list[CommittedCheckpoint]:
-    """Return the directories of steps that have a root manifest of ours and no save in progress. A store has none."""
+async def torn_among(
+    storage: Storage, committed: Iterable[CommittedCheckpoint], bare: Iterable[CommittedCheckpoint]
+) -> list[CommittedCheckpoint]:
+    """Return those of ``bare`` that are checkpoints of other steps than ``committed`` and have lost ``.metadata``.
+
+    Such a directory has a root manifest of ours and no save in progress. A store has none.
+
+    Args:
+        committed, bare: as :func:`step_directories` returns them.
+    """
     found: list[CommittedCheckpoint] = []
+    steps = {checkpoint.step for checkpoint in committed}
     for checkpoint in bare:
-        if isinstance(checkpoint.path, RemotePath):  # there, files of saves under way and of those set aside lie so
+        # In a store, files of saves under way and of those set aside lie so.
+        if checkpoint.step in steps or isinstance(checkpoint.path, RemotePath):
             continue
         with passing_by_unreadable(checkpoint.path, []):
             files = await names_in(storage, checkpoint.path)  # none if its writer deleted it meanwhile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from aio_ckpt.commit.discovery import CommittedCheckpoint, discover_all, step_directories
+from aio_ckpt.commit.discovery import CommittedCheckpoint, step_directories, torn_among
 from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.errors import CheckpointNotFoundError
@@ -26,11 +26,11 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
         CheckpointNotFoundError: ``step`` is not committed.
     """
     step = check_step_number(step)
-    committed, _ = await step_directories(storage, root, names)  # all directories: a step may have two
+    committed, bare = await step_directories(storage, root, names)  # all directories: a step may have two
     steps = sorted({checkpoint.step for checkpoint in committed})
     if step not in steps:
         raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
-    _, torn = await discover_all(storage, root, names)
+    torn = await torn_among(storage, committed, bare)
     found = sorted([*committed, *torn], key=lambda checkpoint: checkpoint.step, reverse=True)
     later = [checkpoint for checkpoint in found if checkpoint.step > step]
     await abandon(storage, root, later, tag, check)

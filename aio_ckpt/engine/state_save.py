@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aio_ckpt.commit import step_numbers
-from aio_ckpt.commit.discovery import discover_all
+from aio_ckpt.commit.discovery import step_directories, torn_among
 from aio_ckpt.engine.agreement import Admission, Agreement
 from aio_ckpt.engine.call_lock import LockedCalls
 from aio_ckpt.engine.capture_job import JobCapturer
@@ -64,27 +64,26 @@ class StateSaves(LockedCalls):
 
     def meet(self) -> None:
         """Begin to wait for the other ranks and to look for earlier steps, in the background."""
-        ctx, members = self.ctx, self.ctx.members
+        ctx, members, torn = self.ctx, self.ctx.members, 0
 
         async def read_steps() -> list[int]:
+            nonlocal torn
             with disk_warning("reading the steps", ctx.root, rank=ctx.rank).on_loop():
-                found = await self.root_session.committed()
-            return [checkpoint.step for checkpoint in found]
+                committed, bare = await step_directories(ctx.storage, ctx.root, ctx.names)
+                if not committed:
+                    with contextlib.suppress(AioCkptError, OSError):  # for a line of the log alone
+                        torn = len(await torn_among(ctx.storage, committed, bare))
+            return [checkpoint.step for checkpoint in committed]
 
         async def meet() -> None:
             await members.meet(ctx.root, read_steps)
             self.queue.take_steps()
             if members.is_leader:
-                with contextlib.suppress(AioCkptError, OSError):
-                    await log_opened(members.newest_step)
+                self.earlier_steps.log_opened(members.newest_step, torn)
 
         async def look() -> None:
             with contextlib.suppress(AioCkptError, OSError):  # the first call that needs the root raises it
-                await log_opened(max(await read_steps(), default=None))
-
-        async def log_opened(newest: int | None) -> None:
-            torn = (await discover_all(ctx.storage, ctx.root, ctx.names))[1] if newest is None else []
-            self.earlier_steps.log_opened(newest, len(torn))
+                self.earlier_steps.log_opened(max(await read_steps(), default=None), torn)
 
         if members.opened.done():  # one rank has met itself
             self.portal.submit(look)

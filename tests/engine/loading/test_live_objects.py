@@ -362,16 +362,17 @@ def test_a_scalar_of_a_module_takes_the_only_element_that_is_stored(engine: Sync
     assert module.scale.item() == 2.0
 
 
+class Extra(nn.Linear):
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
 def test_a_module_takes_back_its_extra_state_whatever_leaves_it_has(engine: SyncCheckpointEngine) -> None:
-    class Extra(nn.Linear):
-        extra: Any = None
-
-        def get_extra_state(self) -> Any:
-            return self.extra
-
-        def set_extra_state(self, state: Any) -> None:
-            self.extra = state
-
     saved, other = (nn.Sequential(Extra(2, 2), Extra(2, 2)) for _ in range(2))
     saved[0].extra, saved[1].extra = {"scale": torch.full((2,), 3.0), "recipe": "fp8"}, {}
     engine.save({"m": saved}).result(SECS)
@@ -385,18 +386,8 @@ def test_a_module_takes_back_an_extra_state_that_is_a_tensor_of_another_length(
     engine: SyncCheckpointEngine, skip_mismatched: bool
 ) -> None:
     """Those of TransformerEngine are pickles in a uint8 tensor, which grow once FP8 has begun."""
-
-    class Extra(nn.Linear):
-        extra = torch.zeros(1)
-
-        def get_extra_state(self) -> torch.Tensor:
-            return self.extra
-
-        def set_extra_state(self, state: torch.Tensor) -> None:
-            self.extra = state
-
     saved, other = (nn.Sequential(Extra(2, 2)) for _ in range(2))
-    saved[0].extra = torch.arange(5.0)
+    saved[0].extra, other[0].extra = torch.arange(5.0), torch.zeros(1)
     engine.save({"m": saved}).result(SECS)
     report = engine.load({"m": other}, skip_mismatched=skip_mismatched)
     assert torch.equal(other[0].extra, torch.arange(5.0))

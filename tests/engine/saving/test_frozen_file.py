@@ -331,25 +331,29 @@ def test_if_the_frozen_file_cannot_be_written_nothing_is_committed(tmp_path: Pat
         assert engine.save({"weight": weight}, step=1).result(TIMEOUT).step == 1
 
 
+def fill_disk_for(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk have no room for files whose names end with ``end``."""
+    reserve = data_files._reserve
+
+    def reserve_unless_full(descriptor: int, nbytes: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(end):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, nbytes)
+
+    monkeypatch.setattr(data_files, "_reserve", reserve_unless_full)
+
+
 @pytest.mark.parametrize("policy", ["compared", "trusted"])
 def test_on_a_disk_without_room_for_a_fresh_copy_one_save_fails_and_later_ones_share_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: FrozenPolicy, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every save after the tenth failed, and to delete steps, as the error advised, freed nothing."""
-    reserve, is_full = data_files._reserve, False
-
-    def reserve_unless_full(descriptor: int, nbytes: int) -> None:
-        if is_full and os.readlink(f"/proc/self/fd/{descriptor}").endswith("_0_1.distcp"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        reserve(descriptor, nbytes)
-
-    monkeypatch.setattr(data_files, "_reserve", reserve_unless_full)
     module = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(MIB), requires_grad=False)})
     config = EngineConfig(relink_limit=2, frozen=policy, on_failure="log")
     with SyncCheckpointEngine(tmp_path / "root", config) as engine:
         for number in (1, 2):
             engine.save({"m": module}, step=number).result(TIMEOUT)
-        is_full = True
+        fill_disk_for("_0_1.distcp", monkeypatch)
         with pytest.raises(WriteError, match="No space left"):
             engine.save({"m": module}, step=3).result(TIMEOUT)
         reports = [engine.save({"m": module}, step=number).result(TIMEOUT) for number in (4, 5, 6)]
@@ -366,17 +370,10 @@ def test_a_full_disk_is_told_with_what_a_clone_does_not_need(
 ) -> None:
     if full == "frozen":
         monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError(1, "no links")))
-    reserve, end = data_files._reserve, {"main": "_0_0.distcp", "frozen": "_0_1.distcp"}[full]
-
-    def reserve_unless_full(descriptor: int, nbytes: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(end):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        reserve(descriptor, nbytes)
-
     weight = torch.nn.Parameter(torch.zeros(MIB), requires_grad=False)
     with SyncCheckpointEngine(tmp_path / "root", EngineConfig(frozen=policy)) as engine:
         engine.save({"weight": weight}, step=1).result()
-        monkeypatch.setattr(data_files, "_reserve", reserve_unless_full)
+        fill_disk_for({"main": "_0_0.distcp", "frozen": "_0_1.distcp"}[full], monkeypatch)
         with pytest.raises(WriteError, match="No space left") as caught:
             engine.save({"weight": weight}, step=2).result()
     needed = re.search(r"needs ([\d.]+ [kM]B)", str(caught.value))
