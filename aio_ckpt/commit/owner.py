@@ -22,7 +22,6 @@ from typing import Annotated
 
 import msgspec
 
-from aio_ckpt.commit.trash import check_engine_dirs
 from aio_ckpt.format.root_names import (
     ENGINE_DIRS,
     LOCK_FILE,
@@ -160,15 +159,11 @@ def encoded_owner(owner: Owner) -> bytes:
 
 
 async def make_engine_dirs(storage: Storage, root: Path) -> None:
-    """Make the directories below ``.aio_ckpt/``, durably. The lock's holder calls this before its first change.
+    """Make the directories below ``.aio_ckpt/``, durably, as the holder of the lock.
 
-    Raises:
-        RootError: one of them is a symbolic link.
+    Call :func:`~aio_ckpt.commit.trash.check_engine_dirs` before.
     """
-    await check_engine_dirs(storage, root)
-    for name in ENGINE_DIRS:
-        if not await storage.exists(root / name):
-            await storage.make_dir(root / name, parents=True)
+    await storage.make_dirs(*(root / name for name in ENGINE_DIRS))
 
 
 async def now_of(storage: Storage, root: Path) -> float | None:

@@ -103,7 +103,7 @@ async def prepare_place(storage: Storage, path: Path) -> None:
         WriteError: one cannot be made.
     """
     if not isinstance(path, RemotePath) and not await storage.exists(path.parent):
-        await storage.make_dir(path.parent, parents=True)
+        await storage.make_dirs(path.parent)
 
 
 async def move_to_trash(storage: Storage, path: Path, root: Path, names: StepNames, check: Check, *, name: str) -> Path:

@@ -35,7 +35,7 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
     await check_engine_dirs(storage, root)
     if not await storage.exists(mark.parent):  # a writer makes it at its first save
         await _check_committed(storage, root, names, step)  # first: a mistyped root stays as it is
-        await storage.make_dir(mark.parent, parents=True)
+        await storage.make_dirs(mark.parent)
     try:
         await storage.write_file(mark, b"")
     except WriteError as error:

@@ -42,9 +42,9 @@ async def check_engine_dirs(storage: Storage, root: Path) -> None:
     Raises:
         RootError: one of them is a symbolic link.
     """
-    for name in (ENGINE_DIR, *ENGINE_DIRS):
-        if await storage.is_link(root / name):
-            raise RootError(errno.ELOOP, LINKED, str(root / name))
+    link = await storage.first_link(*(root / name for name in (ENGINE_DIR, *ENGINE_DIRS)))
+    if link is not None:
+        raise RootError(errno.ELOOP, LINKED, str(link))
 
 
 async def delete_trash(storage: Storage, path: Path) -> None:

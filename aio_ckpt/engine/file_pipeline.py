@@ -42,7 +42,7 @@ class FilePipeline:
         """Write all files beside their places, then rename them."""
         storage, folder = self.ctx.storage, job.path.parent
         job.begin("making its directory")
-        await storage.make_dir(folder, parents=True)
+        await storage.make_dirs(folder)
         await self._clear_leftovers(folder)
         await storage.make_dir(job.temporary)
         await storage.set_mode(job.temporary, 0o700)  # until its rename, nobody else may read a private file either

@@ -273,6 +273,7 @@ class RootSession:
                 await self._renew(lock)
                 if self._lacks_claim:  # the root may be a new one
                     _log.warning(_NEW_LOCK_FILE, ctx.root)
+                    await check_engine_dirs(ctx.storage, ctx.root)
                     await make_engine_dirs(ctx.storage, ctx.root)
                     await self._take_claim(lock, await mount_of_root(ctx.storage, ctx.root), NO_DEADLINE)
                     self._lacks_claim = False
@@ -352,7 +353,7 @@ class RootSession:
             await check_engine_dirs(storage, root)
             return
         try:
-            await storage.make_dir(root, parents=True)
+            await storage.make_dirs(root)
         except WriteError as error:
             reason = error.strerror or str(error)
             raise RootError(

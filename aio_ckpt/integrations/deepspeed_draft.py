@@ -171,7 +171,7 @@ async def _publish(executor: Executor, storage: Storage, draft: Path, final: Pat
     If ``final`` is missing or empty, or holds a checkpoint, it changes in one step. If it holds only files of others,
     the files of the draft are moved into it: ``latest`` does not name it yet, and a writer of those files goes on.
     """
-    await storage.make_dir(final.parent, parents=True)
+    await storage.make_dirs(final.parent)
     try:
         await storage.replace(draft, final)
     except WriteError as error:
@@ -252,7 +252,7 @@ def clear_leftovers(save_dir: Path, here: Owner) -> None:
 
 async def _replace_file(storage: Storage, path: Path, folder: Path, data: bytes) -> None:
     """Replace a file in one step, durably. ``folder`` holds the new one until then."""
-    await storage.make_dir(folder, parents=True)
+    await storage.make_dirs(folder)
     await storage.write_file(folder / path.name, data)
     await storage.replace(folder / path.name, path)
     await storage.sync_dir(path.parent)

@@ -225,7 +225,7 @@ class Membership:
             RootError: this rank has another root; names the hosts.
             ReadError, WriteError: the root cannot be used.
         """
-        await storage.make_dir(pending.parent, parents=True)  # NFS may remember that the root was missing
+        await storage.make_dirs(pending.parent)  # NFS may remember that the root was missing
         if not await _with_retries(lambda: storage.exists(pending)):
             raise self.different_roots(root, self.coordinator.rank, socket.gethostname())
 

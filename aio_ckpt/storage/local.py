@@ -142,9 +142,13 @@ class Storage:
         """Return the last ``nbytes`` of a file, or the whole file if it is shorter."""
         return self._run(ReadError, path, _read_end, path, nbytes)
 
-    def make_dir(self, path: Path, *, parents: bool = False) -> Coro[None]:
-        """Create a directory, which must not exist. With ``parents``, it may exist, and new directories are durable."""
-        return self._run(WriteError, path, make_dirs if parents else os.mkdir, path)
+    def make_dir(self, path: Path) -> Coro[None]:
+        """Create a directory, which must not exist. Its name is not durable yet."""
+        return self._run(WriteError, path, os.mkdir, path)
+
+    def make_dirs(self, *paths: Path) -> Coro[None]:
+        """Create directories and their missing parents, durably. A directory may exist."""
+        return self._run(WriteError, paths[0], make_dirs, *paths)
 
     async def begin_dir(self, pending: Path, place: Path, save_id: str) -> None:
         """Make the directory of a save, which gets its files until its commit, unless another rank has made it.
@@ -192,9 +196,13 @@ class Storage:
         """
         return self._run(ReadError, path, _fresh_status, path)
 
-    def is_link(self, path: Path) -> Coro[bool]:
+    async def is_link(self, path: Path) -> bool:
         """Return whether ``path`` is a symbolic link, whatever it leads to."""
-        return self._run(ReadError, path, _is_link, path)
+        return await self.first_link(path) is not None
+
+    def first_link(self, *paths: Path) -> Coro[Path | None]:
+        """Return the first of ``paths`` that is a symbolic link, whatever it leads to; None if there is none."""
+        return self._run(ReadError, paths[0], _first_link, paths)
 
     async def free_bytes(self, path: Path) -> int:
         """Return the bytes that this user may still write to the file system of ``path``. Quotas may allow less."""
@@ -327,6 +335,10 @@ def _is_link(path: Path) -> bool:
         return stat.S_ISLNK(found_afresh(Path.lstat, path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def _first_link(paths: tuple[Path, ...]) -> Path | None:
+    return next(filter(_is_link, paths), None)
 
 
 def _renameat2(src: Path, dst: Path, flags: int) -> None:

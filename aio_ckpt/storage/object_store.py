@@ -162,10 +162,8 @@ class ObjectStorage(Storage):
             identity=(tag, found["size"], int(modified_unix * 1e9)), modified_unix=modified_unix, mode=_MODE
         )
 
-    async def is_link(self, path: Path) -> bool:
-        """Return False: a store has no links."""
-        del path
-        return False
+    async def first_link(self, *paths: Path) -> None:
+        """Return None: a store has no links."""
 
     async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         """Look at an object, whose ranges are then read. ``page_cache`` counts for disks."""
@@ -296,8 +294,11 @@ class ObjectStorage(Storage):
 
     # -- directories ------------------------------------------------------------------------------------
 
-    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
+    async def make_dir(self, path: Path) -> None:
         """Do nothing: a directory is there with its first object."""
+
+    async def make_dirs(self, *paths: Path) -> None:
+        """Do nothing, as :meth:`make_dir`."""
 
     async def sync_dir(self, path: Path) -> None:
         """Do nothing: what was put is durable."""
@@ -441,8 +442,8 @@ class AnyStorage(Storage):
     def fresh_status(self, path: Path) -> Coro[FileStatus | None]:
         return self._at(path).fresh_status(path)
 
-    async def is_link(self, path: Path) -> bool:
-        return await self._at(path).is_link(path)
+    def first_link(self, *paths: Path) -> Coro[Path | None]:
+        return self._at(paths[0]).first_link(*paths)
 
     async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         return await self._at(path).open_data_file(path, page_cache=page_cache)
@@ -459,8 +460,11 @@ class AnyStorage(Storage):
     def write_file(self, path: Path, *parts: bytes) -> Coro[None]:
         return self._at(path).write_file(path, *parts)
 
-    def make_dir(self, path: Path, *, parents: bool = False) -> Coro[None]:
-        return self._at(path).make_dir(path, parents=parents)
+    def make_dir(self, path: Path) -> Coro[None]:
+        return self._at(path).make_dir(path)
+
+    def make_dirs(self, *paths: Path) -> Coro[None]:
+        return self._at(paths[0]).make_dirs(*paths)
 
     async def begin_dir(self, pending: Path, place: Path, save_id: str) -> None:
         await self._at(pending).begin_dir(pending, place, save_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from itertools import takewhile
 from pathlib import Path
 
 from aio_ckpt.argument_checks import is_path, local_name, shown, without_secrets
@@ -61,14 +62,17 @@ def device_of(path: Path) -> int:
     return -1
 
 
-def make_dirs(path: Path) -> None:
-    """Make a directory and its missing parents, durably. The directory may exist.
+def make_dirs(*paths: Path) -> None:
+    """Make directories and their missing parents, durably. A directory may exist.
 
     Raises:
         OSError: a directory cannot be made or synced.
     """
-    if path.is_dir():
-        return
-    make_dirs(path.parent)
-    path.mkdir(exist_ok=True)
-    sync_dir(path.parent)
+    parents: dict[Path, None] = {}
+    for path in paths:
+        missing = [*takewhile(lambda each: not each.is_dir(), (path, *path.parents))]
+        for each in reversed(missing):
+            each.mkdir(exist_ok=True)
+            parents[each.parent] = None
+    for parent in parents:
+        sync_dir(parent)

@@ -86,8 +86,11 @@ class ForwardingStorage(Storage):
     async def has_begun(self, pending: Path) -> bool:
         return await self.run_read(Call("exists", pending), lambda: self._inner.has_begun(pending))
 
-    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        await self.run(Call("make_dir", path), lambda: self._inner.make_dir(path, parents=parents))
+    async def make_dir(self, path: Path) -> None:
+        await self.run(Call("make_dir", path), lambda: self._inner.make_dir(path))
+
+    async def make_dirs(self, *paths: Path) -> None:
+        await self.run(Call("make_dirs", paths[0]), lambda: self._inner.make_dirs(*paths))
 
     async def sync_dir(self, path: Path) -> None:
         await self.run(Call("sync_dir", path), lambda: self._inner.sync_dir(path))
@@ -104,8 +107,8 @@ class ForwardingStorage(Storage):
     async def fresh_status(self, path: Path) -> FileStatus | None:
         return await self.run_read(Call("status", path), lambda: self._inner.fresh_status(path))
 
-    async def is_link(self, path: Path) -> bool:
-        return await self.run_read(Call("is_link", path), lambda: self._inner.is_link(path))
+    async def first_link(self, *paths: Path) -> Path | None:
+        return await self.run_read(Call("first_link", paths[0]), lambda: self._inner.first_link(*paths))
 
     async def free_bytes(self, path: Path) -> int:
         return await self.run_read(Call("free_bytes", path), lambda: self._inner.free_bytes(path))

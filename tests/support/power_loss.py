@@ -84,6 +84,8 @@ class Disk:
         match call.name:
             case "make_dir":
                 parent.put(name, Directory())
+            case "make_dirs":
+                pass  # durable: :meth:`directory` makes them
             case "create_data_file":
                 parent.put(name, File(b"", is_synced=False))
             case "write_file" | "write_file without fsync":

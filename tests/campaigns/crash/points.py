@@ -66,7 +66,7 @@ class PointedStorage(ForwardingStorage):
         """Do ``act``; die before or after it, or after half of it, if this call is the point."""
         # A touch is a sign of life, no step of a commit. A root and what the engine has in it are made once.
         is_of_root = call.path.name == "root" or call.path.parent.name == ENGINE_DIR
-        if call.name == "touch" or (call.name == "make_dir" and is_of_root) or call.path.name == _CLAIM:
+        if call.name == "touch" or (call.name == "make_dirs" and is_of_root) or call.path.name == _CLAIM:
             return await act()
         name = self._name_of(call)
         result = await self.pass_point(name, act)

@@ -23,7 +23,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR)
 """What a disk answers when it is full, broken, used up, or disturbed."""
 READS = frozenset({"open_data_file", "read_file", "list_dir", "exists", "status", "read_into", "close_read"})
 CALLS = READS | {"lock", "create_data_file", "write", "sync", "close", "write_file", "make_dir", "sync_dir"}
-CALLS |= {"rename", "exchange", "replace", "remove_file", "remove_tree", "touch"}
+CALLS |= {"make_dirs", "rename", "exchange", "replace", "remove_file", "remove_tree", "touch"}
 """Every call."""
 SYNCS = frozenset({"sync", "sync_dir", "write_file"})
 """Calls that end with an fsync."""

@@ -337,7 +337,7 @@ class SimStorage(Storage):
         """Read the end."""
         return await self.run("read_end", path, ReadError, lambda: bytes(self._file(path).data)[-nbytes:])
 
-    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
+    async def make_dir(self, path: Path) -> None:
         """mkdir."""
 
         def act() -> None:
@@ -347,6 +347,18 @@ class SimStorage(Storage):
             parent.put(path.name, Directory())
 
         await self.run("make_dir", path, WriteError, act)
+
+    async def make_dirs(self, *paths: Path) -> None:
+        """mkdir and fsync."""
+
+        def act() -> None:
+            for path in paths:
+                parent = self.directory(path.parent)
+                if parent.now(path.name) is None:
+                    parent.put(path.name, Directory())
+                    parent.sync()
+
+        await self.run("make_dirs", paths[0], WriteError, act)
 
     async def sync_dir(self, path: Path) -> None:
         """fsync."""
@@ -372,9 +384,9 @@ class SimStorage(Storage):
         """There is one host, whose answers are not old."""
         return await self.run("fresh_status", path, ReadError, lambda: _status(self.at(path)))
 
-    async def is_link(self, path: Path) -> bool:
+    async def first_link(self, *paths: Path) -> Path | None:
         """There are no links."""
-        return await self.run("is_link", path, ReadError, lambda: False)
+        return await self.run("first_link", paths[0], ReadError, lambda: None)
 
     async def free_bytes(self, path: Path) -> int:
         """Room for all that is saved here."""

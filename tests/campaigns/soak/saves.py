@@ -120,10 +120,15 @@ class FailingStorage(Storage):
         self._count(path)
         await super().write_file(path, *parts)
 
-    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
+    async def make_dir(self, path: Path) -> None:
         """See :class:`Storage`."""
         self._count(path)
-        await super().make_dir(path, parents=parents)
+        await super().make_dir(path)
+
+    async def make_dirs(self, *paths: Path) -> None:
+        """See :class:`Storage`."""
+        self._count(paths[0])
+        await super().make_dirs(*paths)
 
     async def sync_dir(self, path: Path) -> None:
         """See :class:`Storage`."""

@@ -859,8 +859,8 @@ async def test_a_whole_file_is_read_up_to_the_length_that_is_allowed(local: Stor
 
 
 async def test_directories_are_made_listed_and_removed(local: Storage, tmp_path: Path) -> None:
-    await local.make_dir(tmp_path / "a" / "b" / "c", parents=True)
-    await local.make_dir(tmp_path / "a" / "b" / "c", parents=True)
+    await local.make_dirs(tmp_path / "a" / "b" / "c")
+    await local.make_dirs(tmp_path / "a" / "b" / "c")
     await local.make_dir(tmp_path / "a" / "x")
     with pytest.raises(WriteError) as caught:
         await local.make_dir(tmp_path / "a" / "x")
@@ -924,7 +924,7 @@ async def test_what_is_promised_durable_is_fsynced(
 
     record("fsync")
     record("fdatasync")
-    await local.make_dir(tmp_path / "a" / "b", parents=True)
+    await local.make_dirs(tmp_path / "a" / "b")
     await local.write_file(tmp_path / "a" / "f", b"1")
     await local.sync_dir(tmp_path / "a")
     file = await local.create_data_file(tmp_path / "a" / "d", PAGE)
