@@ -134,7 +134,7 @@ async def copy_checkpoint(
         done = min(done + more, total)
         on_progress(done, total)
 
-    wanted = _Wanted(source=source, files=files, step=number, names=names)
+    wanted = _CopyRequest(source=source, files=files, step=number, names=names)
     if isinstance(root, RemotePath):
         await _check_free(storage, root, names, number)
         final = await _copy_to_store(storage, executor, wanted, root, _nothing_to_check, advance)
@@ -145,7 +145,7 @@ async def copy_checkpoint(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
+class _CopyRequest:
     """What is to be copied."""
 
     source: Path
@@ -169,7 +169,7 @@ async def copy_as_writer(
     advance: Callable[[int], None],
 ) -> Path:
     """Do :func:`copy_checkpoint` for the holder of the claim of ``root``, which holds no such step. Return the copy."""
-    wanted = _Wanted(source=source, files=await copied_files(storage, executor, source), step=step, names=names)
+    wanted = _CopyRequest(source=source, files=await copied_files(storage, executor, source), step=step, names=names)
     if not isinstance(root, RemotePath):
         return await _copy_into(storage, executor, wanted, root, claim, advance)
     save_id, pending = await save_of(storage, source), pending_path(root, claim.owner, 1)
@@ -183,7 +183,7 @@ async def copy_as_writer(
 
 
 async def _copy_to_disk(
-    storage: AnyStorage, executor: Executor, wanted: _Wanted, root: Path, advance: Callable[[int], None]
+    storage: AnyStorage, executor: Executor, wanted: _CopyRequest, root: Path, advance: Callable[[int], None]
 ) -> Path:
     """Copy into a directory, as its only writer. Return the copy's directory."""
     is_new = not await storage.exists(root)
@@ -209,7 +209,7 @@ async def make_root(executor: Executor, root: Path) -> None:
 async def _copy_into(
     storage: AnyStorage,
     executor: Executor,
-    wanted: _Wanted,
+    wanted: _CopyRequest,
     root: Path,
     claim: Claim,
     advance: Callable[[int], None],
@@ -246,7 +246,7 @@ async def _nothing_to_check() -> None:
 async def _copy_to_store(
     storage: AnyStorage,
     executor: Executor,
-    wanted: _Wanted,
+    wanted: _CopyRequest,
     root: RemotePath,
     check: Check,
     advance: Callable[[int], None],
@@ -329,7 +329,7 @@ def _remove_if_empty(storage: Storage, root: Path) -> None:
 
 
 async def _check_copy(
-    storage: Storage, executor: Executor, copied: Path, wanted: _Wanted, advance: Callable[[int], None]
+    storage: Storage, executor: Executor, copied: Path, wanted: _CopyRequest, advance: Callable[[int], None]
 ) -> None:
     """Read a copy back. Raises CorruptCheckpointError if it does not verify."""
     faults = await verify_checkpoint(

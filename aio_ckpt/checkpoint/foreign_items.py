@@ -36,13 +36,13 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             shards[name] = tuple(
-                unparsed_item_of(name, entry, chunk, place_of(MetadataIndex(name, chunk.offsets), places))
+                unparsed_item_of(name, entry, chunk, storage_info_of(MetadataIndex(name, chunk.offsets), places))
                 for chunk in entry.chunks
             )
             if not shards[name] or global_shape(shards[name]) != tuple(entry.size):
                 raise CorruptCheckpointError(f"{METADATA_FILE}: the chunks of {name!r} do not make up its size")
         else:
-            objects[name] = stored_at(name, place_of(MetadataIndex(name), places))
+            objects[name] = stored_at(name, storage_info_of(MetadataIndex(name), places))
     catalog = Catalog(
         shards=shards,
         objects=objects,
@@ -53,7 +53,7 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
     return catalog
 
 
-def place_of(index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) -> StorageInfo:
+def storage_info_of(index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) -> StorageInfo:
     """Return the place of an item according to ``.metadata``.
 
     Raises:

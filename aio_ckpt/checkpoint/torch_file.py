@@ -15,7 +15,7 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
 )
 from aio_ckpt.format.checksum import crc32_of
-from aio_ckpt.format.zip_directory import CompressedError, Record, body_offset, read_directory, read_record
+from aio_ckpt.format.zip_directory import CompressedError, ZipRecord, body_offset, read_directory, read_record
 from aio_ckpt.storage.data_file import translate_errors
 
 _BLOCK_BYTES = 1 << 20
@@ -116,7 +116,7 @@ class _OpenFile:
         return b"".join(blocks)
 
 
-def _check_record(data: _OpenFile, record: Record) -> int:
+def _check_record(data: _OpenFile, record: ZipRecord) -> int:
     """Compare a record with its CRC32, and return the offset of its bytes."""
     begin, found = body_offset(data, record), 0
     if not record.crc32:

@@ -198,7 +198,7 @@ class _Verification:
 
     async def check_own(self, checkpoint: Checkpoint) -> None:
         """Check a checkpoint of aio_ckpt: the data file of each rank against its manifest and ``.metadata``."""
-        places: dict[MetadataIndex, _Place] = {}
+        places: dict[MetadataIndex, _ItemRange] = {}
         for manifest in checkpoint.ranks.values():
             name = checkpoint.manifest_name(manifest.rank)
             if checkpoint.has_skeleton:
@@ -281,7 +281,7 @@ class _Verification:
                     self._note(unparsed.file, unparsed.name, "the CRC32 in the item's zip is not that of its blocks")
         return others
 
-    def _compare_metadata(self, checkpoint: Checkpoint, places: Mapping[MetadataIndex, _Place]) -> None:
+    def _compare_metadata(self, checkpoint: Checkpoint, places: Mapping[MetadataIndex, _ItemRange]) -> None:
         stored = {
             index: (info.relative_path, info.offset, info.length)
             for index, info in (checkpoint.metadata.storage_data or {}).items()
@@ -380,13 +380,13 @@ class _Verification:
 
 # -- pure -------------------------------------------------------------------------------------------
 
-_Place: TypeAlias = tuple[str, int, int]
+_ItemRange: TypeAlias = tuple[str, int, int]
 """(file, offset, length)."""
 
 
-def _places_of(table: FileTable) -> dict[MetadataIndex, _Place]:
+def _places_of(table: FileTable) -> dict[MetadataIndex, _ItemRange]:
     """Return the places of all items of one data file, as ``.metadata`` must hold them."""
-    places: dict[MetadataIndex, _Place] = {}
+    places: dict[MetadataIndex, _ItemRange] = {}
     file = table.file.name
     for entry in table.tensors:
         for name in entry.fqns:

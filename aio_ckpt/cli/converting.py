@@ -41,7 +41,7 @@ _BUDGET_BYTES = 256 << 20
 """Memory in which the result is staged. A larger state passes through it in waves."""
 
 
-class _Place(click.Path):
+class _FileOrStep(click.Path):
     """File or directory, as an absolute path."""
 
     name = "path"
@@ -78,7 +78,7 @@ _step = click.option("--step", type=click.IntRange(0), help="Its step in ROOT; b
 
 @click.command("export", epilog="Example: aio-ckpt export runs/ckpt --to safetensors model.safetensors --branch model")
 @click.argument("path", type=Directory(may_be_remote=True, of_a_file="give a checkpoint, or take 'aio-ckpt convert'"))
-@click.argument("out", type=_Place(must_exist=False))
+@click.argument("out", type=_FileOrStep(must_exist=False))
 @click.option("--to", "kind", type=click.Choice(sorted(_SUFFIXES)), help="Format; by default that of the suffix.")
 @_branch
 @_shards
@@ -100,8 +100,8 @@ def export_command(path: Path, out: Path, kind: str | None, names: StepNames, **
 
 
 @click.command("import", epilog="Example: aio-ckpt import model.safetensors runs/ckpt --step 100")
-@click.argument("file", type=_Place(must_exist=True))
-@click.argument("root", type=_Place(must_exist=False, may_be_remote=True))
+@click.argument("file", type=_FileOrStep(must_exist=True))
+@click.argument("root", type=_FileOrStep(must_exist=False, may_be_remote=True))
 @_step
 @_trusted
 @step_dir_option
@@ -115,8 +115,8 @@ def import_command(file: Path, root: Path, step: int | None, names: StepNames, *
 
 
 @click.command("convert", epilog="Example: aio-ckpt convert pytorch_model.bin model.safetensors")
-@click.argument("source", type=_Place(must_exist=True, may_be_remote=True))
-@click.argument("out", type=_Place(must_exist=False, may_be_remote=True))
+@click.argument("source", type=_FileOrStep(must_exist=True, may_be_remote=True))
+@click.argument("out", type=_FileOrStep(must_exist=False, may_be_remote=True))
 @_step
 @_branch
 @_shards

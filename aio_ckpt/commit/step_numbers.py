@@ -16,7 +16,7 @@ MAX_STEP = 1 << 62
 T = TypeVar("T")
 
 
-def check_step(
+def check_exceeds_newest(
     step: object,
     *,
     newest: int | None,

@@ -13,7 +13,7 @@ from aio_ckpt.errors import ConfigError
 _log = logging.getLogger("aio_ckpt")
 
 
-class Place(Protocol):
+class Replaceable(Protocol):
     """Attribute of a module of another library. Its text is its dotted name."""
 
     @property
@@ -27,7 +27,7 @@ class Installed:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._placed: list[tuple[Place, object, object]] = []
+        self._placed: list[tuple[Replaceable, object, object]] = []
 
     def uninstall(self) -> None:
         """Put back what stood in the places, unless another has changed one since then. Idempotent."""
@@ -46,7 +46,7 @@ class Installed:
     ) -> None:
         self.uninstall()
 
-    def _put(self, place: Place, ours: object) -> None:
+    def _put(self, place: Replaceable, ours: object) -> None:
         self._placed.append((place, ours, place.value))
         place.put(ours)
 

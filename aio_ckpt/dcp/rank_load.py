@@ -24,14 +24,14 @@ from aio_ckpt.checkpoint.foreign_items import (
     check_object_zip,
     descriptors_of,
     parse_or_object,
-    place_of,
+    storage_info_of,
     stored_at,
     unparsed_item_of,
 )
 from aio_ckpt.checkpoint.locate import locate
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
-from aio_ckpt.dcp.runtime import Runtime, peers_on_host
+from aio_ckpt.dcp.runtime import Runtime, default_group_ranks_on_host
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.rank_manifest import FileTable, ObjectEntry
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
-class Load:
+class RankLoad:
     """Load of one rank."""
 
     runtime: Runtime
@@ -95,7 +95,7 @@ class Load:
         async with self._files() as files:
             requests = await run_blocking(executor, reads.requests, config.workers)
             stored = sum(place.length for place in self.metadata.storage_data.values())
-            await share_page_cache(files, reads, stored, ranks_on_host=peers_on_host())
+            await share_page_cache(files, reads, stored, ranks_on_host=default_group_ranks_on_host())
             await files.measure(reads.rows, {})
             await fetch(
                 files,
@@ -111,7 +111,7 @@ class Load:
     async def _locate(self, plan: LoadPlan) -> dict[MetadataIndex, Item | StoredObject]:
         """Return where each item of the plan is stored. Each was checked to lie inside its file."""
         places = self.metadata.storage_data
-        wanted = {item.storage_index: place_of(item.storage_index, places) for item in plan.items}
+        wanted = {item.storage_index: storage_info_of(item.storage_index, places) for item in plan.items}
         check_boxes(_boxes(self.metadata, {index.fqn for index in wanted}))
         used = {place.relative_path for place in wanted.values()}
         tables = [
@@ -145,7 +145,7 @@ class Load:
 
     def _give(self, item: ReadItem, data: bytes, planner: LoadPlanner, transforms: Any) -> None:
         """Give an object, or a tensor that is stored as bytes, to the planner, as stock DCP does."""
-        descriptors = descriptors_of(place_of(item.storage_index, self.metadata.storage_data))
+        descriptors = descriptors_of(storage_info_of(item.storage_index, self.metadata.storage_data))
         if self.checkpoint.is_plain_dcp and not descriptors and item.type is LoadItemType.BYTE_IO:
             check_object_zip(item.storage_index.fqn, data)
         stream: Any = io.BytesIO(data)

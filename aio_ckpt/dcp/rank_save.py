@@ -80,7 +80,7 @@ class ManifestResult(WriteResult):
     """Id of the save."""
 
 
-async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
+async def begin_dcp_save(storage: Storage, directory: Path, save_id: str) -> None:
     """Remove what other saves left and mark the new save. The leader calls this before any rank writes.
 
     Raises:
@@ -273,7 +273,7 @@ class _RankWrite:
 # -- the leader -----------------------------------------------------------------------------------
 
 
-async def commit_save(
+async def commit_dcp_save(
     storage: Storage,
     directory: Path,
     *,

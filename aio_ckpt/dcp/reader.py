@@ -19,8 +19,8 @@ from aio_ckpt.argument_checks import shown
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.commit.discovery import IS_FILE
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.rank_load import Load
-from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime, place_of
+from aio_ckpt.dcp.rank_load import RankLoad
+from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime, checkpoint_path_of
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -75,7 +75,7 @@ class Reader(DirectoryReplacement, StorageReader):
         """Begin a load, from ``checkpoint_id`` if one is given."""
         self.storage_data, self._checkpoint, self._metadata, self._fault = {}, None, None, None
         if checkpoint_id:
-            self.path = place_of(checkpoint_id)
+            self.path = checkpoint_path_of(checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -136,7 +136,7 @@ class Reader(DirectoryReplacement, StorageReader):
         assert self._checkpoint is not None
         assert self._metadata is not None
         with naming_checkpoint(self.path), self._running() as runtime:
-            load = Load(runtime=runtime, checkpoint=self._checkpoint, metadata=self._metadata)
+            load = RankLoad(runtime=runtime, checkpoint=self._checkpoint, metadata=self._metadata)
             load.run(plan, planner, self._transforms)
         future: Future[None] = Future()
         future.set_result(None)

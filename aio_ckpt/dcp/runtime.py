@@ -21,8 +21,8 @@ from aio_ckpt.argument_checks import MAX_SECS, check_kind
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
 from aio_ckpt.errors import ConfigError, RootError
 from aio_ckpt.memory.available import default_budget_bytes, ranks_on_host
-from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.chunks import chunk_bytes_for
 from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.remote_path import RemotePath, find_bucket
@@ -71,7 +71,7 @@ class Runtime:
         )
         with portal.opening():
             executor = portal.executor
-            budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=peers_on_host())
+            budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=default_group_ranks_on_host())
             window_bytes = _WINDOW_CHUNKS * max(config.workers, 2) * chunk_bytes_for(sys.maxsize)
             window_bytes = min(window_bytes, max(budget_bytes // _WINDOW_SHARE, LEAST_BUDGET_BYTES))
             staging_bytes = budget_bytes - window_bytes
@@ -110,7 +110,7 @@ class Runtime:
         self.portal.close(STOP_SECS)
 
 
-def peers_on_host() -> int:
+def default_group_ranks_on_host() -> int:
     """Return the number of ranks on this host; 1 without a process group."""
     return ranks_on_host(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
 
@@ -219,7 +219,7 @@ class DirectoryReplacement(Replacement):
     def __init__(self, path: str | os.PathLike[str], config: EngineConfig | None, storage: Storage | None) -> None:
         """Raise RootError if ``path`` is no path, and ConfigError if it is a URL that names no place in a bucket."""
         super().__init__(config, storage)
-        self.path = place_of(path)
+        self.path = checkpoint_path_of(path)
 
     @property
     def checkpoint_id(self) -> str:
@@ -230,13 +230,13 @@ class DirectoryReplacement(Replacement):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it is a place in an object store, or stock DCP accepts it as a path."""
         try:
-            path = place_of(checkpoint_id)
+            path = checkpoint_path_of(checkpoint_id)
             return isinstance(path, RemotePath) or bool(FileSystem.validate_checkpoint_id(path))
         except (RootError, ConfigError):
             return False
 
 
-def place_of(path: str | os.PathLike[str]) -> Path:
+def checkpoint_path_of(path: str | os.PathLike[str]) -> Path:
     """Return the path of a checkpoint, as the caller gave it, or its place in an object store.
 
     Raises:

@@ -26,12 +26,12 @@ from aio_ckpt.dcp.item_sources import Sources, collect_sources
 from aio_ckpt.dcp.rank_save import (
     ManifestResult,
     RankSave,
-    begin_save,
-    commit_save,
+    begin_dcp_save,
+    commit_dcp_save,
     find_save,
     write_rank,
 )
-from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime, place_of
+from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime, checkpoint_path_of
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
@@ -122,7 +122,7 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save, into ``checkpoint_id`` if one is given."""
         if checkpoint_id:
-            self.path = place_of(checkpoint_id)
+            self.path = checkpoint_path_of(checkpoint_id)
         self.save_id = uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:
@@ -161,7 +161,9 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         self._begun[save_id] = self.path
         self._unwritten.add(save_id)
         with self._running() as runtime:
-            runtime.portal.call(begin_save, runtime.storage, path, save_id, timeout=runtime.config.stall_timeout_secs)
+            runtime.portal.call(
+                begin_dcp_save, runtime.storage, path, save_id, timeout=runtime.config.stall_timeout_secs
+            )
         return [
             replace(plan, storage_data=RankSave(save_id, rank, len(plans), self._step(path)))
             for rank, plan in enumerate(plans)
@@ -220,7 +222,7 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         with self._running() as runtime:
             timeout_secs = runtime.config.stall_timeout_secs
             commit = functools.partial(
-                commit_save,
+                commit_dcp_save,
                 metadata=metadata,
                 manifests=[found.storage_data for found in manifests],
                 save_id=save_id,

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from aio_ckpt.engine.capture_session import CaptureSession
+from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.engine.job_queue import JobQueue
@@ -36,7 +36,7 @@ class JobCapturer:
     ctx: EngineContext
     portal: Portal
     queue: JobQueue
-    session: CaptureSession
+    resources: CaptureResources
 
     def capture(self, job: W, pipeline: Pipeline[W], parts: Iterable[tuple[PlannedImage, Part]]) -> None:
         """Run ``pipeline`` and capture each part in its turn. The first chunks are written while later ones are copied.
@@ -83,17 +83,17 @@ class JobCapturer:
 
         def issued(work: Capture) -> None:
             job.events += work.source_events
-            self.session.guards.before_next_step(work.source_events)
+            self.resources.guards.before_next_step(work.source_events)
             job.timer.reached("blocked")  # now: the loop wakes next and may finish the save before this thread goes on
 
         return capture(
             planned,
             image,
-            self.session.copy_engines,
-            guarded=self.session.guards.leaves(plan.fingerprint, plan.structure),
+            self.resources.copy_engines,
+            guarded=self.resources.guards.leaves(plan.fingerprint, plan.structure),
             on_captured=captured,
             on_issued=issued,
-            slot_timeout_secs=self.session.slot_timeout_secs(image.slots * image.chunk_bytes),
+            slot_timeout_secs=self.resources.slot_timeout_secs(image.slots * image.chunk_bytes),
         )
 
     def _give_up(self, job: WriteJob, error: BaseException) -> None:

@@ -23,11 +23,11 @@ from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine.agreed_changes import AgreedChanges
 from aio_ckpt.engine.agreement import Agreement
 from aio_ckpt.engine.call_lock import CallLock
 from aio_ckpt.engine.capture_job import JobCapturer
-from aio_ckpt.engine.capture_session import CaptureSession
-from aio_ckpt.engine.committed_frozen import CommittedFrozen
+from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import FilePipeline
 from aio_ckpt.engine.file_save import FileSaves
@@ -36,9 +36,9 @@ from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.engine.known_steps import EarlierSteps, KnownSteps
 from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkpoint
+from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
 from aio_ckpt.engine.outcomes import OutcomeRecorder
-from aio_ckpt.engine.removal import Remover
-from aio_ckpt.engine.root_changes import RootChanges
+from aio_ckpt.engine.remove_pipeline import RemovePipeline
 from aio_ckpt.engine.root_session import (
     RootSession,
     check_in_store,
@@ -56,8 +56,8 @@ from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.rename import Rename
-from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
+from aio_ckpt.memory.staging_kind import check_staging
 from aio_ckpt.mirror import Mirroring
 from aio_ckpt.plan.safetensors_plan import FileRename, SafetensorsOptions
 from aio_ckpt.ranks.exchange import Coordinator
@@ -200,30 +200,30 @@ class BaseEngine:
         )
         writer = JobWriter(ctx=ctx, throttle=self._throttle, trash=self._trash)
         self._call_lock = call_lock = CallLock(portal)
-        self._session = session = CaptureSession(ctx, self._throttle, self._rescue.shared_memory)
-        committed_frozen = CommittedFrozen(leaves=session.frozen, relink_limit=ctx.config.relink_limit)
+        self._resources = resources = CaptureResources(ctx, self._throttle, self._rescue.shared_memory)
+        newest_frozen = NewestFrozenFile(leaves=resources.frozen, relink_limit=ctx.config.relink_limit)
         pipeline = StatePipeline(
             ctx=ctx,
             writer=writer,
             root_session=self._root_session,
             claim=claim,
             quarantine=self._quarantine,
-            committed_frozen=committed_frozen,
+            newest_frozen=newest_frozen,
             rescue=self._rescue,
         )
-        self._recorder = OutcomeRecorder(ctx, session)
-        remover = Remover(ctx=ctx, claim=claim, quarantine=self._quarantine, trash=self._trash)
-        self._queue = queue = JobQueue(ctx, portal, steps, remover, self._recorder, self._root_session, mirroring)
-        capturer = JobCapturer(ctx=ctx, portal=portal, queue=queue, session=session)
+        self._recorder = OutcomeRecorder(ctx, resources)
+        removals = RemovePipeline(ctx=ctx, claim=claim, quarantine=self._quarantine, trash=self._trash)
+        self._queue = queue = JobQueue(ctx, portal, steps, removals, self._recorder, self._root_session, mirroring)
+        capturer = JobCapturer(ctx=ctx, portal=portal, queue=queue, resources=resources)
         self._state_saves = StateSaves(
             call_lock=call_lock,
             ctx=ctx,
             portal=portal,
-            session=session,
-            trusted=TrustedLeaves(ctx=ctx, portal=portal, session=session, committed_frozen=committed_frozen),
+            resources=resources,
+            trusted=TrustedLeaves(ctx=ctx, portal=portal, resources=resources, newest_frozen=newest_frozen),
             root_session=self._root_session,
             queue=queue,
-            agreement=Agreement(ctx=ctx, portal=portal, queue=queue, cache=session.cache, trash=self._trash),
+            agreement=Agreement(ctx=ctx, portal=portal, queue=queue, cache=resources.cache, trash=self._trash),
             capturer=capturer,
             pipeline=pipeline,
             statistics=self._recorder.statistics,
@@ -231,7 +231,7 @@ class BaseEngine:
             is_urgent=self._preemption.poll,
         )
         self._file_saves = FileSaves(ctx, call_lock, queue, capturer, FilePipeline(ctx=ctx, writer=writer))
-        self._root_changes = RootChanges(
+        self._agreed_changes = AgreedChanges(
             call_lock=call_lock,
             ctx=ctx,
             portal=portal,
@@ -362,7 +362,7 @@ class BaseEngine:
             CheckpointNotFoundError: by the milestone: there is no checkpoint at ``path``, so that nothing is removed.
             WriteError: by the milestone: the disk failed. The checkpoint is whole, or gone.
         """
-        return self._root_changes.remove(path)
+        return self._agreed_changes.remove(path)
 
     def save_file(
         self,
@@ -446,7 +446,7 @@ class BaseEngine:
         Raises:
             ConfigError: ``guarded`` has no ``step()`` or ``param_groups``. So does a step inside a CUDA graph.
         """
-        self._session.guards.add(guarded)
+        self._resources.guards.add(guarded)
 
     def clear_cache(self) -> None:
         """Forget the cached plan and free its gather buffers: the next save plans anew."""
@@ -457,7 +457,7 @@ class BaseEngine:
 
         This never waits. Any thread and any signal handler may call it, also once the engine is closed.
         """
-        session, counters, newest = self._session, self._recorder.statistics.counters, self._queue.steps.newest(())
+        resources, counters, newest = self._resources, self._recorder.statistics.counters, self._queue.steps.newest(())
         return EngineStats(
             rank=self._ctx.rank,
             committed=counters.committed,
@@ -469,26 +469,26 @@ class BaseEngine:
             stage_secs=counters.stage_secs,
             newest_step=newest,
             newest_age_secs=counters.age_secs(newest),
-            memory_bytes=session.lifetime.arena_bytes,
-            plan_hits=session.cache.hits,
-            plan_misses=session.cache.misses,
+            memory_bytes=resources.lifetime.arena_bytes,
+            plan_hits=resources.cache.hits,
+            plan_misses=resources.cache.misses,
             mirrored_step=None if self._mirroring is None else self._mirroring.newest,
         )
 
     @property
     def plan_hits(self) -> int:
         """Saves, and calls of :meth:`prepare`, that reused the cached layout."""
-        return self._session.cache.hits
+        return self._resources.cache.hits
 
     @property
     def plan_misses(self) -> int:
         """Saves, and calls of :meth:`prepare`, that planned anew."""
-        return self._session.cache.misses
+        return self._resources.cache.misses
 
     @property
     def lifetime(self) -> LifetimeStats:
         """Arenas and leases held now."""
-        return self._session.lifetime.stats
+        return self._resources.lifetime.stats
 
     @property
     def undeleted_steps(self) -> Mapping[int, str]:
@@ -621,13 +621,13 @@ class BaseEngine:
             contextlib.ExitStack() as steps
         ):  # runs from the last to the first; each step runs whatever the others raise
             steps.callback(self._root_session.release)
-            steps.callback(self._session.lifetime.close)
+            steps.callback(self._resources.lifetime.close)
             steps.callback(coordinator.close)
             steps.callback(self._portal.close, STOP_SECS)
             steps.enter_context(contextlib.suppress(EngineClosedError, StallError))
             steps.callback(lambda: self._portal.call(coordinator.leave, timeout=STOP_SECS))
             steps.callback(self._root_session.release_claim)
-            steps.callback(self._session.release_devices)
+            steps.callback(self._resources.release_devices)
             if self._mirroring is not None:
                 steps.callback(self._mirroring.close)
 
@@ -822,7 +822,7 @@ class CheckpointEngine(BaseEngine):
             PeerFailedError, StallError: as :meth:`load`.
         """
         self._call_lock.check("rollback()")
-        return self._beside("rollback()", self._root_changes.rollback, step)
+        return self._beside("rollback()", self._agreed_changes.rollback, step)
 
     def protect(self, step: int) -> PendingCall[None]:
         """Never delete ``step``. The protection is durable. Any process may set it, also beside a writer.
@@ -880,7 +880,7 @@ class CheckpointEngine(BaseEngine):
             PeerFailedError, StallError: as :meth:`load`.
         """
         self._call_lock.check("delete()")
-        return self._beside("delete()", self._root_changes.delete, step, allow_newest=allow_newest)
+        return self._beside("delete()", self._agreed_changes.delete, step, allow_newest=allow_newest)
 
     async def __aenter__(self) -> Self:
         return self

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedCheckpoint:
     """The checkpoint that a call asks for: the newest that verifies, one step, or one directory."""
 
     step: int | None = None
@@ -51,7 +51,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 async def newest_good(
-    ctx: EngineContext, quarantine: Quarantine, wanted: Wanted, use: Use[T], *, fallback: bool
+    ctx: EngineContext, quarantine: Quarantine, wanted: WantedCheckpoint, use: Use[T], *, fallback: bool
 ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], T]:
     """Call ``use`` with the checkpoint ``wanted``. If that is the newest, go back while ``use`` finds damage.
 
@@ -207,7 +207,7 @@ def nothing_verifies(root: Path, faults: Sequence[str]) -> str:
     )
 
 
-async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.CommittedCheckpoint]:
+async def candidates(ctx: EngineContext, wanted: WantedCheckpoint) -> list[discovery.CommittedCheckpoint]:
     """Return the directory that is given, or the committed checkpoints, newest first.
 
     Checkpoints that have lost their ``.metadata`` are among them. If there is a mirror, its copies are, too, each after

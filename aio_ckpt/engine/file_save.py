@@ -22,7 +22,7 @@ from aio_ckpt.engine.job import FileJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
 from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, index_name
-from aio_ckpt.memory.kind import StagingChoice
+from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.file_plan import FileContent, FilePlans, torch_content
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions, safetensors_content
 from aio_ckpt.plan.save_plan import PlannedImage, collector_paused
@@ -49,7 +49,7 @@ class FileSaves(LockedCalls):
         self._ctx = ctx
         self._queue = queue
         self._capturer = capturer
-        self._lifetime = capturer.session.lifetime
+        self._lifetime = capturer.resources.lifetime
         # A snapshot that can be rescued belongs to a step, so a file needs no memory with a name.
         staging = "auto" if ctx.config.shm_path is not None else ctx.config.staging
         self._staging = StagingChoice(staging)
@@ -112,7 +112,7 @@ class FileSaves(LockedCalls):
                 planned_file.tail_bytes,
                 self._lifetime,
                 self._staging,
-                timeout_secs=self._capturer.session.slot_timeout_secs(planned.plan.layout.chunk_bytes),
+                timeout_secs=self._capturer.resources.slot_timeout_secs(planned.plan.layout.chunk_bytes),
                 limit_secs=MAX_SECS,
             )
             yield (

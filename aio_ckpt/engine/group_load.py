@@ -19,7 +19,7 @@ from aio_ckpt.engine.fallback import (
     ChangedError,
     Damage,
     FallbackSearch,
-    Wanted,
+    WantedCheckpoint,
     candidates,
     copies_or_none,
     nothing_verifies,
@@ -138,7 +138,13 @@ _ROUND: Exchange[_Message, _Instruction] = Exchange(_Message, _Instruction, stag
 
 
 async def newest_good_for_all(
-    ctx: EngineContext, quarantine: Quarantine, name: Topic, wanted: Wanted, match: MatchCandidate, *, fallback: bool
+    ctx: EngineContext,
+    quarantine: Quarantine,
+    name: Topic,
+    wanted: WantedCheckpoint,
+    match: MatchCandidate,
+    *,
+    fallback: bool,
 ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], LoadOutcome]:
     """Do :func:`aio_ckpt.engine.fallback.newest_good` on all ranks; ``name`` is the same on every rank for this call.
 
@@ -215,7 +221,9 @@ class LoadRounds:
 class LoadMember:
     """This rank's part of a load: it follows the instructions of the leader."""
 
-    def __init__(self, search: FallbackSearch, match: MatchCandidate, rounds: LoadRounds, wanted: Wanted) -> None:
+    def __init__(
+        self, search: FallbackSearch, match: MatchCandidate, rounds: LoadRounds, wanted: WantedCheckpoint
+    ) -> None:
         self.search = search
         self._wanted = wanted
         self._newest_before = search.ctx.members.newest_step
@@ -313,7 +321,7 @@ class LoadMember:
 class LoadLeader:
     """The leader's part of a load: it chooses the next checkpoint."""
 
-    def __init__(self, ctx: EngineContext, quarantine: Quarantine, wanted: Wanted, *, fallback: bool) -> None:
+    def __init__(self, ctx: EngineContext, quarantine: Quarantine, wanted: WantedCheckpoint, *, fallback: bool) -> None:
         self._ctx = ctx
         self._quarantine = quarantine
         self._wanted = wanted

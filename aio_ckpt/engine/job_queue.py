@@ -23,7 +23,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import Job, RemoveJob, SaveJob, WriteJob
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.outcomes import OutcomeRecorder, logged_errors, named
-from aio_ckpt.engine.removal import Remover
+from aio_ckpt.engine.remove_pipeline import RemovePipeline
 from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError, PeerFailedError, SaveCancelledError
 from aio_ckpt.memory.lifetime import Lease
@@ -62,14 +62,14 @@ class JobQueue:
         ctx: EngineContext,
         portal: Portal,
         steps: KnownSteps,
-        remover: Remover,
+        removals: RemovePipeline,
         recorder: OutcomeRecorder,
         root_session: RootSession,
         mirroring: Mirroring | None,
     ) -> None:
         self._ctx = ctx
         self._portal = portal
-        self._remover = remover
+        self._removals = removals
         self._recorder = recorder
         self._root_session = root_session
         self._mirroring = mirroring
@@ -329,7 +329,7 @@ class JobQueue:
             )
             self._jobs.append(job)
         try:
-            self._portal.submit(self._remover.run, job, on_done=functools.partial(self._finish_removal, job))
+            self._portal.submit(self._removals.run, job, on_done=functools.partial(self._finish_removal, job))
         except BaseException:
             self._take_out(job)
             raise

@@ -105,12 +105,12 @@ class KnownSteps:
         """Check a step that the caller gave, and return it. Steps up to the newest are looked up on the disk.
 
         Raises:
-            StepOrderError: see :func:`aio_ckpt.commit.step_numbers.check_step`.
+            StepOrderError: see :func:`aio_ckpt.commit.step_numbers.check_exceeds_newest`.
         """
         pending = list(pending)
         newest = self.newest(pending)
         committed = read() if newest is not None and step <= newest else ()
-        return step_numbers.check_step(
+        return step_numbers.check_exceeds_newest(
             step, newest=newest, committed=committed, pending=pending, overwrite=overwrite, mirror=self._mirror
         )
 

@@ -29,7 +29,7 @@ from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.fallback import Wanted, newest_good
+from aio_ckpt.engine.fallback import WantedCheckpoint, newest_good
 from aio_ckpt.engine.group_load import first_round, newest_good_for_all
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import log_load
@@ -93,7 +93,7 @@ class Loader:
 
     async def read(
         self,
-        wanted: Wanted,
+        wanted: WantedCheckpoint,
         only: Collection[str] | None,
         skip_untrusted: bool = False,
         with_report: bool = False,
@@ -135,7 +135,7 @@ class Loader:
         if path is None:
             self.earlier_steps.go_on()
 
-    async def _accept(self, options: LoadOptions, before: BeforeLoad) -> tuple[Topic, Wanted]:
+    async def _accept(self, options: LoadOptions, before: BeforeLoad) -> tuple[Topic, WantedCheckpoint]:
         """Return the name of the call, which is the same on every rank, and the checkpoint that it asks for."""
         members = self.ctx.members
         name = members.next_load()  # first: a call that only this rank refuses counts on all ranks
@@ -187,7 +187,7 @@ def _common_fields(
     }
 
 
-def wanted_checkpoint(step: object, path: object) -> Wanted:
+def wanted_checkpoint(step: object, path: object) -> WantedCheckpoint:
     """Return the checkpoint that the arguments of a load ask for.
 
     Raises:
@@ -195,8 +195,8 @@ def wanted_checkpoint(step: object, path: object) -> Wanted:
     """
     check_one_of(step, path)
     if path is None:
-        return Wanted(step=None if step is None else check_step_number(step))
-    return Wanted(path=check_place("path", path))
+        return WantedCheckpoint(step=None if step is None else check_step_number(step))
+    return WantedCheckpoint(path=check_place("path", path))
 
 
 def selection(only: Any) -> list[str] | None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import anyio
 
 from aio_ckpt.argument_checks import command_line
-from aio_ckpt.engine.capture_session import CaptureSession
+from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob, WriteJob
 from aio_ckpt.errors import AioCkptError, SaveCancelledError
@@ -264,9 +264,9 @@ def stage_secs(timings: StageTimings) -> dict[str, float]:
 class OutcomeRecorder:
     """Records the outcomes of the saves of one engine."""
 
-    def __init__(self, ctx: EngineContext, session: CaptureSession) -> None:
+    def __init__(self, ctx: EngineContext, resources: CaptureResources) -> None:
         self._ctx = ctx
-        self._session = session
+        self._resources = resources
         self.statistics = Statistics()
 
     def record(self, job: WriteJob, outcome: SaveReport | BaseException, *, newest: int | None) -> None:
@@ -281,7 +281,7 @@ class OutcomeRecorder:
         if isinstance(outcome, BaseException):
             if not isinstance(outcome, SaveCancelledError):
                 log_failure(outcome, job.target, stage=job.failing_stage, rank=ctx.rank, newest=newest)
-            self._session.cache.clear()
+            self._resources.cache.clear()
             ctx.members.sent.forget()
         else:
             log_commit(outcome, job.target, rank=ctx.rank, world_size=ctx.world_size)

@@ -452,7 +452,7 @@ class RootSession:
                 text += f"; {held}, and 'aio-ckpt cp' copies one into the root"
             raise CheckpointNotFoundError(text)
 
-    def rollback(self, step: int) -> StepsChange:
+    def abandon_steps_after(self, step: int) -> StepsChange:
         """Move the steps after ``step`` below ``.aio_ckpt/abandoned/``. Needs the lock.
 
         Raises:

@@ -29,10 +29,10 @@ from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import end_failed_save
 from aio_ckpt.commit.user_files import write_user_files
-from aio_ckpt.engine.committed_frozen import CommittedFrozen
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
 from aio_ckpt.engine.job_writer import JobWriter
+from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
 from aio_ckpt.engine.outcomes import explain_failure
 from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, WriteError
@@ -92,7 +92,7 @@ class StatePipeline:
     """Read before each commit: a writer that was taken over commits nothing."""
     quarantine: Quarantine
     """Quarantine of the root. Its lock ``renames`` orders all renames under the root."""
-    committed_frozen: CommittedFrozen
+    newest_frozen: NewestFrozenFile
     """What did not change from save to save."""
     rescue: Rescue | None = None
     """Records each snapshot in a named segment, which can then be committed after a crash."""
@@ -118,7 +118,7 @@ class StatePipeline:
                 job.parts[0].image.lease.release(job.finished)  # visible or failed: ends the hold of the rescue
             beside.cancel_scope.cancel()
         ctx.members.sent.confirm(job.plan.layout, written.spans)  # the leader knows the places of the objects
-        self.committed_frozen.committed(job.plan, written.result, written.frozen, job.versions)
+        self.newest_frozen.committed(job.plan, written.result, written.frozen, job.versions)
         job.begin("ending")
         return self._report(job, written, reply)
 
@@ -186,7 +186,7 @@ class StatePipeline:
 
         async def make_frozen() -> None:
             nonlocal frozen
-            job.clone_source = self.committed_frozen.take()
+            job.clone_source = self.newest_frozen.take()
             if job.trusted_file is not None:
                 frozen = await self._renew_frozen(job, part, job.trusted_file, writer)
                 return
@@ -213,15 +213,15 @@ class StatePipeline:
             try:
                 return await write_trusted(part, layout, job.write_dir, job.final, known, writer, may_clone=may_clone)
             except ReadError as error:
-                newest = self.committed_frozen.newest
+                newest = self.newest_frozen.newest
                 if newest is None or newest is known or not newest.holds(known.result):
-                    self.committed_frozen.forget()
+                    self.newest_frozen.forget()
                     error.strerror = f"{error.strerror}, and {NOT_CAPTURED}"
                     raise
                 known = newest
             except Exception as error:
                 if not is_disk_full(first_cause(error)):
-                    self.committed_frozen.forget()
+                    self.newest_frozen.forget()
                 raise
 
     async def _record_snapshot(self, rescue: Rescue, job: SaveJob, metadata: MetadataFile, step: int) -> None:
@@ -357,7 +357,7 @@ class StatePipeline:
 
     def _share_on(self, job: SaveJob) -> None:
         """Let later saves share the frozen file beyond the limit, if this one failed as it wrote another one."""
-        shared = self.committed_frozen.share_on()
+        shared = self.newest_frozen.share_on()
         if shared is not None:
             log_step(
                 logging.WARNING,
@@ -367,7 +367,7 @@ class StatePipeline:
                 "that of %s, beyond relink_limit=%d. To delete steps that share it frees none of it. Logged once",
                 amount(shared.result.image_bytes),
                 shared.path.parent,
-                self.committed_frozen.relink_limit,
+                self.newest_frozen.relink_limit,
             )
 
     async def _lost_claim(self, cause: WriteError | ReadError) -> BaseException:

@@ -16,7 +16,7 @@ from aio_ckpt.commit.discovery import step_directories, torn_among
 from aio_ckpt.engine.agreement import Admission, Agreement
 from aio_ckpt.engine.call_lock import LockedCalls
 from aio_ckpt.engine.capture_job import JobCapturer
-from aio_ckpt.engine.capture_session import CaptureSession
+from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import NumberedCall, SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
@@ -48,7 +48,7 @@ class StateSaves(LockedCalls):
 
     ctx: EngineContext
     portal: Portal
-    session: CaptureSession
+    resources: CaptureResources
     trusted: TrustedLeaves
     root_session: RootSession
     queue: JobQueue
@@ -136,7 +136,7 @@ class StateSaves(LockedCalls):
         self.ctx.members.await_met(numbered.call.deadline)
         self.queue.take_steps()
         # Under the lock no other call leases: a lease that no pending save owns was lost by Ctrl-C.
-        self.session.lifetime.close_lost(self.queue.leases)
+        self.resources.lifetime.close_lost(self.queue.leases)
         if self.ctx.members.are_several:
             return self.agreement.admit(numbered, when_busy)
         waited_secs = self.queue.wait_for_room(SaveJob, numbered.target, when_busy, numbered.call.deadline)
@@ -150,9 +150,9 @@ class StateSaves(LockedCalls):
         if waited_secs is None:
             return self._skipped(numbered)
         call = numbered.call
-        flat, planned = self.session.plan(state)
+        flat, planned = self.resources.plan(state)
         plan_secs = time.perf_counter() - call.started - waited_secs
-        encoded = self.session.encode(flat, planned)
+        encoded = self.resources.encode(flat, planned)
         content = ContentSums(b"")
         if planned.plan.local is not None:  # there are several ranks
             content = self.agreement.content(planned, encoded, self.saves)
@@ -164,7 +164,7 @@ class StateSaves(LockedCalls):
         leased = self.trusted.lease(flat, planned, objects, target, call.deadline)
         image, layout = leased.image, leased.planned.plan.layout
         try:
-            self.session.log_waves(image, target)
+            self.resources.log_waves(image, target)
             timer = SaveTimer(call.started, waited_secs=waited_secs + image.lease.waited_secs, plan_secs=plan_secs)
             job = self.queue.assign_ticket(
                 self._job(numbered, target, flat.names, planned, leased, objects, content, timer)
@@ -179,7 +179,7 @@ class StateSaves(LockedCalls):
                 chunks=CapturedChunks(len(image.chunks), job.stall),
             )
             # Before the capture: an error after it would be raised while the save goes on.
-            self.session.map_next(leased.planned.plan, objects, leased.tail_bytes)
+            self.resources.map_next(leased.planned.plan, objects, leased.tail_bytes)
             self.capturer.capture(job, self.pipeline, [(leased.planned, part)])
         except Exception:
             image.lease.close()  # again: without memory, capture() may have failed to close it
@@ -273,14 +273,14 @@ class StateSaves(LockedCalls):
             self.queue.check_open()
             if step is not None:
                 self._check_first_step(step_numbers.check_step_number(step))
-            flat, planned = self.session.plan(state)
-            objects = self.session.encode(flat, planned)
+            flat, planned = self.resources.plan(state)
+            objects = self.resources.encode(flat, planned)
             if self.ctx.members.is_leader:
                 self.root_session.become_writer(NO_DEADLINE)
             self._log_earlier_steps(step)
-            self.session.copy_engines.prepare(planned.plan)
+            self.resources.copy_engines.prepare(planned.plan)
             # How much memory this rank's share takes is known once the ranks have agreed, in the first save.
-            mapped = None if planned.plan.lacks_share else self.session.map_ahead(planned.plan, objects, arenas=1)
+            mapped = None if planned.plan.lacks_share else self.resources.map_ahead(planned.plan, objects, arenas=1)
         milestone: Milestone[None] = Milestone("prepare()", self.portal.check_thread)
         if mapped is None:
             milestone.resolve(None)
@@ -299,8 +299,8 @@ class StateSaves(LockedCalls):
         """Forget the plan and the gather buffers."""
         self.call_lock.check("clear_cache()")
         with self.call_lock.mutex:
-            self.session.cache.clear()
-            self.session.copy_engines.clear()
+            self.resources.cache.clear()
+            self.resources.copy_engines.clear()
 
 
 def _own_objects(objects: ObjectBytes, names: Sequence[str], own: Sequence[str]) -> ObjectBytes:

@@ -6,9 +6,9 @@ import functools
 import logging
 from dataclasses import dataclass
 
-from aio_ckpt.engine.capture_session import CaptureSession
-from aio_ckpt.engine.committed_frozen import CommittedFrozen
+from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
 from aio_ckpt.errors import ReadError, StallError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.save_plan import Plan, PlannedImage, PlannedSave, parameters_of
@@ -47,23 +47,23 @@ class TrustedLeaves:
 
     ctx: EngineContext
     portal: Portal
-    session: CaptureSession
-    committed_frozen: CommittedFrozen
+    resources: CaptureResources
+    newest_frozen: NewestFrozenFile
     _plan: TrustedPlan | None = None
 
     def lease(
         self, flat: FlatState, planned: PlannedSave, objects: ObjectBytes, target: Target, deadline: Deadline
     ) -> Leased:
-        """Lease the memory for what a save has to capture; see :meth:`CaptureSession.lease`."""
+        """Lease the memory for what a save has to capture; see :meth:`CaptureResources.lease`."""
         plan = planned.plan
-        lease = functools.partial(self.session.lease, objects=objects, target=target, deadline=deadline)
+        lease = functools.partial(self.resources.lease, objects=objects, target=target, deadline=deadline)
         if self.ctx.config.frozen != "trusted" or not plan.layout.frozen_items:
             return Leased(planned=planned, image=lease(planned))
         trusted = self._trusted(plan)
         versions = Versions.of([planned.tensors[leaf] for leaf in trusted.leaves], parameters_of(flat))
         known = None if versions is None else self._known(plan, versions)
         needed = image_bytes_of(trusted.main, len(objects.region)) + SAMPLE_BYTES
-        if known is not None and needed <= self.session.lifetime.budget_bytes:
+        if known is not None and needed <= self.resources.lifetime.budget_bytes:
             main = PlannedImage(plan=trusted.main, tensors=planned.tensors, objects=planned.objects)
             image = lease(main, tail_bytes=SAMPLE_BYTES)
             try:
@@ -88,7 +88,7 @@ class TrustedLeaves:
 
     def _known(self, plan: Plan, versions: Versions) -> FrozenFile | None:
         """Return the committed file that holds the frozen leaves, if nobody has deleted or changed it since."""
-        known = self.committed_frozen.holding(plan.layout, versions)
+        known = self.newest_frozen.holding(plan.layout, versions)
         if known is None:
             return None
         read_stamp = functools.partial(self.ctx.storage.stamp, known.path)
@@ -101,7 +101,7 @@ class TrustedLeaves:
     def _is_unchanged(self, planned: PlannedSave, known: FrozenFile, image: Image, target: Target) -> bool:
         """Compare a sample of the frozen leaves. Log an ERROR if one has changed, although its version has not."""
         layout, sums = planned.plan.layout, known.result.sums
-        streams = self.session.copy_engines.streams
+        streams = self.resources.copy_engines.streams
         item = differing_item(layout.items[: layout.frozen_items], planned.tensors, sums, image, streams)
         if item is not None:
             log_step(

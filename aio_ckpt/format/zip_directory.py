@@ -36,7 +36,7 @@ class ZipBytes(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class ZipRecord:
     """Entry of the directory."""
 
     full_name: bytes
@@ -63,7 +63,7 @@ def corrupt(what: str) -> NoReturn:
     raise CorruptCheckpointError(f"its torch.save zip is damaged: {what}")
 
 
-def read_directory(data: ZipBytes) -> dict[str, Record]:
+def read_directory(data: ZipBytes) -> dict[str, ZipRecord]:
     """Return the records by name, without the archive's own directory name.
 
     Raises:
@@ -81,12 +81,14 @@ def read_directory(data: ZipBytes) -> dict[str, Record]:
         raise CorruptCheckpointError(f"its torch.save zip is damaged: its directory is malformed ({error})") from error
     if len(entries) != count:
         corrupt(f"its directory holds {len(entries)} records, and its end record tells {count}")
-    records: dict[str, Record] = {}
+    records: dict[str, ZipRecord] = {}
     limits = [*(offset for offset, *_ in entries[1:]), start]
     for (offset, name_bytes, nbytes, crc32, packing), limit in zip(entries, limits, strict=False):
         if offset + LOCAL.size + len(name_bytes) + nbytes > limit:
             corrupt("a record runs into another one or into its directory")
-        record = Record(full_name=name_bytes, offset=offset, nbytes=nbytes, crc32=crc32, packing=packing, limit=limit)
+        record = ZipRecord(
+            full_name=name_bytes, offset=offset, nbytes=nbytes, crc32=crc32, packing=packing, limit=limit
+        )
         head, _, tail = name_bytes.partition(b"/")
         name = (tail or head).decode("utf-8", "replace")
         if records.setdefault(name, record) is not record:
@@ -97,7 +99,7 @@ def read_directory(data: ZipBytes) -> dict[str, Record]:
     return records
 
 
-def body_offset(data: ZipBytes, record: Record) -> int:
+def body_offset(data: ZipBytes, record: ZipRecord) -> int:
     """Return the offset of a record's bytes. The local header may have another extra field than the directory.
 
     Raises:
@@ -120,7 +122,7 @@ def body_offset(data: ZipBytes, record: Record) -> int:
     return begin
 
 
-def read_record(data: ZipBytes, record: Record) -> bytes:
+def read_record(data: ZipBytes, record: ZipRecord) -> bytes:
     """Return the bytes of a small record, checked against its CRC32 if there is one.
 
     Raises:

@@ -26,9 +26,9 @@ from aio_ckpt.checkpoint.torch_file import check_torch_file, is_zip
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
-from aio_ckpt.integrations import checkpoint_folder, places
+from aio_ckpt.integrations import checkpoint_folder, patch_points
 from aio_ckpt.integrations.deepspeed_draft import DRAFTS, Draft, clear_leftovers, remove_draft
-from aio_ckpt.integrations.places import Expected
+from aio_ckpt.integrations.patch_points import Expected
 from aio_ckpt.runtime.futures import failed, outcome_of
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -76,13 +76,13 @@ PRIVATE_NAMES: Mapping[str, Expected] = {
 _MAX_FILES = 1000
 """Files of a rank that may be pending."""
 
-_Base: Any = places.value_of(_INTERFACE) or object
+_Base: Any = patch_points.value_of(_INTERFACE) or object
 
 
 def moved_names() -> list[str]:
     """Return the private names that this DeepSpeed lacks, or uses in another way; sorted."""
     abstract = {f"{_INTERFACE}.{name}" for name in getattr(_Base, "__abstractmethods__", ())}
-    return sorted([*places.moved_names(PRIVATE_NAMES), *(abstract - PRIVATE_NAMES.keys())])
+    return sorted([*patch_points.moved_names(PRIVATE_NAMES), *(abstract - PRIVATE_NAMES.keys())])
 
 
 # -- the engine ---------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, ReadError
 from aio_ckpt.integrations import checkpoint_folder
-from aio_ckpt.integrations.places import Expected, Place, moved_names, replaced
+from aio_ckpt.integrations.patch_points import Expected, PatchPoint, moved_names, replaced
 from aio_ckpt.ranks.exchange import SoloCoordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
@@ -386,9 +386,9 @@ class AioTrainerMixin:
                 stock_save(obj, f, *args, **kwargs)
 
         with (
-            replaced(Place(module="transformers.modeling_utils", name="safe_save_file"), save_weights),
-            replaced(Place(module="safetensors.torch", name="save_file"), save_weights),
-            replaced(Place(module="torch", name="save"), save),
+            replaced(PatchPoint(module="transformers.modeling_utils", name="safe_save_file"), save_weights),
+            replaced(PatchPoint(module="safetensors.torch", name="save_file"), save_weights),
+            replaced(PatchPoint(module="torch", name="save"), save),
         ):
             yield
 

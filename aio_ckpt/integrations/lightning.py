@@ -32,8 +32,8 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp import default
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.integrations.lightning_layout import META, OPTIMIZER, as_bytes, join, moved, split
+from aio_ckpt.integrations.patch_points import Expected, moved_names
 from aio_ckpt.integrations.path_saves import PathSaves, wait_for_saves
-from aio_ckpt.integrations.places import Expected, moved_names
 from aio_ckpt.ranks.exchange import SoloCoordinator
 from aio_ckpt.ranks.store_coordinator import default_coordinator
 from aio_ckpt.remote_path import RemotePath, find_bucket

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from aio_ckpt.argument_checks import check_kind, local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.integrations.places import Expected, moved_names
+from aio_ckpt.integrations.patch_points import Expected, moved_names
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import Milestone, SaveTicket

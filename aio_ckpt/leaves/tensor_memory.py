@@ -151,7 +151,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ByteSpan:
     """Memory in the form that numpy takes for an array. It is never accessed, as it may be a device's."""
 
     __array_interface__: dict[str, Any]
@@ -173,4 +173,4 @@ def _place(tensor: torch.Tensor) -> npt.NDArray[Any]:
         "typestr": f"|V{size}",
         "version": 3,
     }
-    return np.asarray(_Place(interface))
+    return np.asarray(_ByteSpan(interface))

@@ -59,7 +59,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _WantedCopy:
     """A step to be copied."""
 
     step: int
@@ -103,8 +103,8 @@ class Mirroring:
         self._pace = Pace(rule.max_bytes_per_sec, is_saving)
         self._portal = Portal(f"aio_ckpt-mirror-{id(self):x}", 1)
         self._lock = Lock()
-        self._wanted: _Wanted | None = None
-        self._copied_now: _Wanted | None = None
+        self._wanted: _WantedCopy | None = None
+        self._copied_now: _WantedCopy | None = None
         self.is_ready = False
         """Whether :meth:`held_steps` knows what earlier engines have left to be copied."""
         self._is_closing = False
@@ -152,7 +152,7 @@ class Mirroring:
             mirrored.resolve(None)
             return
         with self._lock:
-            passed, self._wanted = self._wanted, _Wanted(step, mirrored, replaces)
+            passed, self._wanted = self._wanted, _WantedCopy(step, mirrored, replaces)
             if passed is not None and passed.step > step:
                 passed, self._wanted = self._wanted, passed
             newer = self._wanted.step
@@ -236,13 +236,13 @@ class Mirroring:
             steps = [checkpoint.step for checkpoint in found if checkpoint.step % self._rule.every == 0]
             with self._lock:
                 if steps and self._wanted is None:
-                    self._wanted = _Wanted(steps[-1])
+                    self._wanted = _WantedCopy(steps[-1])
         except Exception as error:  # noqa: BLE001 - the saves of this engine are copied all the same
             _log.warning("%s: what is to be copied to %s is unknown: %s", self._root, self._place, error)
         finally:
             self.is_ready = True
 
-    async def _copy(self, copier: StepCopier, wanted: _Wanted) -> bool:
+    async def _copy(self, copier: StepCopier, wanted: _WantedCopy) -> bool:
         """Copy a step. If that fails, want it again, unless a newer one waits or the engine is closing."""
         began, self._progress = time.monotonic(), 0
         self._moved = began
@@ -267,7 +267,7 @@ class Mirroring:
             _log.info("step %d is in %s: %s in %.1f s", wanted.step, path, amount(self._progress / 2), secs)
         return True
 
-    async def _while_it_moves(self, copier: StepCopier, wanted: _Wanted) -> Path:
+    async def _while_it_moves(self, copier: StepCopier, wanted: _WantedCopy) -> Path:
         """Return the copy of a step. Raises StallError if no byte moves for too long."""
         step, path = wanted.step, None
 

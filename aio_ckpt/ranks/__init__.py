@@ -5,7 +5,7 @@ failed. One rank alone is a group with one member. Stores are used here only.
 
 - exchanges: ``exchange``; between several ranks by ``store_coordinator``, ``store``, ``store_values`` and ``messages``
 - members: ``membership``, and how long a call waits for the others; ``heartbeats``: sends them, and looks while a wait
-  lasts; ``lost_ranks``: after how much silence a rank is lost, and the log lines about the others
+  lasts; ``missing_ranks``: after how much silence a rank is lost, and the log lines about the others
 - a save: ``save_round``; ``save_ledger``: the leader's table of all shares
 - polls of a training loop: ``polls``: preemption, timers and work, by the flags that ``flag_watch`` waits for
 

@@ -15,8 +15,8 @@ import anyio
 
 from aio_ckpt.errors import EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.exchange import Coordinator
-from aio_ckpt.ranks.lost_ranks import HEARTBEATS_A_STALL, LostPeer, RankWait
 from aio_ckpt.ranks.messages import Call, Heartbeat, Topic
+from aio_ckpt.ranks.missing_ranks import HEARTBEATS_A_STALL, LostPeer, RankWait
 from aio_ckpt.ranks.store import StoreClient, StoreKeys
 from aio_ckpt.runtime import waiting
 from aio_ckpt.runtime.futures import first_cause

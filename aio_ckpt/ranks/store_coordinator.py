@@ -28,8 +28,8 @@ from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFa
 from aio_ckpt.ranks.exchange import CallEnd, Coordinator, SoloCoordinator
 from aio_ckpt.ranks.flag_watch import FlagWatch
 from aio_ckpt.ranks.heartbeats import POLL_SECS_MAX, Liveness
-from aio_ckpt.ranks.lost_ranks import HEARTBEATS_A_STALL, MEETING
 from aio_ckpt.ranks.messages import REPLIES, Failure, Frame, Reply, Topic, failure_of
+from aio_ckpt.ranks.missing_ranks import HEARTBEATS_A_STALL, RENDEZVOUS
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
 from aio_ckpt.ranks.store_values import Store
 from aio_ckpt.runtime.futures import follow
@@ -156,15 +156,15 @@ class StoreCoordinator(Liveness):
             return [rank for rank in range(self.world_size) if rank not in present]
 
         claim = functools.partial(self._while_in_group, rendezvous.claim)
-        party = await self._wait_for(MEETING, "open", claim, missing)
+        party = await self._wait_for(RENDEZVOUS, "open", claim, missing)
         await self._answer(party, Reply(self._session.encode()))
         return self._session
 
     async def _be_admitted(self) -> str:
         find = functools.partial(self._while_in_group, self._the_rendezvous().answered)
-        reply = REPLIES.decode(await self._wait_for(MEETING, "open", find, self._the_leader))
+        reply = REPLIES.decode(await self._wait_for(RENDEZVOUS, "open", find, self._the_leader))
         if reply.failure is not None:
-            raise reply.failure.error(MEETING.text(), self.rank)
+            raise reply.failure.error(RENDEZVOUS.text(), self.rank)
         return reply.common.decode()
 
     def _while_in_group(self, find: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from aio_ckpt.leaves.objects import decode_object
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.restore.load_progress import Meter
-from aio_ckpt.restore.plan_fills import LoadPlan
+from aio_ckpt.restore.plan_fills import FillPlan
 from aio_ckpt.runtime.portal import run_blocking
 
 _SHOWN = 5
@@ -23,7 +23,7 @@ _SHOWN = 5
 
 
 async def fetch_values(
-    ctx: ReadContext, files: Files, checkpoint: Checkpoint, plan: LoadPlan, fetched: Fetched, meter: Meter
+    ctx: ReadContext, files: Files, checkpoint: Checkpoint, plan: FillPlan, fetched: Fetched, meter: Meter
 ) -> None:
     """Run the requests of ``plan``, decode the objects, and add the values to ``fetched``.
 
@@ -43,7 +43,7 @@ async def fetch_values(
     await run_blocking(ctx.executor, _decode, ctx, checkpoint, plan, fetched)
 
 
-def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, fetched: Fetched) -> None:
+def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: FillPlan, fetched: Fetched) -> None:
     """Decode objects. Wait for the devices, and increment the version of tensors that were filled without torch."""
     synchronize(plan.reads.devices)
     increment_version(plan.reads.filled)

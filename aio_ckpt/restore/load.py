@@ -27,7 +27,7 @@ from aio_ckpt.restore.apply import prepare_apply
 from aio_ckpt.restore.fetch_values import fetch_values
 from aio_ckpt.restore.load_progress import NO_METER, Meter
 from aio_ckpt.restore.page_cache import share_page_cache
-from aio_ckpt.restore.plan_fills import LoadPlan, plan_reads
+from aio_ckpt.restore.plan_fills import FillPlan, plan_reads
 from aio_ckpt.runtime.portal import run_blocking
 
 _MAY_NEED_MORE = (
@@ -70,7 +70,7 @@ class Matched:
     checkpoint: Checkpoint
     found: Match
     fetched: Fetched
-    plan: LoadPlan
+    plan: FillPlan
     """Reads of the tensors."""
 
     async def fetch(self) -> LoadOutcome:

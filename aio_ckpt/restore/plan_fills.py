@@ -33,7 +33,7 @@ HostMemory: TypeAlias = Callable[[int], torch.Tensor]
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
-class LoadPlan:
+class FillPlan:
     """Plan of one load. The reads add the bytes of objects to it."""
 
     reads: ReadPlan = field(default_factory=ReadPlan)
@@ -54,7 +54,7 @@ async def plan_reads(
     *,
     tied: Iterable[tuple[str, str]] = (),
     memory: HostMemory | None = None,
-) -> LoadPlan:
+) -> FillPlan:
     """Return the plan that reads ``fills``: measure the files and, for plain DCP, parse the envelopes.
 
     Args:
@@ -71,7 +71,7 @@ async def plan_reads(
     await files.measure({item.file for item, _, _ in fills.exact}, checkpoint.catalog.files)
     items, objects = await _locate(ctx, files, checkpoint, names, fills.objects)
     _check_tied(checkpoint, tied, items)
-    plan = LoadPlan()
+    plan = FillPlan()
 
     def add_all() -> None:
         exact = _add_fills(plan, fills.others, items, memory)
@@ -128,7 +128,7 @@ def _content(item: Item) -> tuple[object, ...]:
 
 
 def _add_fills(
-    plan: LoadPlan, fills: Iterable[Fill], items: Mapping[str, tuple[Item, ...]], memory: HostMemory | None
+    plan: FillPlan, fills: Iterable[Fill], items: Mapping[str, tuple[Item, ...]], memory: HostMemory | None
 ) -> list[ExactFill]:
     """Add tensors to the plan, but for those that fill exactly, which are returned. New tensors are made."""
     exact: list[ExactFill] = []
@@ -148,7 +148,7 @@ def _add_fills(
     return exact
 
 
-def _add_fill(plan: LoadPlan, name: str, items: tuple[Item, ...], target: Target) -> None:
+def _add_fill(plan: FillPlan, name: str, items: tuple[Item, ...], target: Target) -> None:
     tensor = target.tensor if isinstance(target, Shard) else target
     offsets: Sequence[int] = target.offsets if isinstance(target, Shard) else (0,) * tensor.dim()
     if type(tensor) is DTensor:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.arena import ArenaKind
-from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager
+from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.chunks import Chunk
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage

@@ -33,7 +33,7 @@ _CERTAIN = frozenset({errno.EEXIST, errno.ENOENT, errno.EACCES, errno.ESTALE})
 """Codes of errors after which it is certain that nothing was put."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class DirectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Files that belong to a directory and lie in another one."""
 
     place: str
@@ -44,7 +44,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the files of the caller, which hold no id."""
 
 
-_RECORDS = msgspec.json.Decoder(Record)
+_RECORDS = msgspec.json.Decoder(DirectoryRecord)
 
 
 class Bucket:
@@ -130,7 +130,7 @@ class Bucket:
 
 def begin(bucket: Bucket, pending: str, place: str, save_id: str) -> None:
     """Record that the files of a save, which is called ``pending`` until its commit, are put into ``place``."""
-    bucket.create(f"{pending}/{RECORD_FILE}", msgspec.json.encode(Record(place=place, saves=(save_id,))))
+    bucket.create(f"{pending}/{RECORD_FILE}", msgspec.json.encode(DirectoryRecord(place=place, saves=(save_id,))))
 
 
 def name_files(bucket: Bucket, pending: str, files: Sequence[str]) -> None:
@@ -191,7 +191,7 @@ def supersede(bucket: Bucket, pending: str, place: str) -> None:
     if old is not None and old != metadata:
         replaced = _owned(bucket, place, old)
         saves = (*(record.saves or ()), *(replaced.saves or ()))
-        _put_record(bucket, pending, Record(place=place, saves=saves, files=(*record.files, *replaced.files)))
+        _put_record(bucket, pending, DirectoryRecord(place=place, saves=saves, files=(*record.files, *replaced.files)))
     put = bucket.create if old is None else functools.partial(bucket.put, version=version)
     _put_surely(put, bucket, f"{place}/{METADATA_FILE}", metadata)
 
@@ -228,7 +228,7 @@ def remove_tree(bucket: Bucket, directory: str) -> None:
         bucket.delete(directory)
 
 
-def _removable(bucket: Bucket, record: Record, aside: Collection[str]) -> Iterator[str]:
+def _removable(bucket: Bucket, record: DirectoryRecord, aside: Collection[str]) -> Iterator[str]:
     """Return the names of the files of a record that nothing else needs. ``aside``: saves of what was set aside."""
     names = bucket.lengths(record.place)
     metadata = bucket.get(f"{record.place}/{METADATA_FILE}")
@@ -257,15 +257,15 @@ def _saves_aside(bucket: Bucket, directory: str, place: str) -> set[str]:
     return found
 
 
-def _owned(bucket: Bucket, directory: str, metadata: bytes) -> Record:
+def _owned(bucket: Bucket, directory: str, metadata: bytes) -> DirectoryRecord:
     """Return the record of a checkpoint that is moved away from ``directory``."""
     try:
         save_id = save_of_metadata(metadata)
     except CorruptCheckpointError:  # its end is damaged: nothing tells its files, and they stay
-        return Record(place=directory, saves=())
+        return DirectoryRecord(place=directory, saves=())
     if save_id is None:
-        return Record(place=directory, saves=None)
-    return Record(place=directory, saves=(save_id,), files=_files_of_caller(bucket, directory, save_id))
+        return DirectoryRecord(place=directory, saves=None)
+    return DirectoryRecord(place=directory, saves=(save_id,), files=_files_of_caller(bucket, directory, save_id))
 
 
 def _files_of_caller(bucket: Bucket, directory: str, save_id: str | None) -> tuple[str, ...]:
@@ -306,7 +306,7 @@ def _move_object(bucket: Bucket, source: str, target: str) -> None:
     bucket.delete(source)
 
 
-def _record(bucket: Bucket, directory: str) -> Record | None:
+def _record(bucket: Bucket, directory: str) -> DirectoryRecord | None:
     data = bucket.get(f"{directory}/{RECORD_FILE}")
     try:
         return None if data is None else _RECORDS.decode(data)
@@ -314,5 +314,5 @@ def _record(bucket: Bucket, directory: str) -> Record | None:
         return None
 
 
-def _put_record(bucket: Bucket, directory: str, record: Record) -> None:
+def _put_record(bucket: Bucket, directory: str, record: DirectoryRecord) -> None:
     bucket.put(f"{directory}/{RECORD_FILE}", msgspec.json.encode(record))

@@ -272,7 +272,7 @@ def test_a_released_buffer_is_poisoned_and_the_poison_reaches_no_file(tmp_path: 
     with watched_engine(tmp_path, storage) as engine:
         for step in range(1, 5):
             assert engine.save(state_of(float(step)), step=step).result(TIMEOUT) is not None
-            (arena,) = engine._session.lifetime._idle
+            (arena,) = engine._resources.lifetime._idle
             assert bool((arena.tensor == POISON).all())
     assert storage.torn == []
     for step in range(1, 5):

@@ -179,7 +179,7 @@ def test_lists_of_unequal_length_raise_and_never_truncate(engine):
     with pytest.raises(ValueError, match=r"zip\(\)"):
         partition(structure, [*fingerprint, 1])
     save(engine, {"a": torch.ones(2), "c": 1, "d": 2})
-    plan = engine._session.cache._plan
+    plan = engine._resources.cache._plan
     one_object = ObjectBytes(region=b"abc", spans=((0, 3),))
     with pytest.raises(ValueError, match=r"zip\(\)"):
         object_entries(plan, one_object)
@@ -275,7 +275,7 @@ def test_descriptors_are_of_one_fingerprint_only(engine):
     small = [{"a": torch.ones(8), "b": torch.ones(8)} for _ in range(3)]
     for state in (small[0], {"a": small[1]["a"], "b": small[0]["b"]}, small[2]):
         report = save(engine, state)
-        plan = engine._session.cache._plan
+        plan = engine._resources.cache._plan
         addresses = [tensor.data_ptr() for tensor in state.values()]
         assert plan.fingerprint == addresses
         assert plan.copies.moved.vectors[:, 1].tolist() == addresses

@@ -154,7 +154,7 @@ class SelfComparingCache(PlanCache):
 async def test_a_plan_that_does_not_cover_the_state_is_found_before_the_commit(tmp_path, changed, message):
     w = torch.arange(8.0)
     async with CheckpointEngine(tmp_path) as engine:
-        engine._session.cache = engine._recorder._cache = SelfComparingCache()
+        engine._resources.cache = engine._recorder._cache = SelfComparingCache()
         await engine.save({"a": w, "b": w + 1})
         with pytest.raises(PlanChangedError, match=message):
             await engine.save(changed(w))
@@ -169,7 +169,7 @@ async def test_a_plan_that_does_not_cover_the_state_is_found_before_the_commit(t
 
 async def test_a_plan_that_lacks_an_object_fails_before_the_commit(tmp_path):
     async with CheckpointEngine(tmp_path) as engine:
-        engine._session.cache = engine._recorder._cache = SelfComparingCache()
+        engine._resources.cache = engine._recorder._cache = SelfComparingCache()
         await engine.save({"a": torch.ones(2), "o": 1})
         with pytest.raises((AioCkptError, ValueError)):
             await engine.save({"a": torch.ones(2), "o": 1, "p": 2})

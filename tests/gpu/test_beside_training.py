@@ -107,7 +107,7 @@ def test_objects_that_grow_cost_no_memory_of_the_plan(tmp_path: Path) -> None:
         kept = []
         for pages in range(12):
             engine.save(state | {"history": bytes(4096 * pages + 1)}).result(TIMEOUT)
-            plan = engine._session.cache._plan
+            plan = engine._resources.cache._plan
             assert plan is not None
             kept.append([len(table._cuts) for table in plan.copies.issued.values()])
         assert kept == [kept[0]] * 12

@@ -128,7 +128,7 @@ def test_shm_staging_copies_as_fast_as_pinned(tmp_path: Path) -> None:
     for staging in ("pinned", "shm"):
         with SyncCheckpointEngine(tmp_path / staging, EngineConfig(staging=staging)) as engine:
             ticket = engine.save(ones(2, 16 * MIB, 1.0))
-            arena = engine._session.lifetime._leases[0].arena
+            arena = engine._resources.lifetime._leases[0].arena
             assert arena.tensor.is_pinned(), staging
             ticket.result(60)
 

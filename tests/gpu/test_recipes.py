@@ -98,7 +98,7 @@ def device_bytes() -> int:
 
 def gather_buffer_bytes(engine: SyncCheckpointEngine) -> int:
     """What the engine keeps on the device for its next save, until ``clear_cache()`` or ``close()``."""
-    kept = [targets for targets in engine._session.copy_engines.gathers._targets.values() if targets]
+    kept = [targets for targets in engine._resources.copy_engines.gathers._targets.values() if targets]
     return sum(next(iter(targets.values())).memory.untyped_storage().nbytes() for targets in kept)
 
 

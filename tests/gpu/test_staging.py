@@ -118,7 +118,7 @@ def test_s1_memory_does_not_grow_from_save_to_save(tmp_path: Path, mode: Mode) -
             torch._foreach_mul_(list(state.values()), -1.0)
             ticket.result(TIMEOUT)
             torch._foreach_mul_(list(state.values()), -1.0)
-            (arena,) = engine._session.lifetime._arenas
+            (arena,) = engine._resources.lifetime._arenas
             seen.add((arena.address, arena.capacity, engine.lifetime.leases))
         assert_all(read(engine, SAVES), float(SAVES), 4)
     assert len(seen) == 1
@@ -210,7 +210,7 @@ def test_the_first_save_behind_prepare_maps_and_registers_nothing(
     }
     with engine_of(tmp_path, mode, keep_last=1, relink_limit=1, debug=False) as engine:
         engine.prepare(state).result(TIMEOUT)
-        (arena,) = engine._session.lifetime._arenas
+        (arena,) = engine._resources.lifetime._arenas
         assert arena.is_registered == (HAS_CUDA and arena.kind != "pageable")
         blocked = []
         for _ in range(SAVES):
@@ -228,5 +228,5 @@ def test_the_first_save_behind_prepare_maps_and_registers_nothing(
 def test_auto_takes_registered_memory_for_the_device(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(filled(2, PART_BYTES, 1.0)).result(TIMEOUT)
-        (arena,) = engine._session.lifetime._arenas
+        (arena,) = engine._resources.lifetime._arenas
         assert (arena.kind, arena.is_registered) == ("pinned", True)

@@ -25,7 +25,7 @@ from child_python import child_environment, python
 from gated_storage import GatedStorage
 
 from aio_ckpt import CorruptCheckpointError, SyncCheckpointEngine, UnsupportedLeafError, WriteError, read
-from aio_ckpt.integrations.places import moved_names
+from aio_ckpt.integrations.patch_points import moved_names
 from aio_ckpt.runtime.portal import Executor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

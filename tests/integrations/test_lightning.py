@@ -31,7 +31,7 @@ import aio_ckpt
 from aio_ckpt import ConfigError, CorruptCheckpointError, SyncCheckpointEngine, WriteError
 from aio_ckpt.errors import EngineForkedError
 from aio_ckpt.integrations import path_saves
-from aio_ckpt.integrations.places import moved_names
+from aio_ckpt.integrations.patch_points import moved_names
 from aio_ckpt.runtime.portal import Executor
 
 with warnings.catch_warnings():

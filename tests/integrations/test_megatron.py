@@ -450,9 +450,9 @@ def names_are_there(rank: int, count: int) -> tuple[str, list[str], list[str]]:
     import megatron.core
 
     from aio_ckpt.integrations.megatron import names
-    from aio_ckpt.integrations.places import missing
+    from aio_ckpt.integrations.patch_points import missing
 
-    of_training = [each for each in vars(names.training).values() if isinstance(each, names.Place)]
+    of_training = [each for each in vars(names.training).values() if isinstance(each, names.PatchPoint)]
     in_core, in_training = missing(names.core), [place for place in of_training if not place.is_there]
     return megatron.core.__version__, list(map(str, in_core)), list(map(str, in_training))
 
@@ -475,7 +475,7 @@ def installs(rank: int, count: int, folder: Path) -> None:
 
     def values() -> list[Any]:
         spaces = (names.core, names.training)
-        return [each.value for space in spaces for each in vars(space).values() if isinstance(each, names.Place)]
+        return [each.value for space in spaces for each in vars(space).values() if isinstance(each, names.PatchPoint)]
 
     def body() -> None:
         global_vars.set_args(SimpleNamespace(async_save=True, async_strategy="nvrx"))

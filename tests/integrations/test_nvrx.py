@@ -43,7 +43,7 @@ from aio_ckpt import EngineConfig
 from aio_ckpt.errors import ConfigError, PeerFailedError
 from aio_ckpt.integrations import nvrx
 from aio_ckpt.integrations.nvrx import names
-from aio_ckpt.integrations.places import Place, missing
+from aio_ckpt.integrations.patch_points import PatchPoint, missing
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = "nvidia_resiliency_ext.checkpointing.async_ckpt"
@@ -434,7 +434,7 @@ def names_are_known(rank: int, count: int) -> tuple[str, list[str], list[str], l
     import nvidia_resiliency_ext
 
     with nvrx.install(CONFIG) as installed:
-        ours = {name: stock(name) for name, place in vars(names.replaced).items() if isinstance(place, Place)}
+        ours = {name: stock(name) for name, place in vars(names.replaced).items() if isinstance(place, PatchPoint)}
     unknown = [
         f"{name}.{each}"
         for name, own in ours.items()

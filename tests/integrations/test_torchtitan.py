@@ -545,7 +545,7 @@ def test_settings_of_the_engine_come_from_the_command_line() -> None:
 
 def test_this_torchtitan_has_every_private_name_that_is_used() -> None:
     from aio_ckpt.integrations import torchtitan
-    from aio_ckpt.integrations.places import moved_names
+    from aio_ckpt.integrations.patch_points import moved_names
 
     assert moved_names(torchtitan.PRIVATE_NAMES) == [], f"known to work: {torchtitan.KNOWN_TO_WORK}"
 

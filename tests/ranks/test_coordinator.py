@@ -24,8 +24,8 @@ from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, Sta
 from aio_ckpt.ranks import heartbeats
 from aio_ckpt.ranks import store_coordinator as coordinator_module
 from aio_ckpt.ranks.exchange import CallEnd, Exchange, SoloCoordinator
-from aio_ckpt.ranks.lost_ranks import HEARTBEATS_A_STALL, REMEDY, RankWait
 from aio_ckpt.ranks.messages import Heartbeat, Topic
+from aio_ckpt.ranks.missing_ranks import HEARTBEATS_A_STALL, REMEDY, RankWait
 from aio_ckpt.ranks.store import StoreKeys
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator, default_coordinator
 

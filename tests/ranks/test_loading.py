@@ -33,7 +33,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngi
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.commit import discovery
 from aio_ckpt.dcp import Reader
-from aio_ckpt.engine.fallback import FallbackSearch, Wanted
+from aio_ckpt.engine.fallback import FallbackSearch, WantedCheckpoint
 from aio_ckpt.engine.group_load import LoadMember, _Action, _Instruction
 from aio_ckpt.engine.loader import PendingLoad
 from aio_ckpt.errors import (
@@ -50,7 +50,7 @@ from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.match import read_context
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.restore import load as restore
-from aio_ckpt.restore.plan_fills import LoadPlan
+from aio_ckpt.restore.plan_fills import FillPlan
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache
@@ -490,7 +490,7 @@ def tensors_later(gate: Gate) -> Any:
     """``fetch_values`` behind a gate where it reads tensors; objects are read before the ranks agree."""
     act = restore.fetch_values
 
-    async def fetch_later(ctx: Any, files: Any, checkpoint: Any, plan: LoadPlan, *rest: Any, **options: Any) -> None:
+    async def fetch_later(ctx: Any, files: Any, checkpoint: Any, plan: FillPlan, *rest: Any, **options: Any) -> None:
         if plan.reads.filled:
             await gate.wait()
         await act(ctx, files, checkpoint, plan, *rest, **options)
@@ -753,7 +753,7 @@ def test_a_save_committed_beside_a_load_stays_the_newest(
         cast("Any", SimpleNamespace(ctx=SimpleNamespace(members=members))),
         cast("Any", None),
         cast("Any", None),
-        Wanted(),
+        WantedCheckpoint(),
     )
     members.newest_step = beside or members.newest_step
     own._learn_newest(_Instruction(_Action.DONE, newest=told))

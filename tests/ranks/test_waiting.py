@@ -15,7 +15,7 @@ from log_lines import LogLines, early_lines
 from rank_engines import acting_engine
 from rank_processes import Ranks, engine_on, ranks
 
-from aio_ckpt.ranks.lost_ranks import REMEDY
+from aio_ckpt.ranks.missing_ranks import REMEDY
 
 SECS = 30.0
 FIRST_SECS = 0.2

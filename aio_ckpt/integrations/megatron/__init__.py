@@ -34,7 +34,7 @@ from aio_ckpt.integrations.megatron.names import (
 )
 from aio_ckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy, our_reader
 from aio_ckpt.integrations.nvrx.replacements import replacements
-from aio_ckpt.integrations.places import missing
+from aio_ckpt.integrations.patch_points import missing
 
 __all__ = ["AsyncCallsQueue", "Installation", "LoadStrategy", "SaveStrategy", "install"]
 

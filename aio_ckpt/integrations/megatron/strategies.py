@@ -18,7 +18,7 @@ from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.async_calls import CommitWait, SaverResources
 from aio_ckpt.integrations.megatron.names import TRIED_CORE, core
-from aio_ckpt.integrations.places import missing, replaced
+from aio_ckpt.integrations.patch_points import missing, replaced
 
 _SaveBase: Any = core.save_strategy.value or object
 _LoadBase: Any = core.load_strategy.value or object

@@ -18,7 +18,7 @@ from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.async_calls import AsyncCallsQueue, QueueInstalled
 from aio_ckpt.integrations.nvrx.names import TRIED, changed, holders, replaced
 from aio_ckpt.integrations.nvrx.replacements import lend_members, replacements
-from aio_ckpt.integrations.places import Place, missing
+from aio_ckpt.integrations.patch_points import PatchPoint, missing
 
 __all__ = ["Installation", "install"]
 
@@ -63,7 +63,7 @@ class Installation(QueueInstalled):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        originals = {name: place.value for name, place in vars(replaced).items() if isinstance(place, Place)}
+        originals = {name: place.value for name, place in vars(replaced).items() if isinstance(place, PatchPoint)}
         ours = replacements(self._shared, originals.__getitem__)
         self._queue: Any = ours["AsyncCallsQueue"]
         self._queue.owner = self

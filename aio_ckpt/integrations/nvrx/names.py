@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from aio_ckpt.integrations.places import Place
+from aio_ckpt.integrations.patch_points import PatchPoint
 
 TRIED = ("0.5.0", "0.6.0", "0.7.0")
 """Versions of ``nvidia-resiliency-ext`` whose names and parameters are served."""
@@ -22,14 +22,16 @@ _CALLED = ("__init__", "schedule_async_request", "maybe_finalize_async_calls", "
 class replaced:  # noqa: N801 - a namespace
     """Places that ``install()`` puts ours in."""
 
-    AsyncCallsQueue = Place(module=f"{_ASYNC}.core", name="AsyncCallsQueue")
-    FileSystemWriterAsync = Place(module=f"{_ASYNC}.filesystem_async", name="FileSystemWriterAsync")
-    CachedMetadataFileSystemReader = Place(
+    AsyncCallsQueue = PatchPoint(module=f"{_ASYNC}.core", name="AsyncCallsQueue")
+    FileSystemWriterAsync = PatchPoint(module=f"{_ASYNC}.filesystem_async", name="FileSystemWriterAsync")
+    CachedMetadataFileSystemReader = PatchPoint(
         module=f"{_ASYNC}.cached_metadata_filesystem_reader", name="CachedMetadataFileSystemReader"
     )
-    save_state_dict_async_plan = Place(module=f"{_ASYNC}.state_dict_saver", name="save_state_dict_async_plan")
-    save_state_dict_async_finalize = Place(module=f"{_ASYNC}.state_dict_saver", name="save_state_dict_async_finalize")
-    torch_file = Place(module=f"{_ASYNC}.torch_ckpt", name="TorchAsyncCheckpoint", is_needed=False)
+    save_state_dict_async_plan = PatchPoint(module=f"{_ASYNC}.state_dict_saver", name="save_state_dict_async_plan")
+    save_state_dict_async_finalize = PatchPoint(
+        module=f"{_ASYNC}.state_dict_saver", name="save_state_dict_async_finalize"
+    )
+    torch_file = PatchPoint(module=f"{_ASYNC}.torch_ckpt", name="TorchAsyncCheckpoint", is_needed=False)
     """Stays NVRx's. It is imported before the others are replaced, as it needs NVRx's queue."""
 
 

@@ -231,7 +231,7 @@ def _protect_later(ground: Ground) -> None:
 
 
 def _delete(ground: Ground) -> object:
-    ground.engine._root_changes.delete(2, allow_newest=False)
+    ground.engine._agreed_changes.delete(2, allow_newest=False)
     return None
 
 
@@ -248,7 +248,7 @@ def _judge_delete(ground: Ground, hit: Call, outcome: object) -> Iterator[str]:
 
 def _repair_delete(ground: Ground) -> Iterator[str]:
     with contextlib.suppress(CheckpointNotFoundError):  # the rename was made before the call failed
-        ground.engine._root_changes.delete(2, allow_newest=False)
+        ground.engine._agreed_changes.delete(2, allow_newest=False)
     ground.forget(2)
     if ground.engine.steps().result() != [1, 3]:
         yield f"listed are {ground.engine.steps().result()}"

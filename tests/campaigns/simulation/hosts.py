@@ -16,7 +16,7 @@ from aio_ckpt.commit import discovery
 from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.retention import Policy, Retention
-from aio_ckpt.engine.fallback import Wanted
+from aio_ckpt.engine.fallback import WantedCheckpoint
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError
@@ -101,7 +101,7 @@ class _WriterAndReader(_Host):
         while not self._is_over:
             before = self._newest_committed()
             try:
-                state: Any = await loader.read(Wanted(), None, before=nothing_pending)
+                state: Any = await loader.read(WantedCheckpoint(), None, before=nothing_pending)
             except CheckpointNotFoundError as error:
                 if before >= 0:
                     raise BrokenPromiseError(f"a reader found nothing, though step {before} was committed") from error
@@ -190,7 +190,7 @@ async def _check_visible(world: World, attempts: list[Attempt], found: set[int])
         raise BrokenPromiseError(f"steps {sorted(found)} are there, and {sorted(last)} were committed")
     loader = Loader(ctx=world.ctx, quarantine=Quarantine(), earlier_steps=EarlierSteps(ROOT))
     for step, attempt in last.items():
-        state: Any = await loader.read(Wanted(step=step), None, before=nothing_pending)
+        state: Any = await loader.read(WantedCheckpoint(step=step), None, before=nothing_pending)
         if names := differing(attempt.state, state):
             raise BrokenPromiseError(f"step {step} has other values than were saved: {names}")
 

@@ -28,25 +28,25 @@ from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.capture_job import JobCapturer
-from aio_ckpt.engine.capture_session import CaptureSession
-from aio_ckpt.engine.committed_frozen import CommittedFrozen
+from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.fallback import Wanted
+from aio_ckpt.engine.fallback import WantedCheckpoint
 from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.engine.known_steps import EarlierSteps, KnownSteps
 from aio_ckpt.engine.loader import Loader
+from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
 from aio_ckpt.engine.outcomes import OutcomeRecorder
-from aio_ckpt.engine.removal import Remover
+from aio_ckpt.engine.remove_pipeline import RemovePipeline
 from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.engine.state_pipeline import StatePipeline
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.root_names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR, StepNames
 from aio_ckpt.leaves.objects import ObjectEncoder
-from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
+from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan import chunks
 from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.ranks.exchange import SoloCoordinator
@@ -274,7 +274,7 @@ class World:
             claim=self.claim(),
             writer=JobWriter(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
             quarantine=Quarantine(),
-            committed_frozen=CommittedFrozen(leaves=None, relink_limit=1),
+            newest_frozen=NewestFrozenFile(leaves=None, relink_limit=1),
         )
         while True:  # a root that cannot be claimed is no writer's: the next call of a user tries again
             try:
@@ -284,14 +284,14 @@ class World:
             except (OSError, TimeoutError):
                 continue
         outcomes = mock.create_autospec(OutcomeRecorder, instance=True)
-        session = CaptureSession(self.ctx, WriteThrottle(), None)
+        resources = CaptureResources(self.ctx, WriteThrottle(), None)
         quarantine, writer = pipeline.quarantine, pipeline.writer
-        remover = Remover(ctx=self.ctx, claim=pipeline.claim, quarantine=quarantine, trash=writer.trash)
+        removals = RemovePipeline(ctx=self.ctx, claim=pipeline.claim, quarantine=quarantine, trash=writer.trash)
         queue = JobQueue(
             self.ctx,
             self.portal,
             KnownSteps(quarantine, counts_calls=False),
-            remover,
+            removals,
             outcomes,
             pipeline.root_session,
             None,
@@ -300,7 +300,7 @@ class World:
             ctx=self.ctx,
             portal=self.portal,
             queue=queue,
-            session=session,
+            resources=resources,
         )
         return capturer, pipeline
 
@@ -410,7 +410,7 @@ class World:
                 f"{when}: steps {sorted(promised.keys() - found)} were committed and are not there"
             )
         for step in sorted(found):
-            state: Any = await loader.read(Wanted(step=step), None, before=nothing_pending)
+            state: Any = await loader.read(WantedCheckpoint(step=step), None, before=nothing_pending)
             attempt = possible.get(state["number"])
             if attempt is None or attempt.save.stored_step != step:
                 raise BrokenPromiseError(f"{when}: step {step} shows save {state['number']}, which was not committed")

@@ -16,7 +16,7 @@ import torch
 from slow import slow
 
 from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
-from aio_ckpt.engine import agreement, capture_job, capture_session, engine, file_save, job_queue
+from aio_ckpt.engine import agreement, capture_job, capture_resources, engine, file_save, job_queue
 from aio_ckpt.engine import root_session as keeper
 from aio_ckpt.engine import state_save as saver
 from aio_ckpt.engine.job import SaveJob, WriteJob
@@ -35,7 +35,7 @@ TRACED = {
     module.__file__
     for module in (
         agreement,
-        capture_session,
+        capture_resources,
         deadline,
         futures,
         engine,
@@ -124,7 +124,7 @@ def check_intact(opened: SyncCheckpointEngine, interrupt: Interrupt) -> None:
     report = opened.save(state).result(TIMEOUT)
     assert report is not None
     assert torch.equal(opened.read(report.step)["a"], state["a"]), interrupt.where
-    assert (opened.lifetime.leases, opened._session.lifetime._reserved_bytes) == (0, 0), interrupt.where
+    assert (opened.lifetime.leases, opened._resources.lifetime._reserved_bytes) == (0, 0), interrupt.where
     assert opened.latest_step() == report.step
 
 
@@ -201,7 +201,7 @@ def test_closing_ends_the_lease_that_ctrl_c_lost(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(job_queue.JobQueue, "assign_ticket", lost)
         with pytest.raises(KeyboardInterrupt):
             opened.save({"a": torch.zeros(5000)})
-        stats = opened._session.lifetime
+        stats = opened._resources.lifetime
         assert stats.stats.leases == 1
     assert (stats.stats.leases, stats.stats.arenas) == (0, 0)
 
@@ -232,7 +232,7 @@ def test_wherever_ctrl_c_comes_in_save_file_nothing_stays_pending_or_leased(
                 pending.finished.result(TIMEOUT)
             assert opened._queue.pending(WriteJob) == (), interrupt.where
             saved(2.0).result(TIMEOUT)
-            assert (opened.lifetime.leases, opened._session.lifetime._reserved_bytes) == (0, 0), interrupt.where
+            assert (opened.lifetime.leases, opened._resources.lifetime._reserved_bytes) == (0, 0), interrupt.where
             if interrupt.left > 0:
                 break
         assert at > 100

@@ -105,7 +105,7 @@ def test_a_save_in_a_signal_handler_is_refused_while_a_step_is_deleted(tmp_path:
         before = signal.signal(signal.SIGUSR2, handler)
         try:
             signalling = pool.submit(signal_once_it_deletes)
-            engine._root_changes.delete(1, allow_newest=False)
+            engine._agreed_changes.delete(1, allow_newest=False)
             signalling.result(TIMEOUT)
         finally:
             signal.signal(signal.SIGUSR2, before)

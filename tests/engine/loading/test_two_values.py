@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import aio_ckpt
 from aio_ckpt.dcp import Reader
-from aio_ckpt.dcp.rank_load import Load
+from aio_ckpt.dcp.rank_load import RankLoad
 from aio_ckpt.errors import TemplateMismatchError
 
 
@@ -83,13 +83,13 @@ def test_the_last_of_two_values_for_one_tensor_counts_in_dcp_load_as_with_stock(
     path = save_stock(tmp_path / "x", {"a": torch.ones(9), "b": torch.full((9,), 2.0), "c": torch.ones(9)})
     rounds: list[float] = []
     memory = torch.zeros(27)
-    fetch = Load._fetch
+    fetch = RankLoad._fetch
 
-    async def fetched(self: Load, reads: Any) -> None:
+    async def fetched(self: RankLoad, reads: Any) -> None:
         await fetch(self, reads)
         rounds.append(float(memory[0]))
 
-    monkeypatch.setattr(Load, "_fetch", fetched)
+    monkeypatch.setattr(RankLoad, "_fetch", fetched)
     state = {"a": memory[:9], "b": memory[:9], "c": memory[9:18]}
     dcp.load(state, storage_reader=Reader(path), no_dist=True)
     assert rounds == [1, 2]

@@ -131,7 +131,7 @@ def test_a_save_that_comes_before_the_memory_waits_for_it_and_maps_none_of_its_o
 ) -> None:
     mappings.hold = Gate()
     with SyncCheckpointEngine(tmp_path) as engine, ThreadPoolExecutor(1) as trainer:
-        manager = engine._session.lifetime
+        manager = engine._resources.lifetime
         waits = manager._changed = WatchedCondition(manager._lock)
         prepared = engine.prepare(state(1.0))
         mappings.hold.wait_held()
@@ -176,7 +176,7 @@ def test_gather_buffers_are_made_ahead(tmp_path: Path, monkeypatch: pytest.Monke
     given = {f"t{i}": torch.full((100,), float(i)) for i in range(50)}
 
     def buffers(engine: SyncCheckpointEngine) -> list[int]:
-        targets = engine._session.copy_engines.gathers._targets.values()
+        targets = engine._resources.copy_engines.gathers._targets.values()
         return [target.memory.untyped_storage().data_ptr() for found in targets for target in (found or {}).values()]
 
     with SyncCheckpointEngine(tmp_path, EngineConfig(gather_bytes=50_000)) as engine:

@@ -89,7 +89,7 @@ def test_stats_wait_for_no_lock_of_the_engine(root: Path) -> None:
             engine._call_lock.mutex,
             engine._queue._lock,
             engine._queue.steps._lock,
-            engine._session.lifetime._lock,
+            engine._resources.lifetime._lock,
             engine._recorder.statistics._lock,
         ]
         for lock in locks:

@@ -118,14 +118,14 @@ def test_what_is_trusted_is_not_read(engine: SyncCheckpointEngine, model: Lora, 
 def test_only_the_others_are_staged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is staged is the main file, and room for the sample."""
     asked: list[int] = []
-    lease = trusted_leaves.CaptureSession.lease
+    lease = trusted_leaves.CaptureResources.lease
 
     def noted(self: Any, planned: Any, *given: Any, **named: Any) -> Any:
         image = lease(self, planned, *given, **named)
         asked.append(image.nbytes)
         return image
 
-    monkeypatch.setattr(trusted_leaves.CaptureSession, "lease", noted)
+    monkeypatch.setattr(trusted_leaves.CaptureResources, "lease", noted)
     model = Lora()
     with SyncCheckpointEngine(root, EngineConfig(frozen="trusted")) as engine:
         save(engine, model, 1, 2, 3)

@@ -375,8 +375,8 @@ def test_an_engine_whose_device_is_dead_releases_all_that_it_can(root: Path, mon
     engine = SyncCheckpointEngine(root)
     engine.guard(optimizer)
     engine.save({"p": parameter}).result(TIMEOUT)
-    engine._session.guards._marks = (DeadMark(),)
-    (arena,) = engine._session.lifetime._arenas
+    engine._resources.guards._marks = (DeadMark(),)
+    (arena,) = engine._resources.lifetime._arenas
     arena.is_registered = True
     monkeypatch.setattr(device, "unregister_host_memory", refuse)
     with pytest.raises(RuntimeError, match="device-side assert"):

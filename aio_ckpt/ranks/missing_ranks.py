@@ -14,7 +14,7 @@ HEARTBEATS_A_STALL = 4
 """Heartbeats within ``stall_secs``. Several, because one may be late."""
 SHOWN = 5
 """Most ranks that a line or an error names."""
-MEETING = Topic("the rendezvous")
+RENDEZVOUS = Topic("the rendezvous")
 """Topic in which the engines of one root meet."""
 REMEDY = ". Look at the log and the stack (py-spy dump) there: every rank must make the same calls"
 """End of the first line about a rank that has not made a call."""
@@ -71,20 +71,20 @@ class RankWait:
                 self._seen[rank] = (found, now)
         for rank in ranks:
             beat = self._beat(rank)
-            absence = self._absence(rank, beat, mine)
+            absence = self._why_absent(rank, beat, mine)
             if absence:
                 text = f"rank {rank} does not come to {self.where}, it {absence}"
                 error = PeerFailedError(text, rank=rank, stage=self._stage)
                 return LostPeer(error=error, left_behind=beat if beat.has_left else None)
         silent = [rank for rank in ranks if now - self._seen[rank][1] >= self._stall_secs]
-        return LostPeer(error=self._silence(silent, is_met=is_met), is_silent=True) if silent else None
+        return LostPeer(error=self._silence_error(silent, is_met=is_met), is_silent=True) if silent else None
 
     def _beat(self, rank: int) -> Heartbeat:
         """Return the last heartbeat of a rank; number 0 if it gave none."""
         found = self._seen[rank][0]
         return HEARTBEATS.decode(found) if found else Heartbeat(0)
 
-    def _silence(self, ranks: Sequence[int], *, is_met: bool) -> PeerFailedError:
+    def _silence_error(self, ranks: Sequence[int], *, is_met: bool) -> PeerFailedError:
         hint = (
             ": it died, hangs, or never came to this call, which every rank has to make"
             if is_met
@@ -94,7 +94,7 @@ class RankWait:
         text = f"{_names_of(ranks)} gave no sign of life in {self.where} for {self._stall_secs} s{hint}"
         return PeerFailedError(text, rank=ranks[0], stage=self._stage)
 
-    def _absence(self, rank: int, beat: Heartbeat, mine: Heartbeat) -> str:
+    def _why_absent(self, rank: int, beat: Heartbeat, mine: Heartbeat) -> str:
         """Return why a living rank will not come to the topic; '' if it may come.
 
         The rank has ended that call, has closed its engine, or waits for this rank in another call. A later call proves
@@ -131,7 +131,7 @@ class RankWait:
             return ""
         call, topic = self.call, self.topic
         if self._missing[0] == leader and topic in self._beat(leader).waits:
-            waiting = call.text if call else f"the engine on {self._name}" if topic == MEETING else topic.text()
+            waiting = call.text if call else f"the engine on {self._name}" if topic == RENDEZVOUS else topic.text()
             return f"{waiting} has waited {waited} for other ranks: rank {leader} logs which"
         groups: dict[tuple[bool, str], list[int]] = {}  # ranks alike, by whether they are in the call, and notes
         for rank in self._missing[:SHOWN]:
@@ -157,7 +157,7 @@ class RankWait:
         if self.call is not None:
             lack = f"finished the part of {self.call.text}" if is_in_call else f"called {self.call.text}"
         else:
-            meets = self.topic == MEETING
+            meets = self.topic == RENDEZVOUS
             lack = f"opened an engine on {self._name}" if meets else f"answered in {self.topic.text()}"
         have, each = ("has", "it") if len(ranks) == 1 else ("have", "each")
         line = f"{_names_of(ranks)} {have} not {lack} for {waited}"

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from aio_ckpt.ranks.heartbeats import heartbeat_pauses
-from aio_ckpt.ranks.lost_ranks import MEETING, REMEDY, SHOWN, RankWait
 from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, Topic
+from aio_ckpt.ranks.missing_ranks import MEETING, REMEDY, SHOWN, RankWait
 
 SAVE = Call("save", 5, 200)
 BEFORE = Call("save", 4, 199)

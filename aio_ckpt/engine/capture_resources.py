@@ -11,8 +11,8 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import EngineClosedError
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.arena import SharedMemoryFactory
-from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.frozen_leaves import FrozenLeaves
 from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, PlannedSave
@@ -29,7 +29,7 @@ from aio_ckpt.write.throttle import WriteThrottle
 _log = logging.getLogger("aio_ckpt")
 
 
-class CaptureSession:
+class CaptureResources:
     """Plans, staging memory and copy engines of one engine. Its caller holds the engine's lock."""
 
     def __init__(self, ctx: EngineContext, throttle: WriteThrottle, segments: SharedMemoryFactory | None) -> None:

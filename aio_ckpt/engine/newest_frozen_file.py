@@ -23,7 +23,7 @@ class _Newest:
 
 
 @dataclass(slots=True, kw_only=True)
-class CommittedFrozen:
+class NewestFrozenFile:
     """What the newest committed save of one engine tells the next ones. The loop uses it, except where it says so."""
 
     leaves: FrozenLeaves | None

@@ -1,4 +1,4 @@
-"""Removal of checkpoints by path, in one order with the commits: :meth:`Remover.run` shows all of it."""
+"""Removal of checkpoints by path, in one order with the commits: :meth:`RemovePipeline.run` shows all of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remover:
+class RemovePipeline:
     """Runs removals on the loop."""
 
     ctx: EngineContext

@@ -33,7 +33,7 @@ _DELETED: Exchange[None, None] = Exchange(None, None, stage="agree")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RootChanges(LockedCalls):
+class AgreedChanges(LockedCalls):
     """Caller's half of the calls that remove checkpoints. The leader changes the root, and the other ranks wait."""
 
     ctx: EngineContext
@@ -50,7 +50,7 @@ class RootChanges(LockedCalls):
         self.call_lock.check("rollback()")
         with self.call_lock.mutex:
             topic = Topic("rollback", self.queue.next_number("rollback"))
-            gone = self._change_steps("rollback", topic, step, self.root_session.rollback)
+            gone = self._change_steps("rollback", topic, step, self.root_session.abandon_steps_after)
             self.earlier_steps.go_on()
             self.rescue.give_up(f"rollback({step}) went back behind it", after=step)
             if self.mirroring is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from aio_ckpt import EngineConfig
 from aio_ckpt.dcp.installed import Installed
-from aio_ckpt.integrations.places import Expected, Place, moved_names, replaced
+from aio_ckpt.integrations.patch_points import Expected, PatchPoint, moved_names, replaced
 
 
 class Saver:
@@ -56,7 +56,7 @@ def test_without_the_library_every_name_has_moved_in_order() -> None:
 def test_what_stood_in_a_place_comes_back_unless_another_has_put_something_there(
     library: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name, saver = (Place(module="a_library", name=each) for each in ("NAME", "Saver"))
+    name, saver = (PatchPoint(module="a_library", name=each) for each in ("NAME", "Saver"))
     with caplog.at_level(logging.WARNING, "aio_ckpt"), Installed(EngineConfig()) as installed:
         installed._put(name, "ours")
         installed._put(saver, "ours, too")
@@ -66,7 +66,7 @@ def test_what_stood_in_a_place_comes_back_unless_another_has_put_something_there
 
 
 def test_a_place_is_replaced_for_a_block(library: ModuleType) -> None:
-    with pytest.raises(RuntimeError), replaced(Place(module="a_library", name="NAME"), "ours"):
+    with pytest.raises(RuntimeError), replaced(PatchPoint(module="a_library", name="NAME"), "ours"):
         assert library.NAME == "ours"
         raise RuntimeError
     assert library.NAME == "meta.pt"

@@ -10,7 +10,7 @@ from aio_ckpt.errors import EngineClosedError
 from aio_ckpt.memory import arena as arenas
 from aio_ckpt.memory import kind as staging
 from aio_ckpt.memory.arena import ArenaKind
-from aio_ckpt.memory.kind import StagingChoice, can_lock
+from aio_ckpt.memory.staging_kind import StagingChoice, can_lock
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

@@ -51,7 +51,7 @@ def value_of(name: str, default: object = None) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PatchPoint:
     """Attribute of a module."""
 
     module: str
@@ -78,7 +78,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def replaced(place: Place, ours: object) -> Iterator[None]:
+def replaced(place: PatchPoint, ours: object) -> Iterator[None]:
     """Set ``place`` for the block of a ``with``."""
     stock = place.value
     place.put(ours)
@@ -88,7 +88,7 @@ def replaced(place: Place, ours: object) -> Iterator[None]:
         place.put(stock)
 
 
-def missing(namespace: type) -> list[Place]:
+def missing(namespace: type) -> list[PatchPoint]:
     """Return the needed places of a namespace that the installed library lacks."""
     places: Sequence[Any] = list(vars(namespace).values())
-    return [place for place in places if isinstance(place, Place) and place.is_needed and not place.is_there]
+    return [place for place in places if isinstance(place, PatchPoint) and place.is_needed and not place.is_there]
