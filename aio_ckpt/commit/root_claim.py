@@ -243,10 +243,12 @@ class Claim:
         if silence_secs is not None and await self._is_silent(holder, seen, silence_secs, limit):
             return seen
         idle = "an unknown time" if idle_secs is None else f"{max(idle_secs, 0.0):.0f} s"
+        runs = holder is not None and holder.runs_here(self.owner)
         raise RootError(
             errno.EBUSY,
             f"{_named(holder)} writes here, its last heartbeat is {idle} old: let it end, or give another root. "
-            f"Its claim is void {void_secs:.0f} s after the last heartbeat; if it is surely dead, remove this file",
+            f"Its claim is void {void_secs:.0f} s after the last heartbeat"
+            + ("" if runs else "; if it is surely dead, remove this file"),
             str(self._path),
         )
 

@@ -22,6 +22,9 @@ _RETRIES: Any = {
     "max_retries": 10_000,  # the time alone counts: refused connections use up any small number in a third of it
     "retry_timeout": timedelta(seconds=RETRY_SECS),
 }
+_CREDENTIAL_LIFE = timedelta(minutes=10)
+"""Time for which obstore takes credentials of boto3 to be valid; it asks for new ones 5 minutes earlier. boto3 gives
+temporary ones that are valid for 10 minutes at least (botocore 1.44, ``RefreshableCredentials``)."""
 
 
 def has_obstore() -> bool:
@@ -74,5 +77,5 @@ def _s3_options(place: RemotePath) -> dict[str, Any]:
         with contextlib.suppress(ImportError, ValueError):  # no boto3; no credentials
             from obstore.auth.boto3 import Boto3CredentialProvider
 
-            options["credential_provider"] = Boto3CredentialProvider()
+            options["credential_provider"] = Boto3CredentialProvider(ttl=_CREDENTIAL_LIFE)
     return options

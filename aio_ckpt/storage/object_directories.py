@@ -295,7 +295,8 @@ def _put_surely(put: Callable[[str, bytes], None], bucket: Bucket, key: str, dat
         code = code_of(error)
         if code in _CERTAIN:
             raise
-        raise DoubtfulError(code or errno.EIO, text_of(error)) from error
+        text = f"{text_of(error)}. The store may still do it: what was saved may become visible, whole"
+        raise DoubtfulError(code or errno.EIO, text) from error
 
 
 def _move_object(bucket: Bucket, source: str, target: str) -> None:

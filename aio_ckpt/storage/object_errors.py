@@ -21,9 +21,9 @@ _ANSWER = re.compile(
     re.DOTALL,
 )
 _UNANSWERED = re.compile(
-    r"performing \w+ (?P<server>https?://[^/\s]+)\S* in (?P<secs>\d+)\S*, after \d+ retries.*HTTP error"
+    r"performing \w+ (?P<server>https?://[^/\s]+)\S* in (?P<secs>\d+)\S*( - |, after \d+ retries).*HTTP error"
 )
-"""First line of the error of a request that got no answer until it was tried no more."""
+"""First line of the error of a request that got no answer until it was tried no more; some requests are tried once."""
 _CAUSES = ("Connection refused", "dns error", "Connection reset", "operation timed out")
 """Parts of the text of such an error that tell why."""
 _METADATA_SERVICE = "169.254.169.254"
@@ -38,6 +38,13 @@ _CODES = {
     "NotSupportedError": errno.EOPNOTSUPP,
 }
 """By name of an error of obstore, the code of the error that is raised."""
+_REFUSED_TOKENS = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
+"""Codes of S3 for credentials that are not valid any more, with status 400."""
+_REMEDIES = {
+    "RequestTimeTooSkewed": "set the clock of this host",
+    "QuotaExceeded": "delete old steps, or raise the quota",
+}
+"""By code of S3, the remedy of a refusal that has nothing to do with credentials."""
 
 
 class DoubtfulError(OSError):
@@ -68,7 +75,8 @@ def as_os_error(error: Exception, path: Path) -> OSError:
     if code == errno.EACCES:
         answer = _ANSWER.search(str(error))  # a HEAD has none
         detail = f" ({answer['message']}, {answer['code']})" if answer else ""
-        text += f"{detail}: look at the credentials; they must be allowed to get, put, list and delete"
+        remedy = "look at the credentials; they must be valid, and allowed to get, put, list and delete"
+        text += f"{detail}: {_REMEDIES.get(answer['code'], remedy) if answer else remedy}"
     return OSError(code or errno.EIO, text, str(path))
 
 
@@ -76,7 +84,8 @@ def code_of(error: Exception) -> int | None:
     """Return the code of the system that tells the same; None if there is none."""
     code = getattr(error, "errno", None) or _CODES.get(type(error).__name__)
     answer = None if code else _ANSWER.search(str(error))  # obstore has no type for a listing that is refused
-    return errno.EACCES if answer and answer["status"].startswith(("401", "403")) else code
+    is_refused = answer and (answer["status"].startswith(("401", "403")) or answer["code"] in _REFUSED_TOKENS)
+    return errno.EACCES if is_refused else code
 
 
 def text_of(error: Exception) -> str:
@@ -101,4 +110,7 @@ def text_of(error: Exception) -> str:
             f"{unanswered['server']} did not answer for {unanswered['secs']} s ({why}): look at the network and at the "
             "endpoint, which is AWS_ENDPOINT_URL for S3"
         )
-    return _QUERY.sub(r"\1", first_line)
+    if "redirect without LOCATION" in first_line:
+        return "the bucket is in another region: set AWS_REGION to its region"
+    remedy = ": the credentials may have expired, or AWS_REGION is another region" if "400 Bad Request" in text else ""
+    return _QUERY.sub(r"\1", first_line).rstrip(": ") + remedy

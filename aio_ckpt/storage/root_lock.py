@@ -18,6 +18,7 @@ from aio_ckpt.errors import RootError
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.limits import files_remedy
 from aio_ckpt.storage.durability import sync_dir
+from aio_ckpt.storage.os_errors import DISK_FULL
 from aio_ckpt.storage.paths import open_without_links
 
 _logger = logging.getLogger("aio_ckpt")
@@ -163,7 +164,8 @@ def _open_locked(path: Path) -> tuple[int, bool]:
         except FileNotFoundError as exc:
             raise root_is_gone(path) from exc
         except OSError as exc:
-            way_on = files_remedy() if exc.errno == errno.EMFILE else "give a writable root"
+            way_on = "free space on its disk" if exc.errno in DISK_FULL else "give a writable root"
+            way_on = files_remedy() if exc.errno == errno.EMFILE else way_on
             message = f"cannot open the lock file ({exc.strerror}): {way_on}"
             raise RootError(exc.errno, message, str(path)) from exc
         try:

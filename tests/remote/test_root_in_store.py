@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ import aio_ckpt
 from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, RootError, StepOrderError, WriteError
 from aio_ckpt.format.root_names import CLAIM_FILE
-from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.remote_path import RemotePath, find_remote
 from aio_ckpt.storage.local import Storage, names_in
-from aio_ckpt.storage.object_errors import text_of
+from aio_ckpt.storage.object_client import _s3_options
+from aio_ckpt.storage.object_errors import as_os_error, text_of
 from bench.common.seaweedfs import KEY, SECRET
 from tests.remote.fault_proxy import Fault
 from tests.remote.test_object_store import data_of, get, keys, put
@@ -354,6 +355,42 @@ def test_credentials_of_a_profile_are_found(bucket: str, tmp_path: Path, monkeyp
     with opened(f"{bucket}/run") as engine:
         engine.save(state(1.0), step=1).result(TIMEOUT)
         assert value_of(engine.read()) == 1.0
+        place = find_remote("root", f"{bucket}/run")
+        assert place is not None
+    given = _s3_options(place)["credential_provider"]()
+    assert given["expires_at"] - datetime.now(UTC) <= timedelta(minutes=10), "boto3 promises no longer life"
+
+
+def s3_error(status: str, code: str) -> GenericError:
+    """What obstore raises for an answer of S3."""
+    body = f"<Error><Code>{code}</Code><Message>so it is</Message></Error>"
+    return GenericError(f"Generic S3 error: Server returned non-2xx status code: {status}: {body}")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        ("400 Bad Request", "ExpiredToken", "look at the credentials; they must be valid"),
+        ("403 Forbidden", "RequestTimeTooSkewed", "set the clock of this host"),
+        ("403 Forbidden", "AccessDenied", "look at the credentials"),
+    ],
+)
+def test_a_refusal_is_told_with_its_code_and_its_own_remedy(status: str, code: str, remedy: str) -> None:
+    error = as_os_error(s3_error(status, code), Path("/bucket/run"))
+    assert error.errno == errno.EACCES
+    assert f"(so it is, {code}): {remedy}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("Error performing HEAD https://s3/b/run: Server returned non-2xx status code: 400 Bad Request: ", "expired"),
+        ("Error performing GET https://s3/b/run in 1ms - Received redirect without LOCATION, ...", "set AWS_REGION"),
+        ("Error performing PUT https://s3/b/run in 30.0s - HTTP error: error sending request", "AWS_ENDPOINT_URL"),
+    ],
+)
+def test_an_answer_without_a_reason_is_told_with_what_helps(text: str, remedy: str) -> None:
+    assert remedy in text_of(GenericError(f"Generic S3 error: {text}"))
 
 
 def test_missing_credentials_are_named_with_the_remedy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -162,6 +163,7 @@ def ranks(count: int) -> Iterator[Ranks]:
 
 
 def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
+    gc.freeze()  # torch, forked with the rank, lives as long: no collection shall look at it
     faulthandler.enable()  # a crash of native code names its line, on standard error
     torch.set_num_threads(1)  # as torchrun does: together the ranks have more threads than the machine has cores
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=WAIT_SECS))
