@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -82,6 +84,8 @@ from aio_ckpt.write.throttle import WriteThrottle
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_log = logging.getLogger("aio_ckpt")
+
 
 class BaseEngine:
     """Parts of an engine, and the calls that the async and the sync engine have in common."""
@@ -127,9 +131,13 @@ class BaseEngine:
                 self._mirroring.start()
                 undo.callback(self._mirroring.close)
             self._rescue.announce(self._portal)
-            self._portal.at_exit(self._drain)
+            secs = config.drain_timeout_secs
+            self._portal.at_exit(functools.partial(_drain, self._throttle, self._shutdown, secs))
             self._state_saves.meet()
             undo.pop_all()
+        # No part refers to the engine: once nobody else does, it is gone at once.
+        dropped = weakref.finalize(self, _forsake, self._portal, self._root_session, self._shutdown)
+        dropped.atexit = False
 
     def _make_context(
         self,
@@ -174,11 +182,11 @@ class BaseEngine:
     def _make_parts(self) -> None:
         """Make the parts of the engine. Each part uses only the parts made before it."""
         ctx, portal = self._ctx, self._portal
-        self._preemption = AgreedPreemption(ctx.members, portal)
+        self._preemption = preemption = AgreedPreemption(ctx.members, portal)
         self._timers = 0
         self._agreements = 0
-        self._agreed: list[AgreedWork] = []
-        self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
+        self._agreed = agreed_works = list[AgreedWork]()
+        self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: preemption.is_on)
         self._quarantine = Quarantine()
         self._trash = Trash(ctx.storage)
         self._rescue = Rescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
@@ -186,8 +194,8 @@ class BaseEngine:
         self._loader = Loader(ctx=ctx, quarantine=self._quarantine, earlier_steps=earlier_steps)
         steps = KnownSteps(self._quarantine, counts_calls=ctx.world_size > 1, mirror=ctx.mirror)
         claim = Claim(ctx.storage, ctx.root, ctx.owner, stale_after_secs=ctx.config.stale_after_secs)
-        self._mirroring = mirroring = self._make_mirroring()
-        self._root_session = RootSession(
+        self._mirroring = mirroring = self._make_mirroring(lambda: queue.pending_count > 0)
+        self._root_session = root_session = RootSession(
             ctx,
             portal,
             claim=claim,
@@ -195,7 +203,7 @@ class BaseEngine:
             known_steps=steps,
             trash=self._trash,
             rescue=self._rescue,
-            must_wait=lambda: self._preemption.is_on or not (mirroring is None or mirroring.is_ready),
+            must_wait=lambda: preemption.is_on or not (mirroring is None or mirroring.is_ready),
             held=(lambda: ()) if mirroring is None else mirroring.held_steps,
         )
         writer = JobWriter(ctx=ctx, throttle=self._throttle, trash=self._trash)
@@ -244,24 +252,22 @@ class BaseEngine:
         self._shutdown = Shutdown(
             self._queue,
             background=lambda: [
-                *self._root_session.last_passes(),
-                *(agreed.ended for agreed in self._agreed),
+                *root_session.last_passes(),
+                *(agreed.ended for agreed in agreed_works),
                 *([] if mirroring is None else mirroring.finish()),
             ],
-            agreements=lambda: [agreed.name for agreed in self._agreed if not agreed.ended.done()],
+            agreements=lambda: [agreed.name for agreed in agreed_works if not agreed.ended.done()],
             copying=lambda: "" if mirroring is None else mirroring.activity,
-            release=self._shut_down,
-            restore=self._preemption.local.restore,
+            release=functools.partial(_release, ctx, portal, root_session, resources, mirroring),
+            restore=preemption.local.restore,
         )
 
-    def _make_mirroring(self) -> Mirroring | None:
+    def _make_mirroring(self, is_saving: Callable[[], bool]) -> Mirroring | None:
         """Return what copies steps to the mirror: on the leader, if there is a mirror."""
         ctx, rule = self._ctx, self._ctx.config.mirror
         if rule is None or ctx.mirror is None or not ctx.members.is_leader:
             return None
-        return Mirroring(
-            ctx.root, ctx.mirror, rule, ctx.config, self._given, is_saving=lambda: self._queue.pending_count > 0
-        )
+        return Mirroring(ctx.root, ctx.mirror, rule, ctx.config, self._given, is_saving=is_saving)
 
     @property
     def root(self) -> Path:
@@ -560,7 +566,7 @@ class BaseEngine:
             name=f"agreement {self._agreements} on {what}",
             on_leader=functools.partial(on_leader, self._ctx.executor, self._ctx.storage),
         )
-        self._agreed = [*(earlier for earlier in self._agreed if not earlier.ended.done()), agreed]
+        self._agreed[:] = [*(earlier for earlier in self._agreed if not earlier.ended.done()), agreed]
         return agreed
 
     def terminate(self) -> None:
@@ -575,7 +581,7 @@ class BaseEngine:
 
         If an earlier save fails meanwhile, this does not raise: the next ``save()`` or ``close()`` does.
         """
-        self._portal.check_thread("ready()")
+        self._check_thread("ready()")
         queue = self._queue
         warning = queue.wait_warning("ready")
         while (finished := queue.finished_before_room) is not None:
@@ -594,9 +600,13 @@ class BaseEngine:
 
     def _beside(self, name: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> PendingCall[T]:
         """Run ``call``, which blocks, in a thread of its own. ``name`` is used in messages."""
-        self._portal.check_thread(name)
+        self._check_thread(name)
         work = start_beside(call, *args, **kwargs)
-        return PendingCall(name, self._portal.check_thread, work)
+        return PendingCall(name, self._check_thread, work)
+
+    def _check_thread(self, what: str) -> None:
+        """Do :meth:`Portal.check_thread`. A pending call refers to the engine by this, so that it stays open."""
+        self._portal.check_thread(what)
 
     def _close_blocking(self) -> None:
         """Finish pending saves, then release all resources. A second call does nothing.
@@ -609,27 +619,6 @@ class BaseEngine:
                 ``on_failure="log"``, failures are only logged.
         """
         self._shutdown.finish_blocking()
-
-    def _drain(self) -> None:
-        """At interpreter exit, when training has ended: finish pending saves, for a limited time."""
-        self._throttle.lift()
-        self._shutdown.drain(self.config.drain_timeout_secs)
-
-    def _shut_down(self) -> None:
-        coordinator = self._ctx.members.coordinator
-        with (
-            contextlib.ExitStack() as steps
-        ):  # runs from the last to the first; each step runs whatever the others raise
-            steps.callback(self._root_session.release)
-            steps.callback(self._resources.lifetime.close)
-            steps.callback(coordinator.close)
-            steps.callback(self._portal.close, STOP_SECS)
-            steps.enter_context(contextlib.suppress(EngineClosedError, StallError))
-            steps.callback(lambda: self._portal.call(coordinator.leave, timeout=STOP_SECS))
-            steps.callback(self._root_session.release_claim)
-            steps.callback(self._resources.release_devices)
-            if self._mirroring is not None:
-                steps.callback(self._mirroring.close)
 
 
 class CheckpointEngine(BaseEngine):
@@ -743,11 +732,11 @@ class CheckpointEngine(BaseEngine):
             rename=rename,
             progress=progress,
         )
-        self._portal.check_thread("load()")
+        self._check_thread("load()")
         self._ctx.members.check_group()
         before = self._before_load("load", step, path)
         loading = self._portal.submit(self._loader.load, state, options, given_up, before)
-        return PendingLoad(self._portal.check_thread, loading, given_up)
+        return PendingLoad(self._check_thread, loading, given_up)
 
     def read(
         self,
@@ -776,7 +765,7 @@ class CheckpointEngine(BaseEngine):
             MissingNameError: a name of ``only`` selects no leaf of this rank; tells which rank has it.
             CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
         """
-        self._portal.check_thread("read()")
+        self._check_thread("read()")
         self._ctx.members.check_group()
         check_flag("skip_untrusted", skip_untrusted)
         check_flag("with_report", with_report)
@@ -785,7 +774,7 @@ class CheckpointEngine(BaseEngine):
         names, before = selection(only), self._before_load("read", step, path)
         read = functools.partial(self._loader.read, wanted, names, skip_untrusted, with_report, progress, before=before)
         work = self._portal.submit(read)
-        return PendingCall("read()", self._portal.check_thread, work)
+        return PendingCall("read()", self._check_thread, work)
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -909,3 +898,49 @@ class CheckpointEngine(BaseEngine):
 
     close_blocking = BaseEngine._close_blocking
     """:meth:`close` that blocks."""
+
+
+def _drain(throttle: WriteThrottle, shutdown: Shutdown, timeout_secs: float) -> None:
+    """At interpreter exit, when training has ended: finish pending saves, for a limited time."""
+    throttle.lift()
+    shutdown.drain(timeout_secs)
+
+
+def _forsake(portal: Portal, root_session: RootSession, shutdown: Shutdown) -> None:
+    """Close an engine that nobody refers to any more, unless it is closed.
+
+    The garbage collector calls this on any thread, which may hold any lock. So this logs nothing and starts no thread.
+    """
+    if not portal.is_closed:
+        root_session.forsake()
+        portal.post(_close_forsaken, root_session, shutdown)
+
+
+def _close_forsaken(root_session: RootSession, shutdown: Shutdown) -> None:
+    _log.warning(
+        "%s: an engine was dropped without close(), and closes once its saves have ended: call close(), or use 'with'",
+        root_session.root,
+    )
+    start_beside(shutdown.finish_forsaken)
+
+
+def _release(
+    ctx: EngineContext,
+    portal: Portal,
+    root_session: RootSession,
+    resources: CaptureResources,
+    mirroring: Mirroring | None,
+) -> None:
+    """Release all that an engine holds. Idempotent."""
+    coordinator = ctx.members.coordinator
+    with contextlib.ExitStack() as steps:  # from the last to the first; each step runs whatever the others raise
+        steps.callback(root_session.release)
+        steps.callback(resources.lifetime.close)
+        steps.callback(coordinator.close)
+        steps.callback(portal.close, STOP_SECS)
+        steps.enter_context(contextlib.suppress(EngineClosedError, StallError))
+        steps.callback(lambda: portal.call(coordinator.leave, timeout=STOP_SECS))
+        steps.callback(root_session.release_claim)
+        steps.callback(resources.release_devices)
+        if mirroring is not None:
+            steps.callback(mirroring.close)

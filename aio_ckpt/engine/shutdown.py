@@ -104,6 +104,16 @@ class Shutdown:
         self._release_here()
         self._raise_unreported()
 
+    def finish_forsaken(self) -> None:
+        """Do :meth:`finish` for an engine that nobody refers to.
+
+        If a save failed that nobody heard of, the process ends with status 1.
+        """
+        try:
+            self.finish_blocking()
+        except Exception:  # noqa: BLE001 - it was logged when it failed
+            fail_at_exit()
+
     def abandon(self, timeout_secs: float) -> None:
         """Cancel pending saves and release.
 

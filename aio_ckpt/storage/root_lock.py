@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import logging
 import os
 import socket
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,6 +29,9 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _TRIES = 20
 """Number of times that the lock file is opened anew if its identity does not match its path. After that, the open file
 counts as the lock file: a file system may report another inode at each call."""
+
+_FORSAKEN_SECS = 60.0
+"""Longest wait for the end of an engine of this process that nobody refers to."""
 
 _held: dict[str, tuple[int, weakref.ref[RootLock]]] = {}
 """Real path -> (pid, holder) of the locks of this process. An fcntl lock belongs to the process, so the system would
@@ -52,6 +57,9 @@ class RootLock:
         self._descriptor: int | None = None
         self.is_granted = False
         """Whether the file system has granted the lock. False: it has no locks."""
+        self.is_forsaken = False
+        """Whether its engine is being closed because nobody refers to it."""
+        self._released: Future[None] = Future()
         self._entry = (self._pid, weakref.ref(self))
         try:
             self._claim()
@@ -109,16 +117,32 @@ class RootLock:
         return _open_locked(self.path)
 
     def _claim(self) -> None:
-        while (holder := _held.setdefault(self._key, self._entry)) is not self._entry:
-            if holder[0] == self._pid and holder[1]() is not None:
+        while (entry := _held.setdefault(self._key, self._entry)) is not self._entry:
+            holder = entry[1]() if entry[0] == self._pid else None
+            if holder is not None and not holder.is_forsaken:
+                gc.collect()  # an engine that nobody refers to is forsaken now
+            if holder is not None and not holder._is_released_soon():
                 raise RootError(
-                    errno.EBUSY, "another engine of this process writes here: close it first", str(self.path)
+                    errno.EBUSY,
+                    "another engine of this process writes here: close it first. One that nobody refers to any more "
+                    "closes itself once its saves have ended",
+                    str(self.path),
                 )
-            _held.pop(self._key, None)  # the holder was lost, or it is the parent's, which fork copied
+            if _held.get(self._key) is entry:  # the holder was lost, or it is the parent's, which fork copied
+                _held.pop(self._key, None)
+
+    def _is_released_soon(self) -> bool:
+        """Wait for the end of an engine that nobody refers to. Return False for any other one."""
+        if self.is_forsaken:
+            with contextlib.suppress(TimeoutError):
+                self._released.result(_FORSAKEN_SECS)
+        return self._released.done()
 
     def _unclaim(self) -> None:
         if _held.get(self._key) is self._entry:
             del _held[self._key]
+        if not self._released.done():
+            self._released.set_result(None)
 
 
 class ProcessLock(RootLock):

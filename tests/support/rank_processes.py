@@ -90,7 +90,7 @@ class Ranks:
         deadline = time.monotonic() + WAIT_SECS
         while not holds():
             assert time.monotonic() < deadline, "it never came to hold"
-            os.sched_yield()
+            time.sleep(0.001)
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to one rank."""

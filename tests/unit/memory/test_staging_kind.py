@@ -8,7 +8,7 @@ import torch
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import EngineClosedError
 from aio_ckpt.memory import arena as arenas
-from aio_ckpt.memory import kind as staging
+from aio_ckpt.memory import staging_kind as staging
 from aio_ckpt.memory.arena import ArenaKind
 from aio_ckpt.memory.staging_kind import StagingChoice, can_lock
 

@@ -11,7 +11,7 @@ import pytest
 
 from aio_ckpt.ranks.heartbeats import heartbeat_pauses
 from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, Topic
-from aio_ckpt.ranks.missing_ranks import MEETING, REMEDY, SHOWN, RankWait
+from aio_ckpt.ranks.missing_ranks import REMEDY, RENDEZVOUS, SHOWN, RankWait
 
 SAVE = Call("save", 5, 200)
 BEFORE = Call("save", 4, 199)
@@ -67,7 +67,7 @@ def test_the_first_line_about_a_rank_that_has_not_come_ends_with_what_to_do() ->
     seen = "; it was last seen in save() of step 199"
     assert line(None, heard=SAVED, is_first=True) == NOT_CALLED + seen + REMEDY
     assert REMEDY not in line(beat(SAVE), heard=SAVED, is_first=True), "it is in the call"
-    assert REMEDY not in line(None, topic=MEETING, call=None, is_first=True)
+    assert REMEDY not in line(None, topic=RENDEZVOUS, call=None, is_first=True)
 
 
 def test_a_rank_that_has_come_is_waited_for_to_finish() -> None:
@@ -99,12 +99,12 @@ def test_a_rank_that_waits_for_a_leader_that_waits_says_so() -> None:
     waits = beat(SAVE, waits=(Topic("save", 5),))
     assert line(waits, ranks=[0]) == "save() of step 200 has waited 30 s for other ranks: rank 0 logs which"
     assert line(beat(SAVE), ranks=[0]) == "rank 0 has not finished the part of save() of step 200 for 30 s"
-    meeting = line(beat(waits=(MEETING,)), ranks=[0], topic=MEETING, call=None)
+    meeting = line(beat(waits=(RENDEZVOUS,)), ranks=[0], topic=RENDEZVOUS, call=None)
     assert meeting == "the engine on /ckpt has waited 30 s for other ranks: rank 0 logs which"
 
 
 def test_topics_that_are_no_call_have_words_of_their_own() -> None:
-    assert line(None, topic=MEETING, call=None) == "rank 1 has not opened an engine on /ckpt for 30 s"
+    assert line(None, topic=RENDEZVOUS, call=None) == "rank 1 has not opened an engine on /ckpt for 30 s"
     assert line(beat(), topic=Topic("the preemption"), call=None, heard=SAVED) == (
         "rank 1 has not answered in the preemption for 30 s; it was last seen in save() of step 199"
     )

@@ -1,0 +1,143 @@
+"""An engine that was dropped without ``close()``, as when a cell of a notebook is run again: it closes itself."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from builders import weights
+from gated_storage import TIMEOUT, GatedStorage
+from warm_python import run_warm
+
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt.errors import RootError
+from aio_ckpt.runtime.portal import Executor
+
+DROPPED = "an engine was dropped without close()"
+
+
+def wait_until_no_thread_is_left(but: set[threading.Thread]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while left := {thread for thread in threading.enumerate() if thread.name.startswith("aio_ckpt")} - but:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.001)
+
+
+def test_an_engine_that_nobody_refers_to_is_gone_at_once_whatever_it_did(root: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        engine = SyncCheckpointEngine(root)
+        engine.save(weights(1)).result(TIMEOUT)
+        engine.save_file(weights(1), root.parent / "f.pt").result(TIMEOUT)
+        engine.load(weights(0))
+        engine.read()
+        engine.protect(1)
+        engine.stats()
+        gone = weakref.ref(engine)
+        del engine
+        assert gone() is None, "no part may refer to its engine"
+    finally:
+        gc.enable()
+
+
+def test_a_cell_that_is_run_again_saves_and_leaves_no_thread(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = {*threading.enumerate()}
+    for number in range(1, 5):
+        engine = SyncCheckpointEngine(root)  # the one before is dropped here
+        assert engine.save(weights(number)).result(TIMEOUT).step == number
+    assert caplog.text.count(DROPPED) == 3
+    engine.close()
+    wait_until_no_thread_is_left(but=before)
+    assert caplog.text.count(DROPPED) == 3
+
+
+def test_one_in_a_cycle_is_found_when_another_engine_wants_its_root(root: Path) -> None:
+    gc.collect()
+    gc.disable()  # only the engine that is refused looks for it
+    try:
+        cycle: list[object] = [SyncCheckpointEngine(root)]
+        cycle[0].save(weights(1)).result(TIMEOUT)  # type: ignore[attr-defined]
+        cycle.append(cycle)
+        del cycle
+        with SyncCheckpointEngine(root) as engine:
+            assert engine.save(weights(2)).result(TIMEOUT).step == 2
+    finally:
+        gc.enable()
+
+
+def test_its_pending_save_is_committed_before_another_engine_gets_the_root(root: Path) -> None:
+    executor = Executor("gated", 4)
+    storage = GatedStorage(executor)
+    gate = storage.hold("rename", "pending/*")
+    engine = SyncCheckpointEngine(root, storage=storage)
+    ticket = engine.save(weights(1))
+    gate.wait_reached()
+    del engine
+    with SyncCheckpointEngine(root) as other:
+        waiting: list[int] = []
+        thread = threading.Thread(target=lambda: waiting.append(other.save(weights(2)).result(TIMEOUT).step))
+        thread.start()
+        assert not ticket.committed.done()
+        gate.open()
+        assert ticket.result(TIMEOUT).step == 1
+        thread.join(TIMEOUT)
+        assert waiting == [2]
+    assert executor.close(TIMEOUT)
+
+
+def test_one_that_somebody_refers_to_keeps_its_root(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine, SyncCheckpointEngine(root) as other:
+        engine.save(weights(1)).result(TIMEOUT)
+        with pytest.raises(RootError, match="close it first\\. One that nobody refers to any more closes itself"):
+            other.save(weights(2))
+
+
+async def test_a_call_of_the_async_engine_keeps_it_open_until_its_end(root: Path) -> None:
+    assert (await CheckpointEngine(root).save(weights(1))).step == 1
+    state = weights(0)
+    assert (await CheckpointEngine(root).load(state)).step == 1
+    assert all(torch.equal(value, weights(1)[name]) for name, value in state.items())
+    assert await CheckpointEngine(root).steps() == [1]
+    assert (await CheckpointEngine(root).read()).keys() == state.keys()
+
+
+def test_one_that_was_closed_is_dropped_in_silence(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for end in (SyncCheckpointEngine.close, SyncCheckpointEngine.terminate):
+        engine = SyncCheckpointEngine(root)
+        end(engine)
+        del engine
+    gc.collect()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("broken", "status"), [(False, 0), (True, 1)])
+def test_a_script_that_drops_it_at_its_end_commits_and_tells_a_failure(root: Path, broken: bool, status: int) -> None:
+    script = """
+import errno, sys, torch
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.errors import WriteError
+from aio_ckpt.runtime.portal import Executor
+from gated_storage import GatedStorage
+
+def main():
+    storage = GatedStorage(Executor("gated", 4))
+    engine = SyncCheckpointEngine(sys.argv[1], storage=storage)
+    engine.save({"w": torch.ones(3)}).result()
+    if sys.argv[2] == "True":
+        storage.fail("rename", "pending/*", WriteError(errno.EIO, "broken"))
+    engine.save({"w": torch.ones(3)})
+
+main()
+"""
+    child = run_warm(script, str(root), str(broken))
+    assert child.returncode == status, child.stderr
+    assert DROPPED in child.stderr
+    assert (root / "step_000000002").is_dir() is not broken
