@@ -53,7 +53,7 @@ from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.state_pipeline import StatePipeline
 from aio_ckpt.engine.state_save import StateSaves
 from aio_ckpt.engine.trusted_leaves import TrustedLeaves
-from aio_ckpt.errors import EngineClosedError, StallError
+from aio_ckpt.errors import EngineClosedError, StallError, SystemLimitError
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions
@@ -71,7 +71,7 @@ from aio_ckpt.remote_path import Place, RemotePath
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Executor, Portal, start_beside
+from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Executor, Portal, await_at_exit, start_beside
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.runtime.signals import PREEMPTION_SIGNALS
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
@@ -85,6 +85,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger("aio_ckpt")
+_AGAIN_SECS = 1.0
+"""Time after which a thread is asked for again that the system has refused."""
 
 
 class BaseEngine:
@@ -131,8 +133,7 @@ class BaseEngine:
                 self._mirroring.start()
                 undo.callback(self._mirroring.close)
             self._rescue.announce(self._portal)
-            secs = config.drain_timeout_secs
-            self._portal.at_exit(functools.partial(_drain, self._throttle, self._shutdown, secs))
+            self._portal.at_exit(functools.partial(_drain, self._throttle, self._shutdown))
             self._state_saves.meet()
             undo.pop_all()
         # No part refers to the engine: once nobody else does, it is gone at once.
@@ -260,6 +261,7 @@ class BaseEngine:
             copying=lambda: "" if mirroring is None else mirroring.activity,
             release=functools.partial(_release, ctx, portal, root_session, resources, mirroring),
             restore=preemption.local.restore,
+            drain_secs=ctx.config.drain_timeout_secs,
         )
 
     def _make_mirroring(self, is_saving: Callable[[], bool]) -> Mirroring | None:
@@ -900,10 +902,10 @@ class CheckpointEngine(BaseEngine):
     """:meth:`close` that blocks."""
 
 
-def _drain(throttle: WriteThrottle, shutdown: Shutdown, timeout_secs: float) -> None:
+def _drain(throttle: WriteThrottle, shutdown: Shutdown) -> None:
     """At interpreter exit, when training has ended: finish pending saves, for a limited time."""
     throttle.lift()
-    shutdown.drain(timeout_secs)
+    shutdown.drain()
 
 
 def _forsake(portal: Portal, root_session: RootSession, shutdown: Shutdown) -> None:
@@ -913,15 +915,23 @@ def _forsake(portal: Portal, root_session: RootSession, shutdown: Shutdown) -> N
     """
     if not portal.is_closed:
         root_session.forsake()
-        portal.post(_close_forsaken, root_session, shutdown)
+        portal.post(_log_forsaken, root_session.root)
+        portal.post(_close_forsaken, shutdown)
 
 
-def _close_forsaken(root_session: RootSession, shutdown: Shutdown) -> None:
+def _log_forsaken(root: Path) -> None:
     _log.warning(
         "%s: an engine was dropped without close(), and closes once its saves have ended: call close(), or use 'with'",
-        root_session.root,
+        root,
     )
-    start_beside(shutdown.finish_forsaken)
+
+
+def _close_forsaken(shutdown: Shutdown) -> None:
+    """Close an engine, from its loop. If the system refuses a thread for that, try again."""
+    try:
+        await_at_exit(start_beside(shutdown.finish_forsaken), shutdown.drain_secs)
+    except SystemLimitError:
+        asyncio.get_running_loop().call_later(_AGAIN_SECS, _close_forsaken, shutdown)
 
 
 def _release(

@@ -53,12 +53,13 @@ class Shutdown:
         copying: Callable[[], str],
         release: Callable[[], None],
         restore: Callable[[], None],
+        drain_secs: float,
     ) -> None:
         """``background`` returns the other work that must end. It begins before its save finishes.
 
         ``agreements`` names the work of all ranks, in the background, that has not ended; ``copying`` the copy to the
         mirror, '' if there is none. ``release`` may wait for the disk. ``restore`` restores signal handlers, which
-        needs the main thread.
+        needs the main thread. ``drain_secs``: longest wait for pending saves at interpreter exit.
         """
         self._queue = queue
         self._background = background
@@ -66,6 +67,7 @@ class Shutdown:
         self._copying = copying
         self._release = release
         self._restore = restore
+        self.drain_secs = drain_secs
 
     async def finish(self) -> None:
         """Wait for pending saves and release. Raises the failure of a save that nobody awaited, once."""
@@ -109,10 +111,12 @@ class Shutdown:
 
         If a save failed that nobody heard of, the process ends with status 1.
         """
-        try:
-            self.finish_blocking()
-        except Exception:  # noqa: BLE001 - it was logged when it failed
+        warning = self._warning("close")
+        warning.wait_for(self._begin())
+        warning.wait_for(self._background())
+        if self._queue.take_unreported(MAX_CALLS) is not None:  # it was logged when it failed
             fail_at_exit()
+        self._release_here()
 
     def abandon(self, timeout_secs: float) -> None:
         """Cancel pending saves and release.
@@ -128,15 +132,15 @@ class Shutdown:
                 _log.error("terminate(): the save of %s does not end: %s", job.title, error)
         self._release_here()
 
-    def drain(self, timeout_secs: float) -> None:
-        """Wait at most ``timeout_secs``, log the steps that are lost, and release. Called at interpreter exit.
+    def drain(self) -> None:
+        """Wait at most ``drain_secs``, log the steps that are lost, and release. Called at interpreter exit.
 
         If a step is lost, or a save failed that nobody heard of, the process ends with status 1.
         """
-        deadline, warning = time.monotonic() + timeout_secs, self._warning("sys.exit")
+        deadline, warning = time.monotonic() + self.drain_secs, self._warning("sys.exit")
         pending = self._queue.pending(WriteJob)
         try:
-            warning.wait_for(self._begin(), timeout_secs)
+            warning.wait_for(self._begin(), self.drain_secs)
             warning.wait_for(self._background(), deadline - time.monotonic())
         finally:  # also after Ctrl-C: the lost steps are logged in any case
             late = [job for job in pending if not job.finished.done()]

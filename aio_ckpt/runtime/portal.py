@@ -254,6 +254,20 @@ def start_beside_or_here(fn: Callable[[], T]) -> Future[T]:
         return future
 
 
+def await_at_exit(work: Future[Any], limit_secs: float) -> None:
+    """Let the exit of this process, not of a fork, wait for ``work`` in a daemon thread, for at most ``limit_secs``."""
+    pid = os.getpid()
+
+    def wait() -> None:
+        if os.getpid() != pid:
+            return
+        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+            work.exception(limit_secs)
+
+    atexit.register(wait)
+    work.add_done_callback(lambda _: atexit.unregister(wait))
+
+
 async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, dispose: Callable[[T], object]) -> T:
     """Return ``fn(*args)``, called in a thread. If the await is cancelled, the thread calls ``dispose(result)``."""
     future = executor.submit(fn, *args)

@@ -134,6 +134,10 @@ class RootLock:
     def _is_released_soon(self) -> bool:
         """Wait for the end of an engine that nobody refers to. Return False for any other one."""
         if self.is_forsaken:
+            text = (
+                "%s: waiting up to %.0f s for the saves of an engine of this process that was dropped without close()"
+            )
+            _logger.info(text, self.path, _FORSAKEN_SECS)
             with contextlib.suppress(TimeoutError):
                 self._released.result(_FORSAKEN_SECS)
         return self._released.done()

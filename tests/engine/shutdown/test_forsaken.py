@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from gated_storage import TIMEOUT, GatedStorage
 from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
-from aio_ckpt.errors import RootError
+from aio_ckpt.engine import engine as engine_module
+from aio_ckpt.errors import RootError, SystemLimitError
 from aio_ckpt.runtime.portal import Executor
 
 DROPPED = "an engine was dropped without close()"
@@ -141,3 +144,45 @@ main()
     assert child.returncode == status, child.stderr
     assert DROPPED in child.stderr
     assert (root / "step_000000002").is_dir() is not broken
+
+
+def test_a_thread_that_the_system_refuses_is_asked_for_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    start = engine_module.start_beside
+
+    def refused_once(work: Callable[[], None]) -> Future[None]:
+        asked.append(work)
+        if len(asked) == 1:
+            raise SystemLimitError("no thread")
+        return start(work)
+
+    monkeypatch.setattr(engine_module, "start_beside", refused_once)
+    monkeypatch.setattr(engine_module, "_AGAIN_SECS", 0.01)
+    engine = SyncCheckpointEngine(root)
+    engine.save(weights(1)).result(TIMEOUT)
+    del engine
+    with SyncCheckpointEngine(root) as other:
+        assert other.save(weights(2)).result(TIMEOUT).step == 2
+    assert len(asked) == 2
+
+
+def test_the_interpreter_waits_until_it_is_closed(root: Path) -> None:
+    script = """
+import sys, threading, torch
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.memory.lifetime import LifetimeManager
+
+close, closing = LifetimeManager.close, threading.Event()
+
+def slow_close(self):
+    closing.set()
+    threading.Event().wait(0.5)
+    close(self)
+    print("closed", flush=True)
+
+LifetimeManager.close = slow_close
+SyncCheckpointEngine(sys.argv[1]).save({"w": torch.ones(3)})
+closing.wait(20)
+"""
+    child = run_warm(script, str(root))
+    assert (child.returncode, child.stdout.strip()) == (0, "closed"), child.stderr

@@ -222,7 +222,7 @@ def test_a_commit_that_nobody_waited_for_is_in_doubt(root: Path, monkeypatch: py
         gate = storage.hold("sync_dir", "root")
         ticket = engine.save(weights(1))
         gate.wait_reached()
-        engine._shutdown.drain(0.1)
+        engine._shutdown.drain()
         error = ticket.exception(TIMEOUT)
         assert isinstance(error, EngineClosedError)
         assert error.in_doubt
