@@ -137,7 +137,7 @@ class BaseEngine:
             self._state_saves.meet()
             undo.pop_all()
         # No part refers to the engine: once nobody else does, it is gone at once.
-        dropped = weakref.finalize(self, _forsake, self._portal, self._root_session, self._shutdown)
+        dropped = weakref.finalize(self, _forsake, self._portal, self._root_session, self._throttle, self._shutdown)
         dropped.atexit = False
 
     def _make_context(
@@ -908,7 +908,7 @@ def _drain(throttle: WriteThrottle, shutdown: Shutdown) -> None:
     shutdown.drain()
 
 
-def _forsake(portal: Portal, root_session: RootSession, shutdown: Shutdown) -> None:
+def _forsake(portal: Portal, root_session: RootSession, throttle: WriteThrottle, shutdown: Shutdown) -> None:
     """Close an engine that nobody refers to any more, unless it is closed.
 
     The garbage collector calls this on any thread, which may hold any lock. So this logs nothing and starts no thread.
@@ -916,7 +916,7 @@ def _forsake(portal: Portal, root_session: RootSession, shutdown: Shutdown) -> N
     if not portal.is_closed:
         root_session.forsake()
         portal.post(_log_forsaken, root_session.root)
-        portal.post(_close_forsaken, shutdown)
+        portal.post(_close_forsaken, throttle, shutdown)
 
 
 def _log_forsaken(root: Path) -> None:
@@ -926,12 +926,12 @@ def _log_forsaken(root: Path) -> None:
     )
 
 
-def _close_forsaken(shutdown: Shutdown) -> None:
+def _close_forsaken(throttle: WriteThrottle, shutdown: Shutdown) -> None:
     """Close an engine, from its loop. If the system refuses a thread for that, try again."""
     try:
-        await_at_exit(start_beside(shutdown.finish_forsaken), shutdown.drain_secs)
+        await_at_exit(start_beside(shutdown.finish_forsaken), throttle.lift, shutdown.drain_secs)
     except SystemLimitError:
-        asyncio.get_running_loop().call_later(_AGAIN_SECS, _close_forsaken, shutdown)
+        asyncio.get_running_loop().call_later(_AGAIN_SECS, _close_forsaken, throttle, shutdown)
 
 
 def _release(

@@ -254,13 +254,17 @@ def start_beside_or_here(fn: Callable[[], T]) -> Future[T]:
         return future
 
 
-def await_at_exit(work: Future[Any], limit_secs: float) -> None:
-    """Let the exit of this process, not of a fork, wait for ``work`` in a daemon thread, for at most ``limit_secs``."""
+def await_at_exit(work: Future[Any], hurry: Callable[[], object], limit_secs: float) -> None:
+    """Let the exit of this process, not of a fork, wait for ``work`` in a daemon thread, for at most ``limit_secs``.
+
+    ``hurry`` is called before the wait.
+    """
     pid = os.getpid()
 
     def wait() -> None:
         if os.getpid() != pid:
             return
+        hurry()
         with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
             work.exception(limit_secs)
 

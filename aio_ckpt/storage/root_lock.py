@@ -11,7 +11,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -145,7 +145,7 @@ class RootLock:
     def _unclaim(self) -> None:
         if _held.get(self._key) is self._entry:
             del _held[self._key]
-        if not self._released.done():
+        with contextlib.suppress(InvalidStateError):  # it was released before
             self._released.set_result(None)
 
 

@@ -111,7 +111,8 @@ def test_a_close_that_waits_for_the_agreement_names_it(tmp_path: Path) -> None:
 def test_an_exit_that_gives_the_agreement_up_names_it(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path / "root") as engine, early_lines() as lines:
         engine.agree([Future()], on_leader=Leader(), what="files")
-        engine._shutdown.drain(0.0)
+        engine._shutdown.drain_secs = 0.0
+        engine._shutdown.drain()
     assert "interpreter exit: other ranks did not end in drain_timeout_secs: agreement 1 on files" in lines.messages
 
 

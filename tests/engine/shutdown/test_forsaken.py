@@ -186,3 +186,18 @@ closing.wait(20)
 """
     child = run_warm(script, str(root))
     assert (child.returncode, child.stdout.strip()) == (0, "closed"), child.stderr
+
+
+def test_the_exit_lifts_its_write_rate_limit(root: Path) -> None:
+    script = """
+import sys, threading, time, torch
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+
+limit = EngineConfig(max_write_bytes_per_sec=1 << 20)
+SyncCheckpointEngine(sys.argv[1], limit).save({"w": torch.ones(20 << 20)})  # 80 s at the limit
+while not any(thread.name.startswith("aio_ckpt-call") for thread in threading.enumerate()):
+    time.sleep(0.001)  # until the thread that closes the engine waits for its save
+"""
+    child = run_warm(script, str(root), timeout=60)
+    assert child.returncode == 0, child.stderr
+    assert (root / "step_000000001").is_dir()
