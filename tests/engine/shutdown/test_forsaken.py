@@ -190,13 +190,16 @@ closing.wait(20)
 
 def test_the_exit_lifts_its_write_rate_limit(root: Path) -> None:
     script = """
-import sys, threading, time, torch
+import atexit, sys, time, torch
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 
 limit = EngineConfig(max_write_bytes_per_sec=1 << 20)
-SyncCheckpointEngine(sys.argv[1], limit).save({"w": torch.ones(20 << 20)})  # 80 s at the limit
-while not any(thread.name.startswith("aio_ckpt-call") for thread in threading.enumerate()):
-    time.sleep(0.001)  # until the thread that closes the engine waits for its save
+engine = SyncCheckpointEngine(sys.argv[1], limit)
+engine.save({"w": torch.ones(40 << 20)})  # after the first chunk, it has to wait for more than a minute
+hooks = atexit._ncallbacks()
+del engine
+while atexit._ncallbacks() == hooks:
+    time.sleep(0.001)  # until the exit waits for the thread that closes the engine
 """
     child = run_warm(script, str(root), timeout=60)
     assert child.returncode == 0, child.stderr
