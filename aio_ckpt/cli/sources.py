@@ -321,7 +321,7 @@ def _files_by_name(index: Path) -> dict[str, str]:
     """Return the name of the file of each tensor."""
     try:
         by_name = _INDEX_DECODER.decode(index.read_bytes()).weight_map
-    except (ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{index}: no index of files: {error}") from error
     if not by_name:
         raise CorruptCheckpointError(f"{index}: no index of files: its weight_map names none")

@@ -224,7 +224,7 @@ def encode_metadata(metadata: Mapping[Any, Any], name: str) -> bytes:
         data = msgspec.msgpack.encode(metadata)
         if _unpacked(data) == metadata:
             return data
-    except (TypeError, ValueError, OverflowError, RecursionError):
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError):
         pass
     return encode_object(f"{name}._metadata", dict(metadata))
 
@@ -254,7 +254,7 @@ def decode_metadata(data: bytes, *, name: str, trusted: bool) -> Any:
 def _decoded(data: bytes, name: str) -> Any:
     try:
         return msgspec.msgpack.decode(data)
-    except (ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{name}: the versions of a module are damaged: {error}") from error
 
 
