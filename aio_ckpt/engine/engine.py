@@ -137,7 +137,8 @@ class BaseEngine:
             self._state_saves.meet()
             undo.pop_all()
         # No part refers to the engine: once nobody else does, it is gone at once.
-        dropped = weakref.finalize(self, _forsake, self._portal, self._root_session, self._throttle, self._shutdown)
+        held = path, self._portal, self._root_session, self._throttle, self._shutdown
+        dropped = weakref.finalize(self, _forsake, *held)
         dropped.atexit = False
 
     def _make_context(
@@ -908,14 +909,16 @@ def _drain(throttle: WriteThrottle, shutdown: Shutdown) -> None:
     shutdown.drain()
 
 
-def _forsake(portal: Portal, root_session: RootSession, throttle: WriteThrottle, shutdown: Shutdown) -> None:
+def _forsake(
+    root: Path, portal: Portal, root_session: RootSession, throttle: WriteThrottle, shutdown: Shutdown
+) -> None:
     """Close an engine that nobody refers to any more, unless it is closed.
 
     The garbage collector calls this on any thread, which may hold any lock. So this logs nothing and starts no thread.
     """
     if not portal.is_closed:
         root_session.forsake()
-        portal.post(_log_forsaken, root_session.root)
+        portal.post(_log_forsaken, root)
         portal.post(_close_forsaken, throttle, shutdown)
 
 

@@ -360,11 +360,6 @@ class RootSession:
                 error.errno, f"the root cannot be made ({reason}): give a directory that can be made", str(root)
             ) from error
 
-    @property
-    def root(self) -> Path:
-        """Directory of the checkpoints."""
-        return self._ctx.root
-
     def forsake(self) -> None:
         """Note that the engine is about to be closed because nobody refers to it. Takes no lock of a thread."""
         if (lock := self._lock) is not None:

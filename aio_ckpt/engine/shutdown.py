@@ -100,9 +100,7 @@ class Shutdown:
 
     def finish_blocking(self) -> None:
         """Do :meth:`finish` for a caller without a loop."""
-        warning = self._warning("close")
-        warning.wait_for(self._begin())
-        warning.wait_for(self._background())
+        self._wait_here()
         self._release_here()
         self._raise_unreported()
 
@@ -111,9 +109,7 @@ class Shutdown:
 
         If a save failed that nobody heard of, the process ends with status 1.
         """
-        warning = self._warning("close")
-        warning.wait_for(self._begin())
-        warning.wait_for(self._background())
+        self._wait_here()
         if self._queue.take_unreported(MAX_CALLS) is not None:  # it was logged when it failed
             fail_at_exit()
         self._release_here()
@@ -162,6 +158,11 @@ class Shutdown:
         for name in self._agreements():
             return f"other ranks: {name}"
         return self._copying()
+
+    def _wait_here(self) -> None:
+        warning = self._warning("close")
+        warning.wait_for(self._begin())
+        warning.wait_for(self._background())
 
     def _release_here(self) -> None:
         try:

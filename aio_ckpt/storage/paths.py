@@ -66,13 +66,16 @@ def make_dirs(*paths: Path) -> None:
     """Make directories and their missing parents, durably. A directory may exist.
 
     Raises:
-        OSError: a directory cannot be made or synced.
+        OSError: a directory cannot be made or synced. Those that were made before are durable: a later call, which
+            finds them, syncs them no more.
     """
     parents: dict[Path, None] = {}
-    for path in paths:
-        missing = [*takewhile(lambda each: not each.is_dir(), (path, *path.parents))]
-        for each in reversed(missing):
-            each.mkdir(exist_ok=True)
-            parents[each.parent] = None
-    for parent in parents:
-        sync_dir(parent)
+    try:
+        for path in paths:
+            missing = [*takewhile(lambda each: not each.is_dir(), (path, *path.parents))]
+            for each in reversed(missing):
+                each.mkdir(exist_ok=True)
+                parents[each.parent] = None
+    finally:
+        for parent in parents:
+            sync_dir(parent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +14,8 @@ import pytest
 import torch
 from builders import weights
 from gated_storage import TIMEOUT, GatedStorage
+from system_limits import names_of_threads
+from waits import until
 from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
@@ -23,13 +24,6 @@ from aio_ckpt.errors import RootError, SystemLimitError
 from aio_ckpt.runtime.portal import Executor
 
 DROPPED = "an engine was dropped without close()"
-
-
-def wait_until_no_thread_is_left(but: set[threading.Thread]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while left := {thread for thread in threading.enumerate() if thread.name.startswith("aio_ckpt")} - but:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.001)
 
 
 def test_an_engine_that_nobody_refers_to_is_gone_at_once_whatever_it_did(root: Path) -> None:
@@ -51,13 +45,13 @@ def test_an_engine_that_nobody_refers_to_is_gone_at_once_whatever_it_did(root: P
 
 
 def test_a_cell_that_is_run_again_saves_and_leaves_no_thread(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    before = {*threading.enumerate()}
+    before = names_of_threads()
     for number in range(1, 5):
         engine = SyncCheckpointEngine(root)  # the one before is dropped here
         assert engine.save(weights(number)).result(TIMEOUT).step == number
     assert caplog.text.count(DROPPED) == 3
     engine.close()
-    wait_until_no_thread_is_left(but=before)
+    until(lambda: names_of_threads() <= before)
     assert caplog.text.count(DROPPED) == 3
 
 

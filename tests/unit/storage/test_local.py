@@ -30,7 +30,7 @@ from warm_python import WarmPython
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.runtime.portal import Executor, Portal, watch_submissions
 from aio_ckpt.storage import data_file as datafile
-from aio_ckpt.storage import direct_io
+from aio_ckpt.storage import direct_io, paths
 from aio_ckpt.storage import local as storage
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.direct_io import RWF_DONTCACHE
@@ -856,6 +856,25 @@ async def test_a_whole_file_is_read_up_to_the_length_that_is_allowed(local: Stor
 
 
 # -- names ----------------------------------------------------------------------------------------
+
+
+async def test_directories_that_were_made_before_one_could_not_be_made_are_durable(
+    local: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call finds them, and syncs them no more."""
+    synced, make = list[Path](), Path.mkdir
+
+    def make_unless_full(path: Path, **options: Any) -> None:
+        if path.name == "c":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        make(path, **options)
+
+    monkeypatch.setattr(Path, "mkdir", make_unless_full)
+    monkeypatch.setattr(paths, "sync_dir", synced.append)
+    with pytest.raises(WriteError) as caught:
+        await local.make_dirs(tmp_path / "a" / "b" / "c")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "a" / "b" / "c"))
+    assert synced == [tmp_path, tmp_path / "a"]
 
 
 async def test_directories_are_made_listed_and_removed(local: Storage, tmp_path: Path) -> None:
