@@ -99,6 +99,9 @@ class StoredObject(msgspec.Struct, frozen=True, eq=False, gc=False):
     is_transformed: bool
     """Whether the object was written through a stream extension of DCP."""
 
+    def __str__(self) -> str:
+        return f"{self.file}: object {self.name!r}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +42,20 @@ _BOX_BYTES = 8 << 20
 Boxes of 128 MiB in one part took 1.1 to 1.6 times as long."""
 _REQUESTS_A_READER = 8
 """Least number of requests for each reader, if they do not get too short. So a small load has small buffers."""
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class ObjectMemory:
+    """Memory that objects are read into, one after the other."""
+
+    memory: memoryview
+    begins: Mapping[StoredObject, int]
+    """Offset of each object in the memory."""
+
+    def bytes_of(self, stored: StoredObject) -> bytes:
+        """Return the bytes of an object, once the requests have ended."""
+        begin = self.begins[stored]
+        return bytes(self.memory[begin : begin + stored.nbytes])
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
@@ -114,17 +128,30 @@ class ReadPlan:
         else:
             self._add_box(item, start, target)
 
-    def add_object(self, stored: StoredObject, then: Callable[[bytes], object]) -> None:
-        """Read an object and call ``then`` with its bytes, once they are verified."""
-        label = f"{stored.file}: object {stored.name!r}"
-        buffer = ReassemblyBuffer(
-            label=label,
-            start=stored.offset,
-            nbytes=stored.nbytes,
-            crc32=stored.crc32,
-            then=lambda scratch, _: then(scratch.numpy().tobytes()),
-        )
-        self._add_reassembly(stored.file, buffer, [(0, stored.nbytes)], BLOCK_BYTES, ())
+    def add_objects(self, objects: Iterable[StoredObject]) -> ObjectMemory:
+        """Read objects, each once. Return the memory that they are read into, which the caller keeps until then.
+
+        Takes 1 us each.
+        """
+        begins: dict[StoredObject, int] = {}
+        nbytes = 0
+        for stored in dict.fromkeys(objects):
+            begins[stored] = nbytes
+            nbytes += stored.nbytes
+        memory = memoryview(bytearray(nbytes))
+        base = address_of(memory) if memory else 0
+        for stored, begin in begins.items():
+            if stored.nbytes <= BLOCK_BYTES:
+                crc = -1 if stored.crc32 is None else stored.crc32
+                row = (stored.offset, stored.nbytes, crc, base + begin, 0, stored, None, 0)
+                self.rows[stored.file].append(row)
+            else:
+                buffer = ReassemblyBuffer(
+                    label=str(stored), start=stored.offset, nbytes=stored.nbytes, crc32=stored.crc32
+                )
+                runs = [(0, stored.nbytes)]
+                self._add_reassembly(stored.file, buffer, runs, BLOCK_BYTES, (), base + begin)
+        return ObjectMemory(memory=memory, begins=begins)
 
     def add_bytes(self, file: str, start: int, target: bytearray, label: str) -> None:
         """Fill ``target`` with the bytes of ``file`` that begin at ``start``, of which nothing has a checksum."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aio_ckpt.checkpoint.catalog import Item
+from aio_ckpt.checkpoint.catalog import Item, StoredObject
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_columns import IntArray
@@ -108,7 +108,7 @@ class Pieces:
     devices: IntArray
     """Device of the target: 0 for the host, else 1 + the position in ``ReadPlan.devices``."""
     labels: _ObjectArray
-    """Tensor or object of the piece, for messages."""
+    """What the piece is of, for messages: a name of a tensor, a StoredObject, or the label of the reassembly buffer."""
     reassemblies: _ObjectArray
     """``ReassemblyBuffer`` of the piece, or None."""
     positions: IntArray
@@ -119,7 +119,7 @@ class Pieces:
         return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
-Row: TypeAlias = tuple[int, int, int, int, int, str, "ReassemblyBuffer | None", int]
+Row: TypeAlias = tuple[int, int, int, int, int, "str | StoredObject", "ReassemblyBuffer | None", int]
 """One piece: the columns of :class:`Pieces` in their order."""
 
 
@@ -161,8 +161,8 @@ class ReadRequest:
 
     def label(self, row: int) -> str:
         """Return the file, and the tensor or object, of a piece, for messages."""
-        label: str = self.pieces.labels[row]
-        return label if self.pieces.reassemblies[row] is not None else f"{self.file}: tensor {label!r}"
+        label, buffer = self.pieces.labels[row], self.pieces.reassemblies[row]
+        return f"{self.file}: tensor {label!r}" if buffer is None and isinstance(label, str) else str(label)
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from aio_ckpt.checkpoint.fetch import fetch
 from aio_ckpt.checkpoint.foreign_items import check_zip, parse_item, parse_or_object
 from aio_ckpt.checkpoint.locate import Ends, check_inside, read_ends
 from aio_ckpt.checkpoint.open import Checkpoint, check_metadata, check_rank, open_checkpoint
-from aio_ckpt.checkpoint.read_plan import ReadPlan
+from aio_ckpt.checkpoint.read_plan import ObjectMemory, ReadPlan
 from aio_ckpt.checkpoint.read_requests import REQUEST_BYTES_MAX, ReadRequest, ReassemblyBuffer, Row, cut_requests
 from aio_ckpt.errors import (
     AioCkptError,
@@ -45,6 +44,8 @@ from aio_ckpt.storage.small_files import read_root_of, read_small_file, saves_in
 
 _PART_BYTES = 2 << 20
 """Most bytes of a file that are summed at once."""
+_OBJECT_BYTES = 64 << 20
+"""Bytes of the objects of plain DCP that are in memory at once, beside one longer object."""
 _ITEMS_AT_ONCE = 1024
 """Most items of plain DCP whose ends are in memory at once: 40 KiB each."""
 
@@ -324,19 +325,24 @@ class _Verification:
         return ranges, others
 
     async def _check_zips(self, file: str, objects: Iterable[StoredObject]) -> None:
-        plan = ReadPlan()
+        inside: list[StoredObject] = []
         for stored in objects:
             if stored.is_transformed:
                 continue
             with _collecting(self.faults, file, stored.name):
                 check_inside(stored.name, file, stored.offset, stored.nbytes, self.files.sizes)
-                plan.add_object(stored, functools.partial(self._check_zip, stored))
-        requests = plan.requests(self.readers)
-        await fetch(self.files, requests, executor=self.executor, readers=self.readers, verify=True)
+                inside.append(stored)
+        for few in _by_bytes(inside):
+            plan = ReadPlan()
+            memory = plan.add_objects(few)
+            requests = plan.requests(self.readers)
+            await fetch(self.files, requests, executor=self.executor, readers=self.readers, verify=True)
+            await run_blocking(self.executor, self._compare_zips, memory)
 
-    def _check_zip(self, stored: StoredObject, data: bytes) -> None:
-        with _collecting(self.faults, stored.file, stored.name):
-            check_zip(stored.name, data)
+    def _compare_zips(self, objects: ObjectMemory) -> None:
+        for stored in objects.begins:
+            with _collecting(self.faults, stored.file, stored.name):
+                check_zip(stored.name, objects.bytes_of(stored))
 
     # -- sums ---------------------------------------------------------------------------------------
 
@@ -419,6 +425,13 @@ def _unparsed_item_of(entry: TensorEntry, file: str) -> UnparsedItem:
         offsets=entry.offsets,
         is_transformed=False,
     )
+
+
+def _by_bytes(objects: Sequence[StoredObject]) -> Iterator[list[StoredObject]]:
+    """Yield runs of objects of about ``_OBJECT_BYTES`` together; a longer object ends its run."""
+    ends = itertools.accumulate(stored.nbytes for stored in objects)
+    for _, run in itertools.groupby(zip(ends, objects, strict=True), lambda pair: pair[0] // _OBJECT_BYTES):
+        yield [stored for _, stored in run]
 
 
 def _checked_ranges(table: FileTable) -> list[_CheckedRange]:

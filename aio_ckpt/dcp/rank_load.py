@@ -65,10 +65,9 @@ class RankLoad:
         plans = [ReadPlan() for _ in range(max(rounds, default=0) + 1)]
         for (item, target), number in zip(targets, rounds, strict=True):
             plans[number].add_part(items[item.storage_index], item.storage_offsets, target)
-        streams: dict[MetadataIndex, bytes] = {}
-        for index, stored in located.items():
-            if isinstance(stored, StoredObject):  # an object, or a tensor that only torch.load or an extension reads
-                plans[0].add_object(stored, functools.partial(streams.__setitem__, index))
+        # An object, or a tensor that only torch.load or an extension reads.
+        objects = {index: stored for index, stored in located.items() if isinstance(stored, StoredObject)}
+        streams = plans[0].add_objects(objects.values())
         devices = {target.device for _, target in targets}
         synchronize(devices)
         for reads in plans:
@@ -78,8 +77,8 @@ class RankLoad:
         for item, target in targets:
             planner.commit_tensor(item, target)
         for item in plan.items:
-            if item.storage_index in streams:
-                self._give(item, streams[item.storage_index], planner, transforms)
+            if item.storage_index in objects:
+                self._give(item, streams.bytes_of(objects[item.storage_index]), planner, transforms)
 
     def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``work``. After Ctrl-C, this raises once no thread fills a target any more."""

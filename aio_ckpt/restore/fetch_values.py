@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from torch.autograd.graph import increment_version
 
+from aio_ckpt.checkpoint.catalog import StoredObject
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch, synchronize
 from aio_ckpt.checkpoint.foreign_items import check_zip
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import UnsafeObjectError
-from aio_ckpt.leaves.objects import decode_object
+from aio_ckpt.leaves.objects import decode_object, is_immutable
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.restore.load_progress import Meter
@@ -49,13 +50,21 @@ def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: FillPlan, fetched: F
     increment_version(plan.reads.filled)
     fetched.values |= plan.values
     fetched.has_unchecked |= plan.reads.has_unchecked or not ctx.verify
-    for name, data in plan.undecoded.items():
+    shared: dict[StoredObject, object] = {}
+    for name, stored in plan.objects.items():
+        if stored in shared:
+            fetched.values[name] = shared[stored]
+            continue
+        data = plan.undecoded.bytes_of(stored)
         if checkpoint.is_plain_dcp:
             fetched.has_unchecked |= not check_zip(name, data)
         try:
-            fetched.values[name] = decode_object(data, name=name, trusted=ctx.trusted)
+            value = fetched.values[name] = decode_object(data, name=name, trusted=ctx.trusted)
         except UnsafeObjectError as error:
             fetched.untrusted[name] = str(error)
+        else:
+            if is_immutable(value):
+                shared[stored] = value
     if fetched.untrusted and not fetched.skip_untrusted:
         raise _unsafe(fetched.untrusted)
 

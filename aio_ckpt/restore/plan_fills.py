@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.foreign_items import parse_item
 from aio_ckpt.checkpoint.locate import locate
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.checkpoint.read_plan import ReadPlan
+from aio_ckpt.checkpoint.read_plan import ObjectMemory, ReadPlan
 from aio_ckpt.checkpoint.read_requests import ReadRequest
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsupportedLeafError
 from aio_ckpt.format.tensor_zip import is_dense, row_major_stride
@@ -34,16 +33,18 @@ HostMemory: TypeAlias = Callable[[int], torch.Tensor]
 
 @dataclass(slots=True, repr=False, kw_only=True)
 class FillPlan:
-    """Plan of one load. The reads add the bytes of objects to it."""
+    """Plan of one load."""
 
-    reads: ReadPlan = field(default_factory=ReadPlan)
+    reads: ReadPlan
     """The pieces to read."""
     requests: Sequence[ReadRequest] = ()
     """The reads of these pieces."""
     values: dict[str, object] = field(default_factory=dict)
     """Tensors that are read, by name, without those that fill exactly."""
-    undecoded: dict[str, bytes] = field(default_factory=dict)
-    """Bytes of the objects that were read, by name."""
+    objects: Mapping[str, StoredObject]
+    """Objects that are read, by name. Several names may have one."""
+    undecoded: ObjectMemory
+    """Memory that the objects are read into."""
 
 
 async def plan_reads(
@@ -71,18 +72,17 @@ async def plan_reads(
     await files.measure({item.file for item, _, _ in fills.exact}, checkpoint.catalog.files)
     items, objects = await _locate(ctx, files, checkpoint, names, fills.objects)
     _check_tied(checkpoint, tied, items)
-    plan = FillPlan()
 
-    def add_all() -> None:
+    def planned() -> FillPlan:
+        reads = ReadPlan()
+        plan = FillPlan(reads=reads, objects=objects, undecoded=reads.add_objects(objects.values()))
         exact = _add_fills(plan, fills.others, items, memory)
-        plan.reads.add_whole([*fills.exact, *exact])
-        for name, stored in objects.items():
-            plan.reads.add_object(stored, functools.partial(plan.undecoded.__setitem__, name))
-        synchronize(plan.reads.devices)
-        plan.requests = plan.reads.requests(ctx.readers)
+        reads.add_whole([*fills.exact, *exact])
+        synchronize(reads.devices)
+        plan.requests = reads.requests(ctx.readers)
+        return plan
 
-    await run_blocking(ctx.executor, add_all)
-    return plan
+    return await run_blocking(ctx.executor, planned)
 
 
 async def _locate(

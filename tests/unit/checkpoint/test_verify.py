@@ -124,6 +124,20 @@ async def test_all_faults_of_all_ranks_are_listed(executor, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("nbytes", [1, 3000, 1 << 20])
+async def test_objects_of_stock_are_verified_however_many_are_in_memory_at_once(
+    executor, tmp_path, monkeypatch, nbytes
+):
+    monkeypatch.setattr(scrub, "_OBJECT_BYTES", nbytes)
+    path = tmp_path / "x"
+    stock_save(path, {f"o{number}": f"value {number}" for number in range(9)})
+    assert not await verify(executor, path)
+    data = (path / "__0_0.distcp").read_bytes()
+    for number in (0, 4, 8):
+        flip(path / "__0_0.distcp", data.index(f"value {number}".encode()))
+    assert [fault.tensor for fault in await verify(executor, path)] == ["o0", "o4", "o8"]
+
+
 async def test_metadata_that_tells_another_place_than_the_manifest_is_found(executor, tmp_path):
     path = save_state(tmp_path / "c", {"a": torch.ones(10), "b": torch.zeros(10)})
     data = (path / ".metadata").read_bytes()
