@@ -19,7 +19,6 @@ import torch
 
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.argument_checks import check_callback, check_flag, check_kind
-from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.root_claim import Claim
@@ -208,7 +207,7 @@ class BaseEngine:
             must_wait=lambda: preemption.is_on or not (mirroring is None or mirroring.is_ready),
             held=(lambda: ()) if mirroring is None else mirroring.held_steps,
         )
-        writer = JobWriter(ctx=ctx, throttle=self._throttle, trash=self._trash)
+        writer, renames = JobWriter(ctx=ctx, throttle=self._throttle), self._quarantine.renames
         self._call_lock = call_lock = CallLock(portal)
         self._resources = resources = CaptureResources(ctx, self._throttle, self._rescue.shared_memory)
         newest_frozen = NewestFrozenFile(leaves=resources.frozen, relink_limit=ctx.config.relink_limit)
@@ -217,12 +216,13 @@ class BaseEngine:
             writer=writer,
             root_session=self._root_session,
             claim=claim,
-            quarantine=self._quarantine,
+            renames=renames,
+            trash=self._trash,
             newest_frozen=newest_frozen,
             rescue=self._rescue,
         )
         self._recorder = OutcomeRecorder(ctx, resources)
-        removals = RemovePipeline(ctx=ctx, claim=claim, quarantine=self._quarantine, trash=self._trash)
+        removals = RemovePipeline(ctx=ctx, claim=claim, renames=renames, trash=self._trash)
         self._queue = queue = JobQueue(ctx, portal, steps, removals, self._recorder, self._root_session, mirroring)
         capturer = JobCapturer(ctx=ctx, portal=portal, queue=queue, resources=resources)
         self._state_saves = StateSaves(
@@ -240,7 +240,9 @@ class BaseEngine:
             earlier_steps=earlier_steps,
             is_urgent=self._preemption.poll,
         )
-        self._file_saves = FileSaves(ctx, call_lock, queue, capturer, FilePipeline(ctx=ctx, writer=writer))
+        self._file_saves = FileSaves(
+            ctx, call_lock, queue, capturer, FilePipeline(ctx=ctx, writer=writer, trash=self._trash)
+        )
         self._agreed_changes = AgreedChanges(
             call_lock=call_lock,
             ctx=ctx,
@@ -336,7 +338,6 @@ class BaseEngine:
             Exception: an earlier save failed and nobody awaited it; raised once. The save of this call was made all
                 the same: ``error.ticket`` is its ticket.
         """
-        step = step_numbers.whole_number(step)
         call = SaveCall.of(
             step,
             path=path,
@@ -346,7 +347,7 @@ class BaseEngine:
             extra=extra,
             files=files,
         )
-        return self._state_saves.save(state, step, call)
+        return self._state_saves.save(state, call)
 
     def remove(self, path: str | os.PathLike[str]) -> Milestone[None]:
         """Remove the checkpoint at ``path`` in the background, after the commits of all saves called before.

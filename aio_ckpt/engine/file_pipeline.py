@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aio_ckpt.commit.owner import owner_by_name
 from aio_ckpt.commit.publish_files import only_writer, publish_files
-from aio_ckpt.commit.trash import end_failed_save
+from aio_ckpt.commit.trash import Trash, end_failed_save
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob
 from aio_ckpt.engine.job_writer import JobWriter
@@ -35,6 +35,7 @@ class FilePipeline:
 
     ctx: EngineContext
     writer: JobWriter
+    trash: Trash
     cleared: set[Path] = field(default_factory=set)
     """Directories in which the leftovers of dead processes were removed."""
 
@@ -62,7 +63,7 @@ class FilePipeline:
         async with self.writer.committing(job, turn):
             written = [part.name for part in job.parts]
             names = await publish_files(storage, job.temporary, job.path, written, index=job.content.index)
-            await self.writer.trash.delete(job.temporary)
+            await self.trash.delete(job.temporary)
         return SaveReport(
             step=0,
             path=job.path,
@@ -82,7 +83,7 @@ class FilePipeline:
         storage, folder = self.ctx.storage, job.path.parent
         await explain_full_disk(cause, storage, folder, job.image_bytes, remedy="save to another disk")
         await end_failed_save(
-            self.writer.trash,
+            self.trash,
             job.temporary,
             [part.image for part in job.parts],
             job.threads,
@@ -100,4 +101,4 @@ class FilePipeline:
         for name in await names_in(storage, folder):
             owner = owner_by_name(name, here) if name.startswith(TEMPORARY) else None
             if owner is not None and owner.is_proven_dead(here):
-                await self.writer.trash.delete(folder / name)
+                await self.trash.delete(folder / name)

@@ -56,8 +56,10 @@ def sent_path(path: Path, root: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCall:
-    """Arguments of one call of ``save()``, without the state and the step."""
+    """Arguments of one call of ``save()``, without the state."""
 
+    step: Any
+    """Step that the caller gave; None if none was given. It is checked unless the call is refused."""
     overwrite: bool
     """Whether a committed checkpoint of the same step is replaced; of a path, also one with foreign files."""
     metrics: Mapping[str, float | None]
@@ -90,6 +92,7 @@ class SaveCall:
         files: Mapping[str, bytes] | None,
     ) -> SaveCall:
         """Return the call that begins now. Raises nothing: bad arguments give a call with ``refuse``."""
+        step = step_numbers.whole_number(step)
         started, began = time.perf_counter(), time.monotonic()
 
         def checked() -> SaveCall:
@@ -99,6 +102,7 @@ class SaveCall:
             if step is not None:
                 step_numbers.check_step_number(step)
             return cls(
+                step=step,
                 path=None if path is None else check_place("path", path),
                 takes_step=path is None,
                 overwrite=overwrite,
@@ -113,6 +117,7 @@ class SaveCall:
             return checked()
         except Exception:  # noqa: BLE001 - ``refuse`` raises it again
             return cls(
+                step=step,
                 overwrite=False,
                 metrics={},
                 extra={},
@@ -128,8 +133,6 @@ class NumberedCall:
     """One call of ``save()``, with what makes it the same call on every rank."""
 
     call: SaveCall
-    step: int | None
-    """Step that the caller gave."""
     number: int
     """Number of the call."""
     round: SaveRound
@@ -137,7 +140,7 @@ class NumberedCall:
     @property
     def target(self) -> Target | None:
         """Step or path that the caller gave."""
-        return self.call.path or self.step
+        return self.call.path or self.call.step
 
     def accepted(self) -> NumberedCall:
         """Return the call itself, or raise the error of a refused one."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import anyio
 import anyio.lowlevel
 
-from aio_ckpt.commit.trash import THREAD_WAIT_SECS, Trash
+from aio_ckpt.commit.trash import THREAD_WAIT_SECS
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import StallError
@@ -27,8 +27,6 @@ class JobWriter:
     ctx: EngineContext
     throttle: WriteThrottle
     """Limits the rate of writing."""
-    trash: Trash
-    """Deletes the directories of failed saves, and what is left of replaced checkpoints."""
 
     def file_writer(self, job: WriteJob) -> FileWriter:
         """Return the writer of the data files of a job, whose writes tell that the job goes on."""

@@ -13,7 +13,6 @@ from typing import TypeAlias
 import anyio
 
 from aio_ckpt.commit import path_checkpoints
-from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.engine.context import EngineContext
@@ -40,8 +39,8 @@ class RemovePipeline:
 
     ctx: EngineContext
     claim: Claim
-    quarantine: Quarantine
-    """Its lock ``renames`` orders all renames of checkpoints."""
+    renames: anyio.Lock
+    """Orders all renames under the root."""
     trash: Trash
 
     async def run(self, job: RemoveJob) -> None:
@@ -74,7 +73,7 @@ class RemovePipeline:
     async def _move_to_trash(self, job: RemoveJob) -> Path:
         ctx, limit_secs = self.ctx, self.ctx.config.stall_timeout_secs
         name = f"removed-{ctx.save_id(job.number)}"
-        async with self.quarantine.renames:
+        async with self.renames:
             with anyio.move_on_after(limit_secs, shield=True):  # a rename that has begun is completed
                 check = self.claim.check
                 return await path_checkpoints.move_to_trash(

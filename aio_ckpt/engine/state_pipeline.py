@@ -25,9 +25,8 @@ from aio_ckpt.commit.manifests import (
     render_root,
     written_names,
 )
-from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.root_claim import Claim
-from aio_ckpt.commit.trash import end_failed_save
+from aio_ckpt.commit.trash import Trash, end_failed_save
 from aio_ckpt.commit.user_files import write_user_files
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
@@ -90,8 +89,10 @@ class StatePipeline:
     root_session: RootSession
     claim: Claim
     """Read before each commit: a writer that was taken over commits nothing."""
-    quarantine: Quarantine
-    """Quarantine of the root. Its lock ``renames`` orders all renames under the root."""
+    renames: anyio.Lock
+    """Orders all renames under the root."""
+    trash: Trash
+    """Deletes the directories of failed saves, and what is left of replaced checkpoints."""
     newest_frozen: NewestFrozenFile
     """What did not change from save to save."""
     rescue: Rescue | None = None
@@ -285,13 +286,13 @@ class StatePipeline:
         await publish.sync_pending(ctx.storage, job.write_dir, job.save_id, root_manifest)
         job.timer.reached("dir_synced")
         job.begin("waiting while other checkpoints are renamed")
-        async with self.writer.committing(job, self.quarantine.renames):
+        async with self.writer.committing(job, self.renames):
             await self.claim.check()
             if job.call.overwrite or job.call.path is not None:
                 for directory in await publish.publish_over(
                     ctx.storage, pending=job.pending, final=job.final, save_id=job.save_id, check=self.claim.check
                 ):
-                    self.writer.trash.add(directory)
+                    self.trash.add(directory)
             else:
                 await publish.publish(ctx.storage, pending=job.pending, final=job.final)
             await self._check_in_time(job)
@@ -344,7 +345,7 @@ class StatePipeline:
             self._share_on(job)
         end = await job.round.end(cause, stage=stage, limit_secs=_reply_secs(job.deadline))
         await end_failed_save(
-            self.writer.trash,
+            self.trash,
             job.pending if end.may_clear else None,
             [part.image for part in job.parts],
             job.threads,

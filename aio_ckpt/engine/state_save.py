@@ -34,7 +34,7 @@ from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import Target
-from aio_ckpt.runtime.deadline import NO_DEADLINE
+from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.snapshot.captured_chunks import CapturedChunks
@@ -95,7 +95,7 @@ class StateSaves(LockedCalls):
             else:
                 members.opened = self.portal.submit(meet)
 
-    def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
+    def save(self, state: object, call: SaveCall) -> SaveTicket:
         """See ``CheckpointEngine.save``.
 
         Invariant: the failure of an earlier save that this call reports stops no save. It is raised once the save of
@@ -103,7 +103,7 @@ class StateSaves(LockedCalls):
         """
         self.call_lock.check("save()")
         with self.call_lock.mutex:
-            numbered, failed = self._number(call, step), None
+            numbered, failed = self._number(call), None
             try:
                 if not self.ctx.members.are_several:  # at once: there is no rank to tell
                     numbered = numbered.accepted()
@@ -120,13 +120,13 @@ class StateSaves(LockedCalls):
             raise_failure(failed, made=ticket)
         return ticket
 
-    def _number(self, call: SaveCall, step: int | None) -> NumberedCall:
-        number = self.queue.next_number("save", step)
+    def _number(self, call: SaveCall) -> NumberedCall:
+        number = self.queue.next_number("save", call.step)
         self.saves += 1
         if call.takes_step:
-            self.queue.count_call(number, step)
+            self.queue.count_call(number, call.step)
         round_ = SaveRound(self.ctx.members, self.ctx.executor, topic=Topic("save", number))
-        return NumberedCall(call=call, step=step, number=number, round=round_)
+        return NumberedCall(call=call, number=number, round=round_)
 
     def _admit(self, numbered: NumberedCall) -> Admission:
         """Wait until the ranks have met and there is room."""
@@ -188,33 +188,33 @@ class StateSaves(LockedCalls):
 
     def _check_target(self, numbered: NumberedCall) -> None:
         """Raise if nothing may be saved at the step or path that the caller gave. Nothing was touched."""
-        call, step = numbered.call, numbered.step
+        call = numbered.call
         if call.path is not None:
             self.root_session.check_outside_root(call.path, call.deadline)
-        elif step is not None:
+        elif call.step is not None:
             try:
-                self._check_step(step, call)
+                self._check_step(call.step, call.deadline, overwrite=call.overwrite)
             except StepOrderError:
                 # If another process writes, it has made these steps, and the error says so.
                 if self.ctx.members.is_leader:
                     self.root_session.become_writer(call.deadline)
                 raise
 
-    def _check_step(self, step: int, call: SaveCall) -> None:
-        read_steps = functools.partial(self.root_session.steps, call.deadline)
-        self.queue.steps.check(step, self.queue.pending_steps, overwrite=call.overwrite, read=read_steps)
+    def _check_step(self, step: int, deadline: Deadline, *, overwrite: bool) -> None:
+        read_steps = functools.partial(self.root_session.steps, deadline)
+        self.queue.steps.check(step, self.queue.pending_steps, overwrite=overwrite, read=read_steps)
 
     def _skipped(self, numbered: NumberedCall) -> SaveTicket:
         """Return the ticket of a call that saves nothing."""
         self.statistics.skip()
-        step, path = numbered.step, numbered.call.path
+        step, path = numbered.call.step, numbered.call.path
         if step is None:
             step = 0 if path else self.queue.steps.newest(self.queue.pending_steps) or 0
         return SaveTicket(step=step, path=path, portal_check=self.portal.check_thread, skipped=True)
 
     def _claim_target(self, numbered: NumberedCall, plan: Plan) -> Target:
         """Lock the root, and return the path or step to save at: by default, the next step."""
-        call, step = numbered.call, numbered.step
+        call, step = numbered.call, numbered.call.step
         # A later save looks at the lock in the background, unless the other ranks wait for the leader now.
         if self.ctx.members.is_leader and (plan.lacks_share or not self.root_session.is_writer):
             self.root_session.become_writer(call.deadline)
@@ -222,7 +222,7 @@ class StateSaves(LockedCalls):
             self._log_earlier_steps(step)
         target: Target = self.queue.claim_step(numbered.number, step) if call.path is None else call.path
         if step is not None:  # again: the writer before may have committed more
-            self._check_step(step, call)
+            self._check_step(step, call.deadline, overwrite=call.overwrite)
         return target
 
     def _job(
@@ -292,8 +292,7 @@ class StateSaves(LockedCalls):
         """Raise StepOrderError on all ranks if ``save(step=step)`` would. Nothing is locked or made."""
         self.ctx.members.await_met(NO_DEADLINE)
         self.root_session.learn_steps(NO_DEADLINE)
-        read, pending = self.root_session.steps, self.queue.pending_steps
-        self.queue.steps.check(step, pending, overwrite=False, read=read)
+        self._check_step(step, NO_DEADLINE, overwrite=False)
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""

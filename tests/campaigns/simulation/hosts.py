@@ -77,7 +77,7 @@ class _WriterAndReader(_Host):
                 Policy(keep_last=self.rng.choice((1, 2)), keep_every=None, keep_best=None),
                 check=pipeline.claim.check,
                 committed=lambda: discovery.discover(self.storage, ROOT, self.ctx.names),
-                renames=pipeline.quarantine.renames,
+                renames=pipeline.renames,
                 must_wait=lambda: False,
             )
             group.start_soon(self._read_often)

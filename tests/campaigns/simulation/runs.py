@@ -268,12 +268,14 @@ class World:
     async def open(self, group: anyio.abc.TaskGroup) -> tuple[JobCapturer, StatePipeline]:
         """The engine of a writer that has the root."""
         self.portal.attach(self.loop, group, self.threads)
+        quarantine = Quarantine()
         pipeline = StatePipeline(
             ctx=self.ctx,
             root_session=mock.create_autospec(RootSession, instance=True),
             claim=self.claim(),
-            writer=JobWriter(ctx=self.ctx, throttle=WriteThrottle(), trash=Trash(self.storage)),
-            quarantine=Quarantine(),
+            writer=JobWriter(ctx=self.ctx, throttle=WriteThrottle()),
+            renames=quarantine.renames,
+            trash=Trash(self.storage),
             newest_frozen=NewestFrozenFile(leaves=None, relink_limit=1),
         )
         while True:  # a root that cannot be claimed is no writer's: the next call of a user tries again
@@ -285,8 +287,7 @@ class World:
                 continue
         outcomes = mock.create_autospec(OutcomeRecorder, instance=True)
         resources = CaptureResources(self.ctx, WriteThrottle(), None)
-        quarantine, writer = pipeline.quarantine, pipeline.writer
-        removals = RemovePipeline(ctx=self.ctx, claim=pipeline.claim, quarantine=quarantine, trash=writer.trash)
+        removals = RemovePipeline(ctx=self.ctx, claim=pipeline.claim, renames=pipeline.renames, trash=pipeline.trash)
         queue = JobQueue(
             self.ctx,
             self.portal,
@@ -342,7 +343,7 @@ class World:
                 place=ROOT,
                 number=call,
                 deadline=deadline,
-                call=SaveCall(overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
+                call=SaveCall(step=step, overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
                 pending=self.ctx.pending_path(call),
                 write_dir=self.ctx.pending_path(call),
                 final=self.ctx.final_path(step),
