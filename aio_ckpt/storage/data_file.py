@@ -10,7 +10,6 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,40 +127,6 @@ def _close_numbers(numbers: list[int]) -> None:
 # -- writing --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CreatedFile:
-    """Created file with its open descriptors, before the asynchronous handle is made."""
-
-    path: Path
-    numbers: list[int]
-    """The descriptor."""
-    is_direct: bool
-    """Whether it was opened with O_DIRECT."""
-
-    @classmethod
-    def create(cls, path: Path, nbytes: int, direct_io: DirectIO) -> CreatedFile:
-        """Create ``path``, which must not exist, and reserve ``nbytes`` on a file system of this host.
-
-        It is opened once, because each open of a shared file system asks the server.
-        """
-        number = create_direct(path, direct_io)
-        is_direct = number is not None
-        created = cls(path, [create_exclusively(path, 0) if number is None else number], is_direct)
-        try:
-            _reserve(created.numbers[0], nbytes)
-        except BaseException:
-            created.discard()
-            raise
-        return created
-
-    def discard(self) -> None:
-        """Close the descriptors and remove the file."""
-        try:
-            _close_numbers(self.numbers)
-        finally:
-            self.path.unlink(missing_ok=True)
-
-
 class DataFile:
     """New file that several tasks write at once, each its own range: positioned writes, each in one call of a thread.
 
@@ -172,16 +137,33 @@ class DataFile:
     begins_late = False
     """Whether writes take the CPU time that the capture needs, and so begin when the caller's thread has done that."""
 
-    def __init__(self, created: CreatedFile, executor: Executor, direct_io: DirectIO) -> None:
-        self.path = created.path
-        self.mode: WriteMode = "direct" if created.is_direct else "dontcache"
+    def __init__(self, path: Path, nbytes: int, executor: Executor, direct_io: DirectIO) -> None:
+        """Create ``path``, which must not exist, and reserve ``nbytes`` on a file system of this host. Blocks.
+
+        It is opened once, because each open of a shared file system asks the server.
+        """
+        direct = create_direct(path, direct_io)
+        self.path = path
+        self.mode: WriteMode = "dontcache" if direct is None else "direct"
         """How bytes reach the disk from now on."""
         self._direct_io = direct_io
-        self._is_direct = self._takes_unaligned = created.is_direct
-        self._numbers = created.numbers
+        self._is_direct = self._takes_unaligned = direct is not None
+        self._numbers = [create_exclusively(path, 0) if direct is None else direct]
         """The descriptor of the file. If that is direct and some bytes went through the page cache, one for these."""
-        self._files = _Descriptors(executor, created.numbers)
+        self._files = _Descriptors(executor, self._numbers)
         self._executor = executor
+        try:
+            _reserve(self._numbers[0], nbytes)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Close the file, which nobody has written to, and remove it. Blocks."""
+        try:
+            _close_numbers(self._numbers)
+        finally:
+            self.path.unlink(missing_ok=True)
 
     async def write(self, offset: int, data: memoryview) -> None:
         """Write all of ``data`` (contiguous, any length) at ``offset`` bytes. A short write is continued.
@@ -261,50 +243,36 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 # -- reading --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedFile:
-    """Open descriptors of a file to be read, and its length, before the asynchronous handle is made."""
+class ReadFile:
+    """File that several tasks read at once: positioned reads, each in one call of a thread."""
 
-    nbytes: int
-    numbers: list[int]
-    """A descriptor that goes through the page cache. If O_DIRECT could be opened, a second one with it."""
+    def __init__(self, path: Path, executor: Executor, direct_io: DirectIO, *, reads_cached: bool) -> None:
+        """Open ``path``, also with O_DIRECT if that can be opened. Blocks.
 
-    @classmethod
-    def open(cls, path: Path, direct_io: DirectIO) -> OpenedFile:
-        """Open ``path``, also with O_DIRECT if that can be opened."""
+        If ``reads_cached``, bytes that the page cache holds come from there, and only the others with O_DIRECT.
+        """
+        self.path = path
         numbers = [open_regular_file(path)]
         try:
-            nbytes = os.fstat(numbers[0]).st_size
+            self.nbytes = os.fstat(numbers[0]).st_size
+            """Length of the file when it was opened."""
             if (direct := open_direct(path, direct_io)) is not None:
                 numbers.append(direct)
         except BaseException:
             _close_numbers(numbers)
             raise
-        return cls(nbytes, numbers)
-
-    def close(self) -> None:
-        """Close all descriptors."""
-        _close_numbers(self.numbers)
-
-
-class ReadFile:
-    """File that several tasks read at once: positioned reads, each in one call of a thread."""
-
-    def __init__(
-        self, path: Path, opened: OpenedFile, executor: Executor, direct_io: DirectIO, *, reads_cached: bool
-    ) -> None:
-        """If ``reads_cached``, bytes that the page cache holds come from there, and only the others with O_DIRECT."""
-        self.path = path
-        self.nbytes = opened.nbytes
-        """Length of the file when it was opened."""
-        self.is_direct = len(opened.numbers) > 1
+        self.is_direct = len(numbers) > 1
         """Whether reads that are aligned to ``PAGE_BYTES`` (address, offset, length) bypass the page cache. False from
         the first one that the file system refuses."""
         self._direct_io = direct_io
         self._may_be_cached = reads_cached and self.is_direct
-        self._numbers = tuple(opened.numbers)
+        self._numbers = tuple(numbers)
         self._executor = executor
-        self._files = _Descriptors(executor, opened.numbers)
+        self._files = _Descriptors(executor, numbers)
+
+    def discard(self) -> None:
+        """Close the file, which nobody has read. Blocks."""
+        _close_numbers([*self._numbers])
 
     async def read_into(self, offset: int, *views: memoryview) -> int:
         """Fill ``views``, one after the other, from ``offset``.

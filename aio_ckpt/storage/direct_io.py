@@ -82,29 +82,22 @@ def check_fallback(path: Path, direct_io: DirectIO, refused: OSError) -> None:
     Lustre refuses O_DIRECT from pinned memory with EFAULT or EINVAL, and some FUSE file systems refuse it once the file
     is open.
 
-    Args:
-        path: The file.
-        direct_io: See :class:`~aio_ckpt.EngineConfig`.
-        refused: The error of an aligned operation.
+    ``refused`` is the error of an aligned operation on the file ``path``.
     """
     _check_may_fall_back(direct_io, refused)
-    _warn_of_refusal(mount_point(path), refused.strerror or "")
-
-
-def _check_may_fall_back(direct_io: DirectIO, refused: OSError) -> None:
-    if direct_io == "on":
-        raise OSError(refused.errno, f'{refused.strerror}; direct_io="on" refuses to fall back') from refused
-
-
-def _warn_of_refusal(mount: Path, reason: str) -> None:
-    warner = object()
+    mount, warner = mount_point(path), object()
     if _WARNERS.setdefault(mount, warner) is warner:  # atomic: of several threads, the first one warns
         _log.warning(
             "%s: the file system there opens files with O_DIRECT and refuses to write or read with it (%s): the page "
             'cache is used instead, which is slower. direct_io="off" does so without a try. Logged once',
             mount,
-            reason,
+            refused.strerror or "",
         )
+
+
+def _check_may_fall_back(direct_io: DirectIO, refused: OSError) -> None:
+    if direct_io == "on":
+        raise OSError(refused.errno, f'{refused.strerror}; direct_io="on" refuses to fall back') from refused
 
 
 def aligned_span(view: memoryview, offset: int) -> int:

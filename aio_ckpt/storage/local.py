@@ -25,16 +25,8 @@ from aio_ckpt.errors import AioCkptError, MismatchError, ReadError, RootError, W
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
 from aio_ckpt.storage.clone import Stamp, clone_file, file_stamp
-from aio_ckpt.storage.data_file import (
-    CreatedFile,
-    DataFile,
-    OpenedFile,
-    ReadFile,
-    open_regular_file,
-    translate_errors,
-    translated,
-)
-from aio_ckpt.storage.direct_io import PageCache
+from aio_ckpt.storage.data_file import DataFile, ReadFile, open_regular_file, translate_errors, translated
+from aio_ckpt.storage.direct_io import NOT_SUPPORTED, PageCache
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.freshness import found_afresh
 from aio_ckpt.storage.paths import make_dirs
@@ -49,7 +41,6 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _REMOVERS, _FILES_A_REMOVER = 4, 16
 """Most threads that remove the files of one directory, and the files for which a further one is worth it."""
-_NO_RENAMEAT2 = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +87,8 @@ class Storage:
                 No byte was written, and no file is left.
         """
         with translate_errors(WriteError, path):
-            create = functools.partial(CreatedFile.create, path, nbytes, self._direct_io)
-            created = await run_owned(self._executor, create, dispose=CreatedFile.discard)
-            return DataFile(created, self._executor, self._direct_io)
+            create = functools.partial(DataFile, path, nbytes, self._executor, self._direct_io)
+            return await run_owned(self._executor, create, dispose=DataFile.discard)
 
     async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
         """Open ``path`` for reading, with O_DIRECT where it works.
@@ -111,9 +101,9 @@ class Storage:
         is_chosen = self._direct_io == "auto"
         direct_io: DirectIO = "off" if page_cache == "fill" and is_chosen else self._direct_io
         with translate_errors(ReadError, path):
-            opened = await run_owned(self._executor, OpenedFile.open, path, direct_io, dispose=OpenedFile.close)
             reads_cached = page_cache == "take" and is_chosen
-            return ReadFile(path, opened, self._executor, direct_io, reads_cached=reads_cached)
+            read = functools.partial(ReadFile, path, self._executor, direct_io, reads_cached=reads_cached)
+            return await run_owned(self._executor, read, dispose=ReadFile.discard)
 
     def stamp(self, path: Path) -> Coro[Stamp]:
         """Return the mark of the content of a file. It changes if somebody writes to the file."""
@@ -202,7 +192,7 @@ class Storage:
 
     def first_link(self, *paths: Path) -> Coro[Path | None]:
         """Return the first of ``paths`` that is a symbolic link, whatever it leads to; None if there is none."""
-        return self._run(ReadError, paths[0], _first_link, paths)
+        return self._run(ReadError, paths[0], lambda: next(filter(_is_link, paths), None))
 
     async def free_bytes(self, path: Path) -> int:
         """Return the bytes that this user may still write to the file system of ``path``. Quotas may allow less."""
@@ -337,10 +327,6 @@ def _is_link(path: Path) -> bool:
         return False
 
 
-def _first_link(paths: tuple[Path, ...]) -> Path | None:
-    return next(filter(_is_link, paths), None)
-
-
 def _renameat2(src: Path, dst: Path, flags: int) -> None:
     function = getattr(_LIBC, "renameat2", None)  # absent before glibc 2.28
     code = errno.ENOSYS
@@ -355,7 +341,7 @@ def _rename_no_replace(src: Path, dst: Path) -> None:
     try:
         _renameat2(src, dst, _RENAME_NOREPLACE)
     except OSError as error:
-        if error.errno not in _NO_RENAMEAT2:
+        if error.errno not in NOT_SUPPORTED:
             raise
         if os.path.lexists(dst):  # another rename may come between this check and ours; the root lock makes that rare
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(src), None, str(dst)) from error
@@ -367,7 +353,7 @@ def exchange_directories(a: Path, b: Path) -> None:
     try:
         _renameat2(a, b, _RENAME_EXCHANGE)
     except OSError as error:
-        if error.errno not in _NO_RENAMEAT2:
+        if error.errno not in NOT_SUPPORTED:
             raise
         raise RootError(
             error.errno,

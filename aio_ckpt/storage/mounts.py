@@ -60,9 +60,8 @@ class Mount:
         """Type and the options that matter, for messages."""
         if self.is_store:
             return "an object store"
-        shown = sorted(
-            option for option in self.options if any(map(functools.partial(_is_shown, option), _SHOWN_OPTIONS))
-        )
+        beginnings = tuple(name for name in _SHOWN_OPTIONS if name.endswith("="))
+        shown = sorted(each for each in self.options if each in _SHOWN_OPTIONS or each.startswith(beginnings))
         return f"{self.kind or 'a file system of unknown type'}{f' ({chr(44).join(shown)})' if shown else ''}"
 
     @property
@@ -88,10 +87,6 @@ class Mount:
         return tuple(found)
 
 
-def _is_shown(option: str, pattern: str) -> bool:
-    return option.startswith(pattern) if pattern.endswith("=") else option == pattern
-
-
 OBJECT_STORE = Mount(_STORE, frozenset())
 UNKNOWN = Mount("", frozenset())
 """A mount that the table does not show, as that of an overlay's layer. It counts as local."""
@@ -110,9 +105,7 @@ def mount_of(device: int) -> Mount:
 def find_mount(table: str, device: str) -> Mount | None:
     """Return the first mount of ``device`` ("major:minor") in ``table``; None if there is none.
 
-    Args:
-        table: Text of ``/proc/self/mountinfo``, see proc_pid_mountinfo(5).
-        device: Major and minor number.
+    ``table`` is the text of ``/proc/self/mountinfo``, see proc_pid_mountinfo(5).
     """
     for line in table.splitlines():
         before, _, after = line.partition(" - ")

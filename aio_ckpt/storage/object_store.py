@@ -14,7 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 from aio_ckpt.config import DirectIO
 from aio_ckpt.errors import EngineForkedError, MismatchError, ReadError, RootError, WriteError
@@ -31,6 +31,7 @@ from aio_ckpt.storage.object_errors import DoubtfulError, raising_os_errors
 from aio_ckpt.storage.object_upload import PART_BYTES, ObjectUpload, part_bytes_of
 from aio_ckpt.storage.root_lock import ProcessLock, RootLock
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _MODE = 0o644
@@ -243,7 +244,6 @@ class ObjectStorage(Storage):
         return self._run(WriteError, path, self._put_file, source, path, advance)
 
     def _put_file(self, source: Path, path: Path, advance: Callable[[int], None]) -> None:
-
         with source.open("rb", buffering=0) as file:
 
             def parts() -> Iterator[bytes]:
@@ -398,6 +398,16 @@ class _ObjectFile(ReadFile):
         """Nothing is held."""
 
 
+def _by_path(method: F) -> F:
+    """Return ``method``, called on the file systems of this host or on the store in which its first path lies."""
+
+    @functools.wraps(method)
+    def call(self: AnyStorage, path: Path, *args: Any, **options: Any) -> Any:
+        return getattr(self._at(path), method.__name__)(path, *args, **options)
+
+    return cast("F", call)
+
+
 class AnyStorage(Storage):
     """The file systems of this host, and each object store that a path names."""
 
@@ -424,74 +434,29 @@ class AnyStorage(Storage):
     def _at(self, path: Path) -> Storage:
         return self.store_of(path) if isinstance(path, RemotePath) else self._disks
 
-    def read_file(self, path: Path, *, max_bytes: int) -> Coro[bytes]:
-        return self._at(path).read_file(path, max_bytes=max_bytes)
-
-    def read_end(self, path: Path, nbytes: int) -> Coro[bytes]:
-        return self._at(path).read_end(path, nbytes)
-
-    async def list_dir(self, path: Path) -> list[str]:
-        return await self._at(path).list_dir(path)
-
-    def lengths(self, path: Path) -> Coro[dict[str, int]]:
-        return self._at(path).lengths(path)
-
-    def status(self, path: Path) -> Coro[FileStatus | None]:
-        return self._at(path).status(path)
-
-    def fresh_status(self, path: Path) -> Coro[FileStatus | None]:
-        return self._at(path).fresh_status(path)
-
-    def first_link(self, *paths: Path) -> Coro[Path | None]:
-        return self._at(paths[0]).first_link(*paths)
-
-    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
-        return await self._at(path).open_data_file(path, page_cache=page_cache)
-
-    async def create_data_file(self, path: Path, nbytes: int) -> DataFile:
-        return await self._at(path).create_data_file(path, nbytes)
-
-    def stamp(self, path: Path) -> Coro[Stamp]:
-        return self._at(path).stamp(path)
-
-    def clone(self, source: Path, target: Path, stamp: Stamp) -> Coro[Stamp | None]:
-        return self._at(target).clone(source, target, stamp)
-
-    def write_file(self, path: Path, *parts: bytes) -> Coro[None]:
-        return self._at(path).write_file(path, *parts)
-
-    def make_dir(self, path: Path) -> Coro[None]:
-        return self._at(path).make_dir(path)
-
-    def make_dirs(self, *paths: Path) -> Coro[None]:
-        return self._at(paths[0]).make_dirs(*paths)
-
-    async def begin_dir(self, pending: Path, place: Path, save_id: str) -> None:
-        await self._at(pending).begin_dir(pending, place, save_id)
-
-    async def has_begun(self, pending: Path) -> bool:
-        return await self._at(pending).has_begun(pending)
-
-    def sync_dir(self, path: Path) -> Coro[None]:
-        return self._at(path).sync_dir(path)
-
-    def touch(self, path: Path) -> Coro[None]:
-        return self._at(path).touch(path)
-
-    def rename(self, src: Path, dst: Path) -> Coro[None]:
-        return self._at(dst).rename(src, dst)
-
-    def replace(self, src: Path, dst: Path) -> Coro[None]:
-        return self._at(dst).replace(src, dst)
-
-    def remove_file(self, path: Path) -> Coro[None]:
-        return self._at(path).remove_file(path)
-
-    async def remove_tree(self, path: Path) -> None:
-        await self._at(path).remove_tree(path)
-
-    def lock(self, path: Path) -> RootLock:
-        return self._at(path).lock(path)
+    read_file = _by_path(Storage.read_file)
+    read_end = _by_path(Storage.read_end)
+    list_dir = _by_path(Storage.list_dir)
+    lengths = _by_path(Storage.lengths)
+    status = _by_path(Storage.status)
+    fresh_status = _by_path(Storage.fresh_status)
+    first_link = _by_path(Storage.first_link)
+    open_data_file = _by_path(Storage.open_data_file)
+    create_data_file = _by_path(Storage.create_data_file)
+    stamp = _by_path(Storage.stamp)
+    clone = _by_path(Storage.clone)
+    write_file = _by_path(Storage.write_file)
+    make_dir = _by_path(Storage.make_dir)
+    make_dirs = _by_path(Storage.make_dirs)
+    begin_dir = _by_path(Storage.begin_dir)
+    has_begun = _by_path(Storage.has_begun)
+    sync_dir = _by_path(Storage.sync_dir)
+    touch = _by_path(Storage.touch)
+    rename = _by_path(Storage.rename)
+    replace = _by_path(Storage.replace)
+    remove_file = _by_path(Storage.remove_file)
+    remove_tree = _by_path(Storage.remove_tree)
+    lock = _by_path(Storage.lock)
 
 
 def store_of(storage: Storage, place: RemotePath) -> ObjectStorage:

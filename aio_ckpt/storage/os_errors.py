@@ -14,9 +14,7 @@ DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 def with_remedy(error: OSError, *, writes: bool) -> str:
     """Return the text of ``error`` and, after a colon, the way out of it if there is a common one.
 
-    Args:
-        error: the error of a system call.
-        writes: whether the call was to change something.
+    ``writes``: whether the system call was to change something.
     """
     text = error.strerror or str(error)
     remedy = _remedy(error.errno or 0, writes=writes)

@@ -29,9 +29,7 @@ class Finding:
     """Result of one check."""
 
     check: str
-    """What was tried."""
     found: str
-    """What was found."""
     verdict: Verdict
     """``slower``: checkpoints are right, and something costs more. ``bad``: a promise of the engine does not hold."""
     remedy: str = ""

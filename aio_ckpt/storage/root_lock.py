@@ -114,7 +114,41 @@ class RootLock:
 
     def _open(self) -> tuple[int | None, bool]:
         """Return a descriptor of the lock file, and whether its lock was granted."""
-        return _open_locked(self.path)
+        path = self.path
+        for is_last in (*[False] * _TRIES, True):
+            try:
+                if not path.parent.is_dir():
+                    path.parent.mkdir(exist_ok=True)
+                    sync_dir(path.parent.parent)
+                if path.is_symlink():  # the file that it leads to would be emptied
+                    _logger.warning("%s: a symbolic link in the place of the lock file is removed", path)
+                    path.unlink(missing_ok=True)
+                descriptor = open_without_links(path, os.O_RDWR | os.O_CREAT)
+            except RootError:
+                raise
+            except FileNotFoundError as exc:
+                raise root_is_gone(path) from exc
+            except OSError as exc:
+                way_on = "free space on its disk" if exc.errno in DISK_FULL else "give a writable root"
+                way_on = files_remedy() if exc.errno == errno.EMFILE else way_on
+                message = f"cannot open the lock file ({exc.strerror}): {way_on}"
+                raise RootError(exc.errno, message, str(path)) from exc
+            try:
+                is_locked = _lock(descriptor, path)
+                if is_last or _is_file(descriptor, path):
+                    if is_locked:
+                        _name_holder(descriptor)
+                    else:
+                        _logger.warning(
+                            "%s: no file locks here: other hosts are excluded under a root alone, by its claim",
+                            path,
+                        )
+                    return descriptor, is_locked
+            except BaseException:
+                _close(descriptor)
+                raise
+            _close(descriptor)  # its last holder has removed the file, so that other processes lock a newer one
+        raise AssertionError("the last try returns or raises")
 
     def _claim(self) -> None:
         while (entry := _held.setdefault(self._key, self._entry)) is not self._entry:
@@ -174,44 +208,6 @@ def root_is_gone(path: Path) -> RootError:
     """Return the error for a root that does not exist any more; ``path``: the root, or what was looked for in it."""
     message = "the root is gone (its directory was removed or unmounted): bring it back, or give another root"
     return RootError(errno.ENOENT, message, str(path))
-
-
-def _open_locked(path: Path) -> tuple[int, bool]:
-    """Return a descriptor of the lock file, and whether its lock was granted."""
-    for is_last in (*[False] * _TRIES, True):
-        try:
-            if not path.parent.is_dir():
-                path.parent.mkdir(exist_ok=True)
-                sync_dir(path.parent.parent)
-            if path.is_symlink():  # the file that it leads to would be emptied
-                _logger.warning("%s: a symbolic link in the place of the lock file is removed", path)
-                path.unlink(missing_ok=True)
-            descriptor = open_without_links(path, os.O_RDWR | os.O_CREAT)
-        except RootError:
-            raise
-        except FileNotFoundError as exc:
-            raise root_is_gone(path) from exc
-        except OSError as exc:
-            way_on = "free space on its disk" if exc.errno in DISK_FULL else "give a writable root"
-            way_on = files_remedy() if exc.errno == errno.EMFILE else way_on
-            message = f"cannot open the lock file ({exc.strerror}): {way_on}"
-            raise RootError(exc.errno, message, str(path)) from exc
-        try:
-            is_locked = _lock(descriptor, path)
-            if is_last or _is_file(descriptor, path):
-                if is_locked:
-                    _name_holder(descriptor)
-                else:
-                    _logger.warning(
-                        "%s: no file locks here: other hosts are excluded under a root alone, by its claim",
-                        path,
-                    )
-                return descriptor, is_locked
-        except BaseException:
-            _close(descriptor)
-            raise
-        _close(descriptor)  # its last holder has removed the file, so that other processes lock a newer one
-    raise AssertionError("the last try returns or raises")
 
 
 def _close(descriptor: int) -> None:

@@ -301,7 +301,7 @@ def mount_read_only(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(local, "_write_file", no_write)
-    monkeypatch.setattr(data_file.CreatedFile, "create", lambda path, *_, **__: no_write(path))
+    monkeypatch.setattr(data_file, "create_direct", no_write)
 
 
 def test_a_read_only_root_is_read_and_each_change_names_the_way_on(
