@@ -7,7 +7,7 @@ import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,14 +74,6 @@ async def discover_all(
     return _chosen(committed, names), await torn_among(storage, committed, bare)
 
 
-async def directories_of(
-    storage: Storage, root: Path, names: StepNames, steps: Collection[int]
-) -> list[CommittedCheckpoint]:
-    """Return all committed directories of ``steps``: one may have several, of which :func:`discover` tells one."""
-    committed, _ = await step_directories(storage, root, names)
-    return [checkpoint for checkpoint in committed if checkpoint.step in steps]
-
-
 def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[CommittedCheckpoint]:
     found: dict[int, CommittedCheckpoint] = {}
     for checkpoint in committed:
@@ -129,18 +121,6 @@ def passing_by_unreadable(path: Path, passed: list[ReadError]) -> Iterator[None]
         _warn_once(path, error.strerror or str(error))
 
 
-async def _warn_of_dead_link(storage: Storage, path: Path) -> None:
-    """Warn once if ``path`` is a link to nothing, which never was a step."""
-    if not await storage.exists(path) and await storage.is_link(path):
-        _warn_once(path, "the symbolic link leads nowhere")
-
-
-def check_any_readable(found: Sequence[object], passed: Sequence[ReadError]) -> None:
-    """Raise the first of the errors passed by if no step was found: a root of another user is not an empty root."""
-    if not found and (refused := [error for error in passed if error.errno != errno.ELOOP]):
-        raise refused[0]
-
-
 @functools.lru_cache(maxsize=_WARNED)
 def _warn_once(path: Path, why: str) -> None:
     _log.warning("%s has the name of a step and is passed by, because it cannot be looked into: %s", path, why)
@@ -163,7 +143,8 @@ async def step_directories(
             if status is not None:
                 found.append(CommittedCheckpoint(step=step, path=path, identity=status.identity))
             else:
-                await _warn_of_dead_link(storage, path)
+                if not await storage.exists(path) and await storage.is_link(path):  # it never was a step
+                    _warn_once(path, "the symbolic link leads nowhere")
                 bare.append(CommittedCheckpoint(step=step, path=path))
 
     for _ in range(MAX_RETRIES):
@@ -176,7 +157,8 @@ async def step_directories(
         # trash, for a minute. It asks the server for the names of the root.
         if not bare or {each.path.name for each in bare} <= {*await names_in(storage, root)}:
             break  # a step that vanished was deleted by a writer, so newer steps may not be in this listing
-    check_any_readable(found, passed)
+    if not found and (refused := [error for error in passed if error.errno != errno.ELOOP]):
+        raise refused[0]  # a root of another user is not an empty root
     return found, bare
 
 

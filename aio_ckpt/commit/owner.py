@@ -93,10 +93,6 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         is_seen = (self.host, self.machine_id) == (here.host, here.machine_id) and self._shares_pids(here)
         return is_seen and not _is_gone(self.pid, self.started_ticks)
 
-    def runs_beside(self, here: Owner) -> bool:
-        """Return whether this owner is another process that runs on this host."""
-        return self.pid != here.pid and self.runs_here(here)
-
     def _shares_pids(self, here: Owner) -> bool:
         """Return whether a pid means the same process to this owner and to ``here``, which have one host."""
         ours, theirs = ((each.boot_id, each.pid_namespace) for each in (self, here))

@@ -14,7 +14,6 @@ import logging
 import operator
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -66,54 +65,36 @@ async def publish_files(
         WriteError, ReadError: the system failed. If ``in_doubt`` is set, the new files are in place: a power loss may
             bring the old ones back, or the message names an old file that is still there. Otherwise, the old files are.
     """
-    single = place.name if index is None else index.single
-    before = await _files_before(storage, place.parent, single)
-    names = parts if index is None else index.names(taken=before.shards)
+    folder, single = place.parent, place.name if index is None else index.single
+    # Of the save before: the files that its index names, and the permissions of all its files that are there.
+    old_index = await read_small_file(storage, folder / index_name(single)) if single.endswith(SUFFIX) else None
+    replaced = replaced_names(single, old_index)
+    shards = replaced - {single, index_name(single)}
+    found = {name: await storage.status(folder / name) for name in sorted(replaced)}
+    modes = {name: status.mode for name, status in found.items() if status is not None}
+    names = parts if index is None else index.names(taken=shards)
     if index is not None:
         await storage.write_file(temporary / place.name, index.render(names))
-    if before.modes:
+    if modes:
         for name in {*parts, place.name}:
-            await storage.set_mode(temporary / name, before.mode)
+            await storage.set_mode(temporary / name, functools.reduce(operator.and_, modes.values()))
     # Readers may prefer the single file to the index, or the index to the single file.
     other = place.with_name(index_name(single) if index is None else single)
     try:
         await _move(storage, temporary, place, {} if index is None else dict(zip(parts, names, strict=True)))
-        if other.name in before.modes:
+        if other.name in modes:
             with _in_doubt():
                 await storage.remove_file(other)
-                await storage.sync_dir(place.parent)
+                await storage.sync_dir(folder)
     except WriteError as error:
-        if error.in_doubt and other.name in before.modes:
+        if error.in_doubt and other.name in modes:
             error.strerror = (
                 f"{error.strerror}; the new files are in place, but {other} of the save before, which readers may "
                 "take, is still there, too: remove it, or save again"
             )
         raise
-    await _remove_stale(storage, place.parent, sorted(before.shards.difference(names)))
+    await _remove_stale(storage, folder, sorted(shards.difference(names)))
     return names
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FilesBefore:
-    """Files of the save before."""
-
-    modes: Mapping[str, int]
-    """Permissions of those that are there, by name: the single file, the index, and ``shards``."""
-    shards: frozenset[str]
-    """Files that the index names."""
-
-    @property
-    def mode(self) -> int:
-        """Permissions that all of them grant."""
-        return functools.reduce(operator.and_, self.modes.values())
-
-
-async def _files_before(storage: Storage, folder: Path, single: str) -> _FilesBefore:
-    is_safe = single.endswith(SUFFIX)
-    names = replaced_names(single, await read_small_file(storage, folder / index_name(single)) if is_safe else None)
-    found = {name: await storage.status(folder / name) for name in sorted(names)}
-    modes = {name: status.mode for name, status in found.items() if status is not None}
-    return _FilesBefore(modes=modes, shards=names - {single, index_name(single)})
 
 
 async def _move(storage: Storage, temporary: Path, place: Path, names: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of
+from aio_ckpt.commit.discovery import CommittedCheckpoint, step_directories
 from aio_ckpt.commit.leftovers import restore_protected
 from aio_ckpt.commit.protection import protected_steps
 from aio_ckpt.commit.root_claim import Check
@@ -139,13 +139,9 @@ class Retention:
         must_wait: Callable[[], bool],
         held: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
-        """Set up retention by ``policy``.
+        """Set up retention by ``policy`` under ``root``.
 
         Args:
-            storage: the file system of the root.
-            root: the root.
-            names: the names of step directories.
-            policy: the rule that decides which steps expire.
             check: function that raises RootError if another writer has taken over. It is called before each rename.
             committed: function that lists the steps that count.
             renames: lock of all renames of steps.
@@ -221,7 +217,7 @@ class Retention:
         storage, root = self._storage, self._root
         async with self._renames:
             left = [checkpoint.step for checkpoint in await self._committed()]
-            directories = await directories_of(storage, root, self._names, steps)
+            directories, _ = await step_directories(storage, root, self._names)  # a step may have several
             for step in sorted(steps):
                 is_protected = await storage.exists(root / protected_name(step))
                 check_deletion(step, left, is_protected=is_protected, allow_newest=allow_newest, root=root)

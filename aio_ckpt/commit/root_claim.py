@@ -59,14 +59,14 @@ def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount, *, is
         is_locked: Whether the lock of the root was granted to the process that asks.
     """
     is_proven = holder is not None and holder.is_proven_dead(here)
+    is_seen = is_proven and holder is not None and holder.boot_id == here.boot_id
     if mount.is_store:
-        is_seen = is_proven and holder is not None and holder.boot_id == here.boot_id
         return 0.0 if is_seen else _STORE_SILENCE_SECS
     if not mount.is_shared:
-        if holder is not None and holder.runs_beside(here):
+        if holder is not None and holder.pid != here.pid and holder.runs_here(here):
             return SILENCE_SECS if is_locked else None
         return 0.0 if is_proven or is_locked else None
-    if is_proven and holder is not None and holder.boot_id == here.boot_id:
+    if is_seen:
         return 0.0
     return SILENCE_SECS if is_proven or (is_locked and mount.locks_on_server) else None
 

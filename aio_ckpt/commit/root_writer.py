@@ -19,8 +19,6 @@ from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.storage.local import Storage
 
-_HELD = (errno.EAGAIN, errno.EBUSY)
-
 
 @contextlib.asynccontextmanager
 async def writing(
@@ -30,12 +28,7 @@ async def writing(
 
     Yields the claim. Check it before each change: this process may stand still for as long as makes it void.
 
-    Args:
-        storage: Where the root lies.
-        root: A directory that exists.
-        names: Names of its steps.
-        here: The process that writes.
-        stale_after_secs: See :class:`~aio_ckpt.EngineConfig`.
+    ``root`` exists, and ``here`` is the process that writes.
 
     Raises:
         RootError: a living writer holds the root; names its process and host.
@@ -62,8 +55,7 @@ async def writing(
 async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: str) -> AsyncIterator[Claim]:
     """Do :func:`writing` for a command, with the default limits.
 
-    Args:
-        instead: call of the engine that does the same inside of the trainer, for the message.
+    ``instead``: call of the engine that does the same inside of the trainer, for the message.
 
     Raises:
         RootError: a living writer holds the root; names its process and host.
@@ -74,7 +66,7 @@ async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: 
             held = writing(storage, root, names, here, stale_after_secs=stale_after_secs)
             claim = await stack.enter_async_context(held)
         except RootError as error:
-            if error.errno not in _HELD:
+            if error.errno not in (errno.EAGAIN, errno.EBUSY):
                 raise
             message = f"{error.strerror}. Inside of that process, {instead} does the same"
             raise RootError(error.errno, message, error.filename or str(root)) from error

@@ -160,15 +160,15 @@ def test_an_overwrite_stops_before_its_metadata_replaces_that_of_the_step(
 def test_a_step_that_the_new_writer_may_have_replaced_is_not_deleted(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directories_of = retention.directories_of
+    step_directories = retention.step_directories
 
     async def taken_over(*args: Any) -> Any:
         take_over(root)
-        return await directories_of(*args)
+        return await step_directories(*args)
 
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2)
-        monkeypatch.setattr(retention, "directories_of", taken_over)
+        monkeypatch.setattr(retention, "step_directories", taken_over)
         with pytest.raises(RootError, match="on node-7 has taken over"):
             engine.delete(1)
     assert listing(root) == ["step_000000001", "step_000000002"]
