@@ -191,7 +191,12 @@ def _populate(address: int, capacity: int) -> None:
         length = min(_POPULATE_STEP_BYTES, capacity - start)
         _LIBC.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
-    threads = _populating_threads(min(len(starts), _POPULATE_THREADS, len(os.sched_getaffinity(0))))
+    count, threads = min(len(starts), _POPULATE_THREADS, len(os.sched_getaffinity(0))), None
+    with contextlib.suppress(
+        RuntimeError
+    ):  # the system gives no more threads, so the caller's thread touches all pages
+        # New threads, because the engine's own may all wait for a disk.
+        threads = Executor("aio_ckpt-touch", count) if count > 1 else None
     if threads is None:
         for start in starts:
             touch(start)
@@ -200,13 +205,3 @@ def _populate(address: int, capacity: int) -> None:
         list(threads.map(touch, starts))
     finally:
         threads.close(_POPULATE_END_SECS)
-
-
-def _populating_threads(count: int) -> Executor | None:
-    """Return new threads, because the engine's own may all wait for a disk; None if the caller's thread must do it."""
-    if count < 2:
-        return None
-    try:
-        return Executor("aio_ckpt-touch", count)
-    except RuntimeError:  # the system gives no more threads, so the caller's thread touches all pages
-        return None

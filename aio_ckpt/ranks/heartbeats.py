@@ -74,13 +74,10 @@ class Liveness(Coordinator):
         """Whether this rank leaves. It waits for no reply any more, because the last rank to leave deletes the keys."""
 
     async def beat(self, *, has_left: bool = False) -> None:
-        """See :class:`Coordinator`."""
         self._beats += 1
         await self._ask(functools.partial(self._the_keys().beat, self._own_beat(has_left=has_left)))
 
     async def while_beating(self, work: Callable[[], Awaitable[T]]) -> T:
-        """See :class:`Coordinator`."""
-
         async def beat() -> None:
             for pause_secs in heartbeat_pauses(self.stall_secs):
                 await anyio.sleep(pause_secs)
@@ -102,14 +99,12 @@ class Liveness(Coordinator):
         return Heartbeat(self._beats, over, has_left, dict(self._begun), tuple(self._waits), newest)
 
     def begin_call(self, topic: Topic, *, step: int | None = None) -> None:
-        """See :class:`Coordinator`."""
         call = Call(topic.kind, topic.number, step)
         kind, number = call.numbering
         self._begun[kind] = max(number, self._begun.get(kind, 0))
         self._calls.append(call)
 
     def end_call(self, topic: Topic) -> None:
-        """See :class:`Coordinator`."""
         if topic.call is not None:
             self._over[topic.call[0]].append(topic.call)
 

@@ -29,7 +29,6 @@ WORK_STAGE = "write"
 """Stage of the failures of agreed work."""
 Work: TypeAlias = Future[Any] | Milestone[Any]
 """Work that ends by itself, with a result or an error."""
-OnLeader: TypeAlias = Callable[[Failure | None], Awaitable[None]]
 
 _FIRST_POLL: Exchange[int, int] = Exchange(int, int, stage="agree")
 """Each rank sends the number of its polls so far; the leader replies with the first poll that returns True."""
@@ -102,14 +101,11 @@ class AgreedPoll:
     def watch(self) -> None:
         """Begin to watch for the event on all ranks, by a flag that is named as the topic."""
         self._is_watched = True
-        self._portal.submit(self._watch)
+        self._portal.submit(self._decide, self._come)
 
     async def agree(self) -> None:
         """Agree now. If the event has come to all ranks, each calls this in its loop, in place of :meth:`watch`."""
         await self._decide(self._members.met)
-
-    async def _watch(self) -> None:
-        await self._decide(self._come)
 
     async def _come(self) -> None:
         """Return once the event has come to any rank, and all ranks are about to know it."""
@@ -219,7 +215,7 @@ class AgreedPreemption:
             portal,
             topic=Topic("the preemption"),
             has_come=lambda: self.local.is_requested,
-            on_error=_log_error,
+            on_error=lambda error: _log.error("preemption is not agreed, this rank goes by its own signal: %s", error),
         )
         self._is_watching = False
 
@@ -243,10 +239,6 @@ class AgreedPreemption:
             self._agreed.watch()
 
 
-def _log_error(error: AioCkptError) -> None:
-    _log.error("preemption is not agreed, this rank goes by its own signal: %s", error)
-
-
 def work_failure(error: BaseException, rank: int) -> Failure:
     """Return the failure of work of ``rank`` that ended with ``error``."""
     return Failure(rank, WORK_STAGE, f"{type(error).__name__}: {error}")
@@ -265,7 +257,7 @@ class AgreedWork:
         works: Sequence[Work],
         *,
         name: str,
-        on_leader: OnLeader | None = None,
+        on_leader: Callable[[Failure | None], Awaitable[None]] | None = None,
     ) -> None:
         """Begin to follow ``works``, those of this rank.
 

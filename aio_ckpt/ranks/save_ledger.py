@@ -243,14 +243,11 @@ class Ledger:
             self._shares += 1
             share_id = self._shares.to_bytes(4, "little")
             replies.append(AssignReply(share_id, given.share, replicated[rank], given.stored_by))
-            self._remember(rank, share_id, _KnownShare(local=plans[rank], share=given.share, items=given.items))
+            shares = self._ranks[rank]
+            shares[share_id] = _KnownShare(local=plans[rank], share=given.share, items=given.items)
+            while len(shares) > _SHARES_KEPT:
+                del shares[next(iter(shares))]
         return replies
-
-    def _remember(self, rank: int, share_id: bytes, known: _KnownShare) -> None:
-        shares = self._ranks[rank]
-        shares[share_id] = known
-        while len(shares) > _SHARES_KEPT:
-            del shares[next(iter(shares))]
 
     def compare(self, votes: Sequence[Vote]) -> None:
         """Compare what several ranks hold in one save, by the checksums in their votes.

@@ -115,7 +115,6 @@ class StoreCoordinator(Liveness):
         return store
 
     async def open(self, name: str, *, stall_secs: float) -> None:
-        """See :class:`Coordinator`."""
         if self._registered is None:
             self.register(name, stall_secs=stall_secs)
         assert self._client is not None
@@ -247,7 +246,6 @@ class StoreCoordinator(Liveness):
     # -- agreement ------------------------------------------------------------------------------------
 
     async def gather(self, topic: Topic, message: bytes, *, stage: str) -> tuple[bytes, ...]:
-        """See :class:`Coordinator`."""
         if self.rank == self.leader:
             return await self._collect(topic, message, stage)
         await self._send(topic, Frame(self.rank, message))
@@ -256,7 +254,6 @@ class StoreCoordinator(Liveness):
     async def broadcast(
         self, topic: Topic, replies: Sequence[bytes], *, stage: str, then: Topic | None = None
     ) -> bytes:
-        """See :class:`Coordinator`."""
         if self.rank != self.leader:
             return await self._receive(topic, stage)
         with anyio.CancelScope(shield=True):  # the thread would send it all the same, and this rank would not know
@@ -266,7 +263,6 @@ class StoreCoordinator(Liveness):
     async def abort(
         self, topic: Topic, error: BaseException, *, stage: str, limit_secs: float | None = None
     ) -> CallEnd:
-        """See :class:`Coordinator`."""
         failure, end = failure_of(self.rank, stage, error), CallEnd()
         self._aborts += 1
         try:
@@ -317,7 +313,6 @@ class StoreCoordinator(Liveness):
         await self._ask(functools.partial(self._the_keys().raise_flag, name, wakes=wakes))
 
     async def flag(self, name: str) -> None:
-        """See :class:`Coordinator`."""
         keys, client = self._the_keys(), self._client
         assert client is not None, "there are keys"
         try:
@@ -333,7 +328,6 @@ class StoreCoordinator(Liveness):
             raise client.failure(error) from error
 
     async def lower_flag(self, name: str) -> None:
-        """See :class:`Coordinator`."""
         await self._ask(functools.partial(self._the_keys().lower_flag, name))
 
     # -- what a rank does -----------------------------------------------------------------------------
@@ -385,16 +379,12 @@ class StoreCoordinator(Liveness):
         self._lost.clear()
         by_rank = {self.rank: message}
         for frame in sent:
-            by_rank[frame.rank] = await self._body(topic, frame)
-        return tuple(by_rank[rank] for rank in range(self.world_size))
-
-    async def _body(self, topic: Topic, frame: Frame) -> bytes:
-        if frame.body is None:
-            body = await self._ask(functools.partial(self._the_keys().large_body, topic.key, frame.rank))
-        else:
             body = frame.body
-        self.bytes_received += len(body)
-        return body
+            if body is None:
+                body = await self._ask(functools.partial(self._the_keys().large_body, topic.key, frame.rank))
+            self.bytes_received += len(body)
+            by_rank[frame.rank] = body
+        return tuple(by_rank[rank] for rank in range(self.world_size))
 
     async def _send_replies(self, topic: Topic, replies: Sequence[bytes], then: Topic | None) -> None:
         if self.world_size > 1:

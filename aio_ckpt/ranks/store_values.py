@@ -28,9 +28,8 @@ def found(store: Store, key: str) -> bytes:
 
     It takes one request: between ``check`` and ``get`` another rank may delete the key, and ``get`` would wait for it.
     """
-    value = bytes(
-        store.compare_set(key, _NO_VALUE, _NO_VALUE)
-    )  # a missing key is set only if the expected value is empty
+    # A missing key is set only if the expected value is empty.
+    value = bytes(store.compare_set(key, _NO_VALUE, _NO_VALUE))
     return b"" if value == _NO_VALUE.encode() else value
 
 

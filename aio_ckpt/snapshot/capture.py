@@ -365,18 +365,15 @@ def _cut_runs(image: Image, plan: ImagePlan) -> Iterator[tuple[Sequence[Chunk], 
     From the host, and in waves, a run is one chunk. From devices, the first run is one chunk, so that its write begins
     soon, and later runs grow.
     """
+    copies = plan.copies.chunks if image.is_whole else ()  # those of an image whose chunks stay until the save ends
     first, length = 0, 1
     while first < len(image.chunks):
-        issued = [*takewhile(lambda chunk: _is_issued(image, plan, chunk.index), image.chunks[first : first + length])]
+        stop = min(first + length, len(copies))
+        issued = [*takewhile(lambda chunk: copies[chunk.index].is_issued, image.chunks[first:stop])]
         run = issued or image.chunks[first : first + 1]
         yield run, bool(issued)
         first += len(run)
         length *= _RUN_GROWTH
-
-
-def _is_issued(image: Image, plan: ImagePlan, index: int) -> bool:
-    """Return whether a chunk comes from devices, in an image that holds every chunk until the end of the save."""
-    return image.is_whole and index < len(plan.copies.chunks) and plan.copies.chunks[index].is_issued
 
 
 def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:

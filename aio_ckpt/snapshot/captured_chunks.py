@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -36,7 +35,7 @@ class CapturedChunks:
                 self._events[index] = events
                 if index in self._awaited:
                     self._awaited[index].set()
-        self._timer.last = time.monotonic()
+        self._timer.touch()
 
     async def wait_issued(self) -> None:
         """Wait until the capture of every chunk was issued: the caller's thread needs the CPU no more."""

@@ -28,7 +28,6 @@ class Image:
     """
 
     lease: Lease
-    """Right to use the arena."""
     chunks: tuple[Chunk, ...]
     """Chunks of the image, with those of the objects; see :meth:`part`."""
     chunk_bytes: int

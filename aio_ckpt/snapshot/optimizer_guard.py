@@ -124,8 +124,7 @@ class OptimizerGuards:
                 "a step inside a captured CUDA graph cannot be guarded: its replays would not wait. Leave guard() out, "
                 "or call ticket.fence() before each replay"
             )
-        events = self._events
-        for event in events:
+        for event in self._events:
             event.fence()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from pathlib import Path
 from typing import TypeGuard
@@ -33,11 +34,9 @@ async def explain_full_disk(
     if not is_disk_full(error):
         return
     free_bytes: int | None = None
-    with anyio.move_on_after(LOOK_SECS):
-        try:
-            free_bytes = await storage.free_bytes(place)
-        except Exception:  # noqa: BLE001 - the save has failed already; its own error is the one to tell
-            free_bytes = None
+    # The save has failed already; its own error is the one to tell.
+    with anyio.move_on_after(LOOK_SECS), contextlib.suppress(Exception):
+        free_bytes = await storage.free_bytes(place)
     is_quota = error.errno == errno.EDQUOT
     error.strerror = explained(error.strerror, needed_bytes, free_bytes, whose=whose, is_quota=is_quota, remedy=remedy)
 

@@ -227,8 +227,7 @@ class FileWriter:
             await captured(chunk)
             await run_blocking(self.executor, preparer.prepare, chunk, image.view(chunk))
 
-        mode, written = await self._write_chunks(image, prepare, path, issued=issued)
-        return preparer.result(image, mode, written)
+        return await self._write_chunks(image, preparer, prepare, path, issued=issued)
 
     async def sum_image(
         self, image: Image, preparer: ChunkPreparer, *, captured: Callable[[Chunk], Awaitable[None]]
@@ -255,18 +254,18 @@ class FileWriter:
 
     async def write_summed(self, image: Image, preparer: ChunkPreparer, path: Path) -> WriteResult:
         """Write an image that :meth:`sum_image` has prepared, as :meth:`write_image` does."""
-        mode, written = await self._write_chunks(image, no_wait, path, issued=no_wait)
-        return preparer.result(image, mode, written)
+        return await self._write_chunks(image, preparer, no_wait, path, issued=no_wait)
 
     async def _write_chunks(
         self,
         image: Image,
+        preparer: ChunkPreparer,
         prepare: Callable[[Chunk], Awaitable[None]],
         path: Path,
         *,
         issued: Callable[[], Awaitable[None]],
-    ) -> tuple[WriteMode, frozenset[int]]:
-        """Write each chunk once ``prepare(chunk)`` returns. Returns how they were written, and their indices."""
+    ) -> WriteResult:
+        """Write each chunk once ``prepare(chunk)`` returns, by ``preparer``."""
         sender, receiver = anyio.create_memory_object_stream[Chunk](self.workers)
         written: set[int] = set()
         start = image.chunks[0].start
@@ -298,7 +297,7 @@ class FileWriter:
                 with watch_submissions(image.lease.hold_until):
                     for _ in range(min(self.workers, len(image.chunks))):
                         writing.start_soon(write, file, receiver.clone())
-        return file.mode, frozenset(written)
+        return preparer.result(image, file.mode, frozenset(written))
 
     @contextlib.asynccontextmanager
     async def _new_file(self, path: Path, nbytes: int) -> AsyncIterator[DataFile]:
