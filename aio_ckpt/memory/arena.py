@@ -192,10 +192,8 @@ def _populate(address: int, capacity: int) -> None:
         _LIBC.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
     count, threads = min(len(starts), _POPULATE_THREADS, len(os.sched_getaffinity(0))), None
-    with contextlib.suppress(
-        RuntimeError
-    ):  # the system gives no more threads, so the caller's thread touches all pages
-        # New threads, because the engine's own may all wait for a disk.
+    # New threads, because the engine's own may all wait for a disk. If the system gives none, this thread does it.
+    with contextlib.suppress(RuntimeError):
         threads = Executor("aio_ckpt-touch", count) if count > 1 else None
     if threads is None:
         for start in starts:
