@@ -129,7 +129,6 @@ class MetadataFile:
     """Bytes of the file, in parts. The part that is the same for every save of a plan is never copied."""
     entry: FileEntry
     has_frozen: bool = False
-    """Whether it names a frozen file."""
 
 
 def render_metadata_file(

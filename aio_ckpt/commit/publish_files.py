@@ -55,11 +55,8 @@ async def publish_files(
     """Rename the durable files ``parts`` of the directory ``temporary`` into that of ``place``, durably.
 
     Return their names there. Each gets the permissions that all files which it replaces grant; if there are none, those
-    that it has. Call this inside of :func:`only_writer` if the files are safetensors files.
-
-    Args:
-        place: the file, or the index of several, which becomes visible last.
-        index: the index; None for one file.
+    that it has. Call this inside of :func:`only_writer` if the files are safetensors files. ``place`` is the file or,
+    with an ``index``, that of several files; it becomes visible last.
 
     Raises:
         WriteError, ReadError: the system failed. If ``in_doubt`` is set, the new files are in place: a power loss may

@@ -34,7 +34,6 @@ class CorruptCandidate:
     checkpoint: CommittedCheckpoint
     """The checkpoint as it was listed before the first reading."""
     error: CorruptCheckpointError
-    """Error of the reading."""
 
 
 class Quarantine:

@@ -62,10 +62,8 @@ def expired(
 
     Args:
         committed: the committed checkpoints, ascending by step.
-        policy: the rule. Without ``keep_last``, all are kept.
         good: the newest step that this engine committed, which is known to be whole. Only older steps expire. If it is
             not in ``committed``, none does.
-        protected: steps that stay.
         metrics: the value of ``keep_best``'s metric by step; a step without an entry stays.
     """
     if policy.keep_last is None or all(checkpoint.step != good for checkpoint in committed):

@@ -29,7 +29,6 @@ from aio_ckpt.storage.root_lock import ProcessLock, RootLock, root_is_gone
 from aio_ckpt.storage.small_files import read_small_file
 
 HEARTBEAT_SECS = 10.0
-"""Time between two heartbeats of a claim."""
 SILENCE_SECS = 3 * HEARTBEAT_SECS
 """Time without a heartbeat of an engine that seems dead, after which it is."""
 _STORE_SILENCE_SECS = 12 * HEARTBEAT_SECS
@@ -54,8 +53,6 @@ def silence_proving_death(holder: Owner | None, here: Owner, mount: Mount, *, is
 
     Args:
         holder: What the claim names; None if it cannot be decoded.
-        here: The process that asks.
-        mount: The file system of the root.
         is_locked: Whether the lock of the root was granted to the process that asks.
     """
     is_proven = holder is not None and holder.is_proven_dead(here)

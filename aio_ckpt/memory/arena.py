@@ -44,7 +44,6 @@ class SharedMemory(Protocol):
     """Named shared memory of one image, which outlives the process. A plug-in makes it."""
 
     memory: mmap.mmap
-    """The bytes of the image."""
 
     def mark_invalid(self) -> None:
         """Mark the image as no complete snapshot, because its lease has ended. Idempotent."""

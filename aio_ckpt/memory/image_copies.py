@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -24,16 +23,6 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Dtype of each element size, in bytes. Integers are copied bit for bit; torch copies float16 and bfloat16 by way of
 float32, which changes the bits of a NaN."""
 _UNLIMITED_BYTES = 1 << 62
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
-    """Memory of a device, free and in total."""
-
-    free_bytes: int
-    """Memory that no process and no caching allocator holds."""
-    total_bytes: int
-    """All memory of the device."""
 
 
 class CopyEvent:
@@ -97,9 +86,12 @@ class Copies:
         """Allocate bytes on the device for :meth:`copy_groups` and :meth:`fill`; None if there is no room."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def memory_info(self) -> DeviceMemory:
-        """Return how much memory of the device is free. Host memory counts as without a limit."""
-        return DeviceMemory(free_bytes=_UNLIMITED_BYTES, total_bytes=_UNLIMITED_BYTES)
+    def memory_info(self) -> tuple[int, int]:
+        """Return the bytes of the device that no process and no caching allocator holds, and all its bytes.
+
+        Host memory counts as without a limit.
+        """
+        return _UNLIMITED_BYTES, _UNLIMITED_BYTES
 
     def releases(self) -> int:
         """Return how many times the device's caching allocator has given memory back to the device.

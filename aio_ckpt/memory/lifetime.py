@@ -67,7 +67,6 @@ class Lease:
         self.waited_secs = waited_secs
         """Seconds that ``acquire`` waited for earlier leases."""
         self.ended: Future[None] = Future()
-        """Future that is resolved when the lease has ended."""
         self._on_end = on_end
         self._lock = Lock()
         self._holders: set[object] = set()

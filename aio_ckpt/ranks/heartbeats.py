@@ -55,7 +55,6 @@ class Liveness(Coordinator):
         self.rank = rank
         self.world_size = world_size
         self.stall_secs = math.inf
-        """Time without a heartbeat after which a rank is lost."""
         self._client: StoreClient | None = None
         self._keys: StoreKeys | None = None
         self._name = ""

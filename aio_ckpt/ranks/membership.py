@@ -45,7 +45,6 @@ class _OpeningReply(msgspec.Struct, frozen=True, array_like=True):
     owner: Owner
     """The leader's owner record, by which pending directories are named."""
     root: str
-    """Path of the root on the leader."""
     newest: int | None
     """Newest committed step; None if there is none."""
     differing: str
@@ -97,7 +96,6 @@ class Membership:
         self.is_comparison_due = False
         """Whether this rank sends checksums of tensors in its next save, as the leader said."""
         self.sent = SentExtents()
-        """Places of objects that this rank has sent to the leader."""
         self._loads = 0
         self.opened: Future[None] = Future()
         """Done when all ranks have met; its exception says why they have not."""

@@ -60,7 +60,6 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     """The rank that failed first."""
     stage: str
-    """Stage of the call in which it failed."""
     cause: str
     """Type and text of the error."""
     is_in_doubt: bool = False
@@ -79,7 +78,6 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     """Message of one rank. The ranks append their frames to one value of the store."""
 
     rank: int
-    """Rank that sent the frame."""
     body: bytes | None
     """The encoded message; empty if ``failure`` is set; None if it is stored under a key of its own."""
     failure: Failure | None = None
@@ -105,7 +103,6 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     """Name of the method: ``save``, ``load``, ``rollback``, ``delete`` or ``remove``."""
     number: int
-    """Number of the call, the same on every rank."""
     step: int | None = None
     """Step that the call names; None if it names none, or if that is not known yet."""
 

@@ -41,7 +41,6 @@ class RankWait:
         self.topic = topic
         self.call = call
         self.where = topic.text(None if call is None else call.step)
-        """The topic in the user's words."""
         self._stage = stage
         self._stall_secs = stall_secs
         self._name = name
@@ -59,7 +58,6 @@ class RankWait:
         Args:
             ranks: the ranks that are missing now.
             beats: their encoded heartbeats, as they stand in the store; empty bytes for none.
-            mine: the heartbeat of this rank.
             is_met: whether the ranks have met in this engine.
         """
         now = time.monotonic()

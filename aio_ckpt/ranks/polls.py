@@ -262,9 +262,6 @@ class AgreedWork:
         """Begin to follow ``works``, those of this rank.
 
         Args:
-            members: the ranks.
-            portal: the loop in which this rank agrees.
-            works: work that has begun.
             name: the same for this object on every rank, and of no other object.
             on_leader: called on the leader once all work has ended, with the first failure. The other ranks hear of
                 the end once it has returned. Its error is the failure of all, if there is none yet.

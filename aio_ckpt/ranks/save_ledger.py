@@ -57,7 +57,6 @@ class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     """Step that the rank saves, or the path as text."""
     local: LocalPlan
     content: ContentSums
-    """Checksums of all that this rank holds."""
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True, tag="W"):

@@ -126,9 +126,7 @@ class SaveRound:
         self._firsts: Sequence[PlanMsg | Vote] = ()
         self.state = SaveState.CALLED
         self.rank = members.coordinator.rank
-        """This rank, from 0."""
         self.is_leader = members.is_leader
-        """Whether this rank commits."""
 
     @property
     def is_committing(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from aio_ckpt.format.tensor_columns import IntArray
-from aio_ckpt.memory.image_copies import Copies, DeviceMemory, Groups, groups_by_address
+from aio_ckpt.memory.image_copies import Copies, Groups, groups_by_address
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable
 from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.save_plan import ImagePlan
@@ -95,7 +95,7 @@ class DeviceCopier:
         if releases != last_releases:
             kept_bytes = 0
         if wanted_bytes > kept_bytes:
-            wanted_bytes = copy_budget_bytes(wanted_bytes, kept_bytes, copies.memory_info())
+            wanted_bytes = copy_budget_bytes(wanted_bytes, kept_bytes, *copies.memory_info())
         nbytes = wanted_bytes // _ALIGNMENT * _ALIGNMENT
         buffer = copies.allocate(nbytes) if nbytes else None
         if buffer is not None:
@@ -142,13 +142,13 @@ def _total_bytes(spans: Mapping[torch.device, tuple[int, int]]) -> int:
     return sum(nbytes for _, nbytes in spans.values())
 
 
-def copy_budget_bytes(wanted_bytes: int, kept_bytes: int, memory: DeviceMemory) -> int:
+def copy_budget_bytes(wanted_bytes: int, kept_bytes: int, free_bytes: int, total_bytes: int) -> int:
     """Return how many bytes of a device the copies of a save may take.
 
     The allocator still keeps ``kept_bytes`` of the last copies. They count as free.
     """
-    margin_bytes = max(int(memory.total_bytes * _MARGIN_SHARE), _MIN_MARGIN_BYTES)
-    return min(wanted_bytes, max(memory.free_bytes - margin_bytes, kept_bytes, 0))
+    margin_bytes = max(int(total_bytes * _MARGIN_SHARE), _MIN_MARGIN_BYTES)
+    return min(wanted_bytes, max(free_bytes - margin_bytes, kept_bytes, 0))
 
 
 def _copy_lengths(table: CopyTable) -> IntArray:

@@ -20,7 +20,6 @@ class GatherTarget:
     """Device memory in which one run is gathered."""
 
     memory: torch.Tensor
-    """Bytes of the run."""
     groups: Groups
     """Copies of the pieces to ``memory``, valid as long as the sources are allocated."""
 

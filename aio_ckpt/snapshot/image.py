@@ -31,9 +31,7 @@ class Image:
     chunks: tuple[Chunk, ...]
     """Chunks of the image, with those of the objects; see :meth:`part`."""
     chunk_bytes: int
-    """Size of a slot."""
     slots: int
-    """Number of chunks that the arena holds at once."""
     written: tuple[Future[None], ...]
     """For each chunk whose slot is used again, a future that is resolved when the slot is free."""
     base: int = 0

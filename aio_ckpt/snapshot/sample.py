@@ -29,11 +29,10 @@ def differing_item(
     Blocks the caller until its streams have reached the copies.
 
     Args:
-        items: items of a frozen file.
+        items: those of a frozen file.
         tensors: local tensor of every tensor leaf. Those of ``items`` hold the bytes that a data file stores.
         sums: CRC32 of each block of the items, u32.
         image: image with ``SAMPLE_BYTES`` behind it, for the blocks.
-        streams: streams of the engine.
     """
     stops = np.cumsum([-(-item.raw_bytes // BLOCK_BYTES) for item in items])
     # An own generator: the trainer's seed must neither choose the blocks nor see them chosen.

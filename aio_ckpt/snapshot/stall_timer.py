@@ -17,7 +17,6 @@ class StallTimer:
         self.last = time.monotonic()
         """``time.monotonic`` of the last progress."""
         self.is_paused = False
-        """Whether the save waits for another save, which has its own stall timer."""
 
     def touch(self) -> None:
         """Restart the stall timer: the save has made progress."""

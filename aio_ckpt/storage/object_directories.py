@@ -162,7 +162,11 @@ def move(bucket: Bucket, source: str, target: str) -> None:
         bucket.delete(f"{source}/{METADATA_FILE}")
         bucket.delete(f"{source}/{RECORD_FILE}")
     else:
-        _move_object(bucket, source, target)
+        data = bucket.get(source)
+        if data is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        bucket.create_new(target, data)
+        bucket.delete(source)
 
 
 @contextlib.contextmanager
@@ -297,14 +301,6 @@ def _put_surely(put: Callable[[str, bytes], None], bucket: Bucket, key: str, dat
             raise
         text = f"{text_of(error)}. The store may still do it: what was saved may become visible, whole"
         raise DoubtfulError(code or errno.EIO, text) from error
-
-
-def _move_object(bucket: Bucket, source: str, target: str) -> None:
-    data = bucket.get(source)
-    if data is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    bucket.create_new(target, data)
-    bucket.delete(source)
 
 
 def _record(bucket: Bucket, directory: str) -> DirectoryRecord | None:

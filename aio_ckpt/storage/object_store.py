@@ -351,29 +351,22 @@ class ObjectStorage(Storage):
         raise RootError(errno.EOPNOTSUPP, text + "store that has conditional puts, or a root on a disk", str(path))
 
 
-class Unpublished(Storage):
+class Unpublished(ObjectStorage):
     """A checkpoint in a store of which some files are not put yet: they are read from memory, all others from there."""
 
     def __init__(self, store: ObjectStorage, files: Mapping[Path, bytes]) -> None:
         """``files``: what is to be put, by its place."""
-        super().__init__(store._executor)
-        self._inner = store
+        super().__init__(store._executor, store._store)
         self._files = files
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
-        return self._files[path] if path in self._files else await self._inner.read_file(path, max_bytes=max_bytes)
+        return self._files[path] if path in self._files else await super().read_file(path, max_bytes=max_bytes)
 
     async def read_end(self, path: Path, nbytes: int) -> bytes:
-        return self._files[path][-nbytes:] if path in self._files else await self._inner.read_end(path, nbytes)
+        return self._files[path][-nbytes:] if path in self._files else await super().read_end(path, nbytes)
 
-    async def list_dir(self, path: Path) -> list[str]:
-        return await self._inner.list_dir(path)
-
-    async def status(self, path: Path) -> FileStatus | None:
-        return await self._inner.status(path.parent if path in self._files else path)
-
-    async def open_data_file(self, path: Path, *, page_cache: PageCache = "pass") -> ReadFile:
-        return await self._inner.open_data_file(path, page_cache=page_cache)
+    def status(self, path: Path) -> Coro[FileStatus | None]:
+        return super().status(path.parent if path in self._files else path)
 
 
 class _ObjectFile(ReadFile):

@@ -121,12 +121,10 @@ def _directory_sync_finding(folder: Path) -> Finding:
 
 
 async def try_speed(storage: Storage, path: Path, nbytes: int, workers: int) -> list[Finding]:
-    """Write the file ``path`` as a save does, and read it as a load does past the page cache.
+    """Write the file ``path``, which does not exist, as a save does, and read it as a load does past the page cache.
 
     Args:
         storage: Storage whose executor has as many threads as ``workers``.
-        path: A name that does not exist.
-        nbytes: Length of the file, in bytes.
         workers: Writes and reads in flight at once.
     """
     memory = memoryview(mmap.mmap(-1, _CHUNK_BYTES))

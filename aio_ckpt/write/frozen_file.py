@@ -34,7 +34,6 @@ class FrozenFile:
 
     path: Path
     result: WriteResult
-    """Length and sums of the file."""
     stamp: Stamp
     """Mark of its content. A file that somebody has edited has another one, and is not cloned."""
     is_clone: bool
@@ -57,11 +56,8 @@ async def write_frozen(
     """Make the frozen file of ``part`` in ``directory``, durable once that is synced.
 
     Args:
-        part: part of a save with a frozen file.
-        directory: where it is written.
         place: directory of the checkpoint once it is committed.
         known: file that may be cloned. An image in waves is written, as it is never in memory as a whole.
-        writer: writer of the data files of the save.
     """
     image, path = part.image.part(slice(part.layout.frozen_chunks)), directory / part.frozen_name
     preparer = ChunkPreparer(part.layout, b"", renders_constants=part.renders_constants, is_frozen=True)
@@ -99,7 +95,7 @@ async def write_trusted(
     Args:
         part: part of the main data file. There is room for a chunk behind its image.
         layout: layout of both files.
-        directory, place, writer: see :func:`write_frozen`.
+        place: see :func:`write_frozen`.
         known: frozen file of a committed checkpoint.
         may_clone: whether one checkpoint more may share its bytes.
 

@@ -21,7 +21,6 @@ class Part:
     frozen_name: str = ""
     """Name of the frozen file, if the layout has one."""
     layout: ImageLayout
-    """Places of the tensors in the image."""
     tail: bytes
     """Bytes that follow the tensors."""
     render_tail: RenderTail | None = None
@@ -29,9 +28,7 @@ class Part:
     renders_constants: bool = True
     """Whether the image lacks the constant bytes of the layout."""
     image: Image
-    """Bytes of the files."""
     chunks: CapturedChunks
-    """Chunks of the image that are captured."""
 
 
 async def write_part(part: Part, path: Path, writer: FileWriter) -> WriteResult:

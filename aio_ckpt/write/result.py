@@ -14,7 +14,6 @@ class WriteResult:
     image_bytes: int
     """Length of the data file, padding included."""
     file_crc32: int
-    """CRC32 of the whole data file."""
     sums: bytes
     """CRC32 of each block of the raw bytes of each item of the file, little-endian, in the order of the layout."""
     mode: WriteMode

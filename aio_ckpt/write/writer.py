@@ -72,7 +72,6 @@ class ChunkPreparer:
         self.file_crc32 = 0
         """CRC32 of all chunks so far."""
         self.items_patched = 0
-        """Number of items whose trailer holds their CRC32."""
 
     @property
     def sums(self) -> bytes:

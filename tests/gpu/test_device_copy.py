@@ -14,7 +14,6 @@ from cuda_machine import MIB, STAGINGS, TIMEOUT, ones
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.config import Staging
 from aio_ckpt.memory.cuda import CudaCopies
-from aio_ckpt.memory.image_copies import DeviceMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -192,11 +191,7 @@ def test_a_device_without_room_is_asked_for_none(tmp_path: Path, left_bytes: int
 def test_where_there_is_room_for_a_part_that_part_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = torch.cuda.mem_get_info()[1]
     margin = max(total // 20, GIB)
-    monkeypatch.setattr(
-        CudaCopies,
-        "memory_info",
-        lambda _: DeviceMemory(free_bytes=margin + 1100 * MIB, total_bytes=total),
-    )
+    monkeypatch.setattr(CudaCopies, "memory_info", lambda _: (margin + 1100 * MIB, total))
     state = ones(8, 256 * MIB, 1.0)
     with SyncCheckpointEngine(tmp_path) as engine:
         torch.cuda.reset_peak_memory_stats()

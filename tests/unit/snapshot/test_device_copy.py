@@ -10,7 +10,7 @@ import pytest
 import torch
 from rings import issued
 
-from aio_ckpt.memory.image_copies import Copies, DeviceMemory
+from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.plan.structure import flat_bytes
 from aio_ckpt.snapshot.device_copy import DeviceCopier, copy_budget_bytes
 
@@ -68,10 +68,10 @@ class KeptMemory(Copies):
 
     def __init__(self, free_bytes: int = 1 << 40) -> None:
         self.memories: list[npt.NDArray[np.uint8]] = []
-        self.found = DeviceMemory(free_bytes=free_bytes, total_bytes=1 << 30)
+        self.found = free_bytes, 1 << 30
         self.released = 0
 
-    def memory_info(self) -> DeviceMemory:
+    def memory_info(self) -> tuple[int, int]:
         return self.found
 
     def releases(self) -> int:
@@ -120,20 +120,18 @@ GIB = 1 << 30
     ],
 )
 def test_copies_take_what_is_free_but_for_a_margin(wanted: int, kept: int, free: int, copied: int) -> None:
-    memory = DeviceMemory(free_bytes=free * GIB, total_bytes=80 * GIB)
-    assert copy_budget_bytes(wanted * GIB, kept * GIB, memory) == copied * GIB
+    assert copy_budget_bytes(wanted * GIB, kept * GIB, free * GIB, 80 * GIB) == copied * GIB
 
 
 def test_a_small_device_keeps_a_gibibyte_free() -> None:
-    memory = DeviceMemory(free_bytes=4 * GIB, total_bytes=8 * GIB)
-    assert copy_budget_bytes(8 * GIB, 0, memory) == 3 * GIB
+    assert copy_budget_bytes(8 * GIB, 0, 4 * GIB, 8 * GIB) == 3 * GIB
 
 
 def test_what_the_allocator_gave_back_to_the_device_is_not_counted_on() -> None:
     plan, _ = issued({"w": torch.ones(2 * GIB >> 2 >> 10)})  # 2 MiB
     device_copier, copies = DeviceCopier(None), KeptMemory()
     assert device_copier.allocate(plan, lambda _: copies) is not None
-    copies.found = DeviceMemory(free_bytes=0, total_bytes=GIB)
+    copies.found = 0, GIB
     assert device_copier.allocate(plan, lambda _: copies) is not None
     copies.released = 1
     assert device_copier.allocate(plan, lambda _: copies) is None
