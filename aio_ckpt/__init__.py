@@ -19,41 +19,10 @@ Names that need torch are imported at first use (PEP 562): torch takes seconds, 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from aio_ckpt import errors
 from aio_ckpt._version import __version__
 from aio_ckpt.config import EngineConfig, KeepBest, Mirror
-from aio_ckpt.errors import (
-    AioCkptError,
-    BudgetExceededError,
-    BusyError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ConfigError,
-    CorruptCheckpointError,
-    DuplicateNameError,
-    EmptyStateError,
-    EngineClosedError,
-    EngineForkedError,
-    FormatVersionError,
-    MismatchError,
-    MissingNameError,
-    PeerFailedError,
-    PlanChangedError,
-    ProtectedStepError,
-    ReadError,
-    RootError,
-    SaveCancelledError,
-    SourceChangedError,
-    StallError,
-    StepOrderError,
-    SystemLimitError,
-    TemplateMismatchError,
-    ThreadDiedError,
-    UnexpectedNameError,
-    UnsafeObjectError,
-    UnsupportedLeafError,
-    WriteError,
-    WrongThreadError,
-)
+from aio_ckpt.errors import *  # noqa: F403 - every error is public
 from aio_ckpt.reports import CopyReport, EngineStats, LoadReport, Progress, ReadReport, SaveReport
 
 if TYPE_CHECKING:
@@ -85,61 +54,31 @@ _MODULES = {
 """Module of each name that is imported at first use. The imports for type checkers above name the same."""
 
 __all__ = [
-    "AioCkptError",
-    "BudgetExceededError",
-    "BusyError",
     "CheckpointEngine",
-    "CheckpointExistsError",
-    "CheckpointNotFoundError",
-    "ConfigError",
     "CopyReport",
-    "CorruptCheckpointError",
-    "DuplicateNameError",
-    "EmptyStateError",
-    "EngineClosedError",
     "EngineConfig",
-    "EngineForkedError",
     "EngineStats",
     "Every",
-    "FormatVersionError",
     "KeepBest",
     "LoadReport",
     "Mirror",
-    "MismatchError",
-    "MissingNameError",
-    "PeerFailedError",
     "PerRank",
-    "PlanChangedError",
     "Progress",
-    "ProtectedStepError",
-    "ReadError",
     "ReadReport",
-    "RootError",
-    "SaveCancelledError",
     "SaveReport",
     "SaveTicket",
     "Shard",
     "SoloCoordinator",
-    "SourceChangedError",
-    "StallError",
-    "StepOrderError",
     "StoreCoordinator",
     "SyncCheckpointEngine",
-    "SystemLimitError",
-    "TemplateMismatchError",
-    "ThreadDiedError",
-    "UnexpectedNameError",
-    "UnsafeObjectError",
-    "UnsupportedLeafError",
     "UntrustedObject",
-    "WriteError",
-    "WrongThreadError",
     "__version__",
     "copy",
     "load",
     "progress",
     "read",
 ]
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:

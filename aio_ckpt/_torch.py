@@ -37,40 +37,18 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms, _StorageWriterTransforms
 
 __all__ = [
-    "DCP_VERSION",
-    "NEWEST_TRIED",
     "PYTREE_NODES",
-    "SHARDS_DIFFER",
     "AsyncCollectiveTensor",
-    "DcpGlobal",
-    "DcpRole",
     "DistWrapper",
-    "PickledStorage",
     "PrefixStore",
     "ShardedTensor",
     "StorageInfo",
     "StorageWeakRef",
     "Store",
-    "bare_tensor",
     "create_chunk_list",
-    "dcp_globals",
-    "default_store",
-    "dtensor_over",
-    "foreach_copy",
-    "has_load_hooks",
-    "is_load_of_torch",
-    "local_tensor",
-    "log_untried_torch",
-    "mark_coalesced",
     "narrow_tensor_by_index",
-    "neg_view",
-    "pickled_storage",
-    "reader_transforms",
-    "sparse_coo_parts",
-    "storage_reference",
-    "unowned_bytes",
-    "writer_transforms",
 ]
+"""What others import from here besides what is defined here."""
 
 NEWEST_TRIED = (2, 15)
 """Newest (major, minor) of torch with which the whole test suite passed."""

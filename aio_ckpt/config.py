@@ -14,25 +14,6 @@ from aio_ckpt.errors import ConfigError
 from aio_ckpt.remote_path import Place, check_place, place_of
 from aio_ckpt.reports import SaveReport
 
-__all__ = [
-    "GATHER_BYTES",
-    "LEAST_BUDGET_BYTES",
-    "MAX_BYTES_PER_SEC",
-    "MAX_WORKERS",
-    "MIN_BYTES_PER_SEC",
-    "BusyPolicy",
-    "DifferingReplicas",
-    "DirectIO",
-    "EngineConfig",
-    "FailurePolicy",
-    "FrozenPolicy",
-    "KeepBest",
-    "MetricMode",
-    "Mirror",
-    "Staging",
-    "VerifyPolicy",
-]
-
 Staging = Literal["auto", "pinned", "shm", "pageable"]
 DirectIO = Literal["auto", "on", "off"]
 BusyPolicy = Literal["wait", "skip", "raise"]

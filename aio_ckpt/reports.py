@@ -9,23 +9,6 @@ from typing import Any, Literal, TypeAlias
 
 from aio_ckpt.errors import AioCkptError
 
-__all__ = [
-    "CopyReport",
-    "EngineStats",
-    "LoadReport",
-    "OnProgress",
-    "Progress",
-    "ReadReport",
-    "SaveReport",
-    "SkippedCheckpoint",
-    "Stage",
-    "StageTimings",
-    "Target",
-    "WriteMode",
-    "amount",
-    "title",
-]
-
 WriteMode = Literal["direct", "dontcache", "buffered", "object"]
 Target: TypeAlias = int | Path
 """What a save makes: a step of the root, or the checkpoint in a directory that the caller named."""
