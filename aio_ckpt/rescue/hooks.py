@@ -25,7 +25,7 @@ from aio_ckpt.rescue.orphans import (
     OrphanSegment,
     decide_against_root,
     find_orphans,
-    remove_segments,
+    remove_segment,
     segment_directories,
     segment_prefix,
 )
@@ -117,8 +117,8 @@ class Rescue:
         for refusal in decision.refusals:
             if refusal.is_obsolete:
                 log = _log.warning if refusal.is_loss else _log.info
-                log("removed %s: %s", ", ".join(str(orphan.path) for orphan in refusal.segments), refusal.reason)
-                await run_blocking(self._executor, remove_segments, refusal.segments)
+                log("removed %s: %s", refusal.orphan.stored.path, refusal.reason)
+                await run_blocking(self._executor, remove_segment, refusal.orphan)
         self._keep(decision)
         own = [] if self._directory is None else [self._directory]
         directories = list(dict.fromkeys([*own, *(path.parent for _, path in self._kept)]))
@@ -187,7 +187,7 @@ class Rescue:
         return find_orphans(directories, self._root, self._owner, stale_after_secs=self._config.stale_after_secs)
 
     def _keep(self, decision: Decision) -> None:
-        self._kept = [(save.step, save.orphan.path) for save in decision.saves]
+        self._kept = [(save.step, save.orphan.stored.path) for save in decision.saves]
 
     async def _record_directories(self, directories: Sequence[Path]) -> None:
         """Replace the file that names the directories in one rename: a crash must not lose the old names."""

@@ -6,8 +6,8 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -31,16 +31,12 @@ _log = logging.getLogger("aio_ckpt")
 class OrphanSegment:
     """A segment that another process made."""
 
-    path: Path
     owner_is_dead: bool
     """Whether this host proves that the owner is dead, or the owner has shown no sign of life for long."""
     stored: StoredSegment
+    """Its content. A record that cannot be decoded is a fault of it, too."""
     record: SnapshotRecord | None
     """None if the segment has no snapshot record, or a damaged one."""
-    fault: str
-    """Why there is no record; empty if there is one."""
-    is_damaged: bool = False
-    """Whether the segment was marked valid and its record is damaged."""
 
 
 def segment_prefix(root: Path) -> str:
@@ -60,10 +56,9 @@ def segment_directories(root: Path) -> list[Path]:
     return [Path(text) for text in found if is_path(text)]  # other texts name no directory
 
 
-def remove_segments(segments: Iterable[OrphanSegment]) -> None:
-    """Remove the files, and with them the memory."""
-    for orphan in segments:
-        orphan.path.unlink(missing_ok=True)
+def remove_segment(orphan: OrphanSegment) -> None:
+    """Remove the file, and with it the memory."""
+    orphan.stored.path.unlink(missing_ok=True)
 
 
 def find_orphans(
@@ -82,18 +77,14 @@ def find_orphans(
             if owner is not None and (owner.pid, owner.started_ticks) == (here.pid, here.started_ticks):
                 continue
             stored, record = read_segment(path), None
-            fault, is_damaged = stored.fault, stored.is_damaged
-            if not fault:
+            if not stored.fault:
                 try:
                     record = decode_record(stored)
                 except AioCkptError as error:
-                    fault, is_damaged = str(error), True
+                    stored = replace(stored, fault=str(error), is_damaged=True)
             idle_secs = None if stored.modified_unix is None else time.time() - stored.modified_unix
             is_dead = is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs)
-            orphan = OrphanSegment(
-                path=path, owner_is_dead=is_dead, stored=stored, record=record, fault=fault, is_damaged=is_damaged
-            )
-            found.append(orphan)
+            found.append(OrphanSegment(owner_is_dead=is_dead, stored=stored, record=record))
     return found
 
 
@@ -112,14 +103,14 @@ class RescuableSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Segments that are not committed, and why."""
+    """Segment that is not committed, and why."""
 
     step: int | None
     """None if no readable snapshot record holds the step."""
     reason: str
-    segments: tuple[OrphanSegment, ...]
+    orphan: OrphanSegment
     is_obsolete: bool
-    """Whether the segments can never be committed, or need not be: their memory may be freed."""
+    """Whether the segment can never be committed, or need not be: its memory may be freed."""
     is_loss: bool
     """Whether a complete snapshot, or a segment that claims to hold one, is not committed."""
 
@@ -173,10 +164,9 @@ async def decide_against_root(
 
 def _without_record(orphan: OrphanSegment) -> Refusal:
     if not orphan.owner_is_dead:
-        return Refusal(
-            step=None, reason="its trainer may be alive", segments=(orphan,), is_obsolete=False, is_loss=False
-        )
-    return Refusal(step=None, reason=orphan.fault, segments=(orphan,), is_obsolete=True, is_loss=orphan.is_damaged)
+        return Refusal(step=None, reason="its trainer may be alive", orphan=orphan, is_obsolete=False, is_loss=False)
+    stored = orphan.stored
+    return Refusal(step=None, reason=stored.fault, orphan=orphan, is_obsolete=True, is_loss=stored.is_damaged)
 
 
 def _last_first(save: RescuableSave) -> tuple[int, float, float]:
@@ -201,10 +191,10 @@ def _refusal(save: RescuableSave, committed: Mapping[int, str], taken: Mapping[i
     record, step, newest = save.record, save.step, max(committed, default=-1)
 
     def refused(reason: str, *, is_obsolete: bool, is_loss: bool) -> Refusal:
-        return Refusal(step=step, reason=reason, segments=(save.orphan,), is_obsolete=is_obsolete, is_loss=is_loss)
+        return Refusal(step=step, reason=reason, orphan=save.orphan, is_obsolete=is_obsolete, is_loss=is_loss)
 
     if not save.orphan.owner_is_dead:
-        return refused(f"its trainer may be alive ({save.orphan.path.name})", is_obsolete=False, is_loss=True)
+        return refused(f"its trainer may be alive ({save.orphan.stored.path.name})", is_obsolete=False, is_loss=True)
     if committed.get(step) == record.save_id:
         return refused("it is committed", is_obsolete=True, is_loss=False)
     if step in committed and record.overwrite and not _replaces(record, committed[step]):

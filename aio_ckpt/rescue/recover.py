@@ -31,7 +31,7 @@ from aio_ckpt.rescue.orphans import (
     RescuableSave,
     decide_against_root,
     find_orphans,
-    remove_segments,
+    remove_segment,
     segment_directories,
 )
 from aio_ckpt.rescue.segment import map_image
@@ -111,21 +111,21 @@ async def rescue_root(
                 rescued.append(await _commit(storage, executor, root, names, claim, save, number))
             except CorruptCheckpointError as error:
                 torn.append(
-                    Refusal(step=save.step, reason=str(error), segments=(save.orphan,), is_obsolete=False, is_loss=True)
+                    Refusal(step=save.step, reason=str(error), orphan=save.orphan, is_obsolete=False, is_loss=True)
                 )
             else:
-                await run_blocking(executor, remove_segments, [save.orphan])
+                await run_blocking(executor, remove_segment, save.orphan)
         kept = {refusal.step for refusal in torn}  # an older snapshot of a torn step may be all that is left of it
         refused = []
         for refusal in (*decision.refusals, *torn):
             is_removed = refusal.is_obsolete and not refusal.is_loss and refusal.step not in kept
             if is_removed:
-                await run_blocking(executor, remove_segments, refusal.segments)
+                await run_blocking(executor, remove_segment, refusal.orphan)
             refused.append(
                 Unrescued(
                     step=refusal.step,
                     reason=refusal.reason,
-                    segments=tuple(str(orphan.path) for orphan in refusal.segments),
+                    segments=(str(refusal.orphan.stored.path),),
                     is_loss=refusal.is_loss,
                     is_removed=is_removed,
                 )
@@ -197,7 +197,7 @@ async def _write_data(
     finally:
         lease.close()
     if result.sums != recorded.sums:
-        raise CorruptCheckpointError(f"{orphan.path.name}: torn: its bytes do not match its snapshot record")
+        raise CorruptCheckpointError(f"{orphan.stored.path.name}: torn: its bytes do not match its snapshot record")
     manifest = encode_rank(
         save_id=record.save_id,
         step=record.step,

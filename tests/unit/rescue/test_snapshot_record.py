@@ -60,20 +60,13 @@ def left(
         since_boot_secs=since_boot_secs,
         metadata=b"metadata" if metadata is None else metadata,
     )
-    path = Path(f"/shm/{save_id}")
-    return OrphanSegment(path=path, owner_is_dead=is_dead, stored=StoredSegment(path=path), record=record, fault="")
+    return OrphanSegment(owner_is_dead=is_dead, stored=StoredSegment(path=Path(f"/shm/{save_id}")), record=record)
 
 
 def unsealed(*, is_dead: bool = True, is_damaged: bool = False) -> OrphanSegment:
-    path = Path("/shm/unsealed")
-    return OrphanSegment(
-        path=path,
-        owner_is_dead=is_dead,
-        stored=StoredSegment(path=path),
-        record=None,
-        fault="torn" if is_damaged else "no snapshot record",
-        is_damaged=is_damaged,
-    )
+    fault = "torn" if is_damaged else "no snapshot record"
+    stored = StoredSegment(path=Path("/shm/unsealed"), fault=fault, is_damaged=is_damaged)
+    return OrphanSegment(owner_is_dead=is_dead, stored=stored, record=None)
 
 
 def outcome(
@@ -178,7 +171,7 @@ def test_whatever_is_found_every_segment_is_decided_once_and_every_commit_is_who
     ]
     decision = decide(found, committed)
     taken = [save.orphan for save in decision.saves]
-    taken += [one for refusal in decision.refusals for one in refusal.segments]
+    taken += [refusal.orphan for refusal in decision.refusals]
     assert sorted(map(id, taken)) == sorted(map(id, found))
     steps = [save.step for save in decision.saves]
     assert steps == sorted(set(steps))
@@ -343,7 +336,7 @@ def test_an_invalid_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_path
     SegmentDirectory(shm, f"{segment_prefix(tmp_path)}mine-{HERE.tag}", make_room=lambda: False).make(1 << 16)
     SegmentDirectory(shm, f"{segment_prefix(tmp_path / 'other')}gone-{dead.tag}", make_room=lambda: False).make(1 << 16)
     (found,) = find_orphans([shm, shm], tmp_path, HERE, stale_after_secs=600.0)
-    assert (found.owner_is_dead, found.record, found.is_damaged) == (True, None, False)
+    assert (found.owner_is_dead, found.record, found.stored.is_damaged) == (True, None, False)
     assert find_orphans([shm / "none"], tmp_path, HERE, stale_after_secs=600.0) == []
 
 
