@@ -110,16 +110,32 @@ class SkippedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """Report of one load."""
+class _CheckpointReport:
+    """What the reports of a load and of a read have in common."""
 
     step: int
-    """Step that was loaded; 0 if ``save(path=)`` wrote it. -1 for a directory that was given by its path and tells none
-    (stock DCP)."""
+    """Step of the checkpoint; 0 if ``save(path=)`` wrote it. -1 for a directory that was given by its path and tells
+    none (stock DCP)."""
     path: Path
     """Directory of the checkpoint."""
     skipped: tuple[SkippedCheckpoint, ...] = ()
     """Newer checkpoints that did not verify, newest first."""
+    untrusted: tuple[str, ...] = ()
+    """Objects that only running code reads (only with ``skip_untrusted=True``). A load leaves them as they were in the
+    template; a read puts an ``UntrustedObject`` in the place of each."""
+    bytes_read: int = 0
+    """Bytes read from data files."""
+    verified: bool = True
+    """Whether every byte of tensors and objects that was read was compared with a stored checksum. False with
+    ``verify="never"``, and if stock DCP stored none for a part: it has one for a whole tensor, or none."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values that ``save(extra=)`` stored with the step; empty if it stored none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport(_CheckpointReport):
+    """Report of one load."""
+
     missing: tuple[str, ...] = ()
     """Template names absent from the checkpoint, also those below modules, optimizers and other Stateful values (only
     with ``allow_missing=True``)."""
@@ -129,15 +145,14 @@ class LoadReport:
     """Names of the checkpoint that the template lacks."""
     dropped: tuple[str, ...] = ()
     """``PerRank`` values of ranks that saved and that this load lacks, as fewer ranks load."""
-    untrusted: tuple[str, ...] = ()
-    """Objects that only running code reads, left as they were in the template (only with ``skip_untrusted=True``)."""
-    bytes_read: int = 0
-    """Bytes read from data files."""
-    verified: bool = True
-    """Whether every byte of tensors and objects that was read was compared with a stored checksum. False with
-    ``verify="never"``, and if stock DCP stored none for a part: it has one for a whole tensor, or none."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values that ``save(extra=)`` stored with the step; empty if it stored none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadReport(_CheckpointReport):
+    """Report of one ``read(with_report=True)``."""
+
+    plain: tuple[str, ...] = ()
+    """Containers that came back as a plain dict, list or tuple, as their type is not trusted: ``name (type)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,30 +167,6 @@ class CopyReport:
     """Directory of the copy, which is committed and verified."""
     nbytes: int
     """Length of all its files, in bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadReport:
-    """Report of one ``read(with_report=True)``."""
-
-    step: int
-    """Step that was read; 0 if ``save(path=)`` wrote it. -1 for a directory that was given by its path and tells none
-    (stock DCP)."""
-    path: Path
-    """Directory of the checkpoint."""
-    skipped: tuple[SkippedCheckpoint, ...] = ()
-    """Newer checkpoints that did not verify, newest first."""
-    untrusted: tuple[str, ...] = ()
-    """Objects that only running code reads; an ``UntrustedObject`` stands in the place of each."""
-    plain: tuple[str, ...] = ()
-    """Containers that came back as a plain dict, list or tuple, as their type is not trusted: ``name (type)``."""
-    bytes_read: int = 0
-    """Bytes read from data files."""
-    verified: bool = True
-    """Whether every byte of tensors and objects that was read was compared with a stored checksum. False with
-    ``verify="never"``, and if stock DCP stored none for a part: it has one for a whole tensor, or none."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values that ``save(extra=)`` stored with the step; empty if it stored none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
