@@ -7,10 +7,9 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -50,7 +49,6 @@ class Runtime:
     portal: Portal
     """Loop and I/O threads."""
     storage: Storage
-    """File systems and object stores of the checkpoints."""
     window: LifetimeManager
     """Memory of the window: the chunks of an image that are in memory while it is written."""
     staging: LifetimeManager
@@ -135,6 +133,17 @@ class SharedRuntime:
         """Pickle the settings alone: another process opens threads and memory of its own."""
         return functools.partial(SharedRuntime, is_kept=False), (self._config, self._storage)
 
+    @contextmanager
+    def running(self, what: str) -> Iterator[Runtime]:
+        """Yield the runtime, which stays open for this block. ``what`` names the caller in errors."""
+        user = object()
+        runtime = self.begin_use(user)
+        try:
+            runtime.portal.check_thread(what)
+            yield runtime
+        finally:
+            self.end_use(user)
+
     def begin_use(self, user: object) -> Runtime:
         """Return the runtime. It stays open until :meth:`end_use`. A second call for one ``user`` counts once."""
         with self._lock:
@@ -186,9 +195,7 @@ class Replacement:
         self._keep()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -201,16 +208,9 @@ class Replacement:
         runtime.portal.check_thread(type(self).__name__)
         return runtime
 
-    @contextmanager
-    def _running(self) -> Iterator[Runtime]:
-        """Yield the runtime, which stays open for this block."""
-        user = object()
-        runtime = self._shared.begin_use(user)
-        try:
-            runtime.portal.check_thread(type(self).__name__)
-            yield runtime
-        finally:
-            self._shared.end_use(user)
+    def _running(self) -> AbstractContextManager[Runtime]:
+        """Return the runtime for a block of ``with``."""
+        return self._shared.running(type(self).__name__)
 
 
 class DirectoryReplacement(Replacement):

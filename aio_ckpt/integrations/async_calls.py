@@ -11,11 +11,10 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
-import anyio
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,15 +23,14 @@ from aio_ckpt.argument_checks import check_kind
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.installed import Installed
-from aio_ckpt.dcp.runtime import Replacement, SharedRuntime
+from aio_ckpt.dcp.runtime import SharedRuntime
 from aio_ckpt.dcp.stager import plan_staging
-from aio_ckpt.errors import AioCkptError, PeerFailedError, SaveCancelledError
-from aio_ckpt.ranks.exchange import Coordinator
+from aio_ckpt.errors import AioCkptError, PeerFailedError
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure
 from aio_ckpt.ranks.polls import AgreedWork, Work, work_failure
 from aio_ckpt.ranks.store_coordinator import default_coordinator
-from aio_ckpt.runtime.futures import follow, outcome_of
+from aio_ckpt.runtime.futures import follow, outcome_of, run_cancellable
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
 
@@ -64,7 +62,6 @@ class SaverResources:
         self.config = config
         self.runtime = SharedRuntime(config)
         """Threads and memory of the writers, the readers and the stager."""
-        self._stager = _Stager(config).share(self.runtime)
         self._lock = Lock()
         self._portal: Portal | None = None
         self._groups: tuple[Any, dict[Any, Any]] = (None, {})
@@ -116,7 +113,9 @@ class SaverResources:
 
     def copies(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return copies of ``tensors`` in staging memory; None if ``budget_bytes`` cannot hold them."""
-        return self._stager.copies(tensors)
+        with self.runtime.running("a save") as runtime:
+            staging = plan_staging(runtime, {"tensors": tensors})
+            return staging.copied(runtime)["tensors"] if staging.fits else None
 
     def close(self) -> None:
         """End the threads behind the work that was submitted, and free the memory behind its last user."""
@@ -126,19 +125,6 @@ class SaverResources:
             portal.executor.submit(lambda: None).exception()
             portal.close(STOP_SECS)
         self.runtime.close()
-
-
-class _Stager(Replacement):
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, None)
-
-    def copies(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        with self._running() as runtime:
-            staging = plan_staging(runtime, {"tensors": tensors})
-            if not staging.fits:
-                return None
-            copied: list[torch.Tensor] = staging.copied(runtime)["tensors"]
-            return copied
 
 
 class AsyncCallsQueue:
@@ -182,7 +168,8 @@ class AsyncCallsQueue:
         self._shared = shared or self.shared or SaverResources(config or EngineConfig())
         self._calls: deque[_Call] = deque()
         self._members: Membership | None = None
-        self._meeting: _Meeting | None = None
+        self._given_up: Future[None] = Future()
+        """Done once the meeting of the ranks, if they have not met yet, is given up."""
         self.queues.append(weakref.ref(self))
 
     @classmethod
@@ -258,10 +245,10 @@ class AsyncCallsQueue:
         finally:
             self._calls.clear()
             members, self._members = self._members, None
-            meeting, self._meeting = self._meeting, None
             if members is not None:
+                self._given_up.set_result(None)
                 with contextlib.suppress(AioCkptError):
-                    self._shared.portal().call(_leave, meeting, members.coordinator, timeout=_LEAVE_SECS)
+                    self._shared.portal().call(_leave, members, timeout=_LEAVE_SECS)
                 members.coordinator.close()
 
     def _met(self) -> Membership:
@@ -272,47 +259,19 @@ class AsyncCallsQueue:
             members = self._members = Membership(
                 default_coordinator("queues of async calls"), owner, stall_secs=stall_secs
             )
+            self._given_up = Future()
             if members.are_several:
                 coordinator, name = members.coordinator, "the queue of async calls"
                 coordinator.register(name, stall_secs=stall_secs)
-                self._meeting = _Meeting(functools.partial(coordinator.open, name, stall_secs=stall_secs))
-                members.opened = self._shared.portal().submit(self._meeting.run)
+                meet = functools.partial(coordinator.open, name, stall_secs=stall_secs)
+                members.opened = self._shared.portal().submit(run_cancellable, self._given_up, meet)
         return self._members
 
 
-class _Meeting:
-    """Meeting of the ranks of a queue. All is called on the loop."""
-
-    def __init__(self, open_: Callable[[], Awaitable[None]]) -> None:
-        self._open = open_
-        self._scope: anyio.CancelScope | None = None
-        self._is_given_up = False
-        self._has_ended: Future[None] = Future()
-
-    async def run(self) -> None:
-        """Wait for the other ranks; SaveCancelledError if it is given up."""
-        try:
-            with anyio.CancelScope() as self._scope:
-                if self._is_given_up:
-                    self._scope.cancel()
-                await self._open()
-            if self._scope.cancelled_caught:
-                raise SaveCancelledError("the queue of async calls was closed before all ranks had met")
-        finally:
-            self._has_ended.set_result(None)
-
-    async def give_up(self) -> None:
-        """End the meeting, unless the ranks have met. Otherwise the next one of another rank would be with this one."""
-        self._is_given_up = True
-        if self._scope is not None:
-            self._scope.cancel()
-        await asyncio.wrap_future(follow(self._has_ended))
-
-
-async def _leave(meeting: _Meeting | None, coordinator: Coordinator) -> None:
-    if meeting is not None:
-        await meeting.give_up()
-    await coordinator.leave()
+async def _leave(members: Membership) -> None:
+    """Leave the other ranks, once their meeting has ended: else the next one of another rank would be with this one."""
+    await asyncio.wrap_future(follow(members.opened))
+    await members.coordinator.leave()
 
 
 class _Call(AgreedWork):
