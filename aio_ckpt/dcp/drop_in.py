@@ -122,25 +122,21 @@ class Installation(Installed):
 
     def _writer(self, stock: Callable[..., Any], *args: Any, **given: Any) -> Any:
         make_stock = functools.partial(stock, *args, **given)
-        make = functools.partial(_Writer, make_stock, *args, config=self.config, **given)
-        return self._made(make, make_stock, *args, **given)
+        return self._made(functools.partial(_Writer, make_stock), stock, *args, **given)
 
     def _reader(self, stock: Callable[..., Any], *args: Any, **given: Any) -> Any:
-        make = functools.partial(Reader, *args, config=self.config, **given)
-        return self._made(make, functools.partial(stock, *args, **given), *args, **given)
+        return self._made(Reader, stock, *args, **given)
 
-    def _made(
-        self, make: Callable[[], Replacement], make_stock: functools.partial[Any], *args: Any, **given: Any
-    ) -> Any:
+    def _made(self, ours: Callable[..., Replacement], stock: Callable[..., Any], *args: Any, **given: Any) -> Any:
         """Return ours; stock's if the path is in a place that ours does not reach, or ours refuses an argument."""
         path = args[0] if args else given.get("path")
         if isinstance(path, (str, os.PathLike)) and not _is_ours(path):
-            return make_stock()
+            return stock(*args, **given)
         try:
-            return make().share(self._runtime)
+            return ours(*args, config=self.config, **given).share(self._runtime)
         except (ConfigError, RootError, TypeError) as error:
-            _log.warning("stock's %s serves this call, without checksums: %s", make_stock.func.__qualname__, error)
-        return make_stock()
+            _log.warning("stock's %s serves this call, without checksums: %s", stock.__qualname__, error)
+        return stock(*args, **given)
 
     def _stager(self, stock: Callable[..., Any], *args: Any, **given: Any) -> staging.AsyncStager:
         return _Stager(functools.partial(stock, *args, **given), self.config).share(self._runtime)

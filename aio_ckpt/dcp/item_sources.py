@@ -33,9 +33,7 @@ class Stream:
     """Item that is stored as bytes: an object, a transformed item, or a tensor that only ``torch.save`` can write."""
 
     index: MetadataIndex
-    """Index of the item in DCP's metadata."""
     data: bytes
-    """Bytes of the item in the file."""
     descriptors: tuple[str, ...]
     """Stream extensions that were applied, outermost first."""
 
@@ -179,15 +177,10 @@ def _encode(item: WriteItem, data: Any, transforms: Any) -> Stream:
     if item.type is WriteItemType.BYTE_IO:
         stream.write(data.getbuffer())
     else:
-        torch.save(_on_host(data), stream)
+        tensor = data.detach().cpu()
+        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save stores all bytes of a storage
+        torch.save(tensor, stream)
     if stream is not out:
         stream.close()  # ends the transformation and leaves ``out`` open
     return Stream(index=item.index, data=out.getvalue(), descriptors=tuple(descriptors))
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the CPU, with a storage that holds only its own bytes: ``torch.save`` stores all of it."""
-    tensor = tensor.detach().cpu()
-    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
-        return tensor.clone()
-    return tensor

@@ -63,12 +63,10 @@ class RankSave:
 
     @property
     def data_file(self) -> str:
-        """Name of the data file."""
         return data_file_name(self.save_id, self.rank)
 
     @property
     def manifest(self) -> str:
-        """Name of the rank's manifest."""
         return rank_manifest_name(self.save_id, self.rank)
 
 
@@ -77,7 +75,6 @@ class ManifestResult(WriteResult):
     """Result by which the leader learns a rank's manifest. ``storage_data`` is the FileEntry of the manifest."""
 
     save_id: str
-    """Id of the save."""
 
 
 async def begin_dcp_save(storage: Storage, directory: Path, save_id: str) -> None:

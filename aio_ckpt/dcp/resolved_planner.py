@@ -70,11 +70,9 @@ class ResolvedPlanner(SavePlanner):
         return self._plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """See DCP."""
         return self._planner.create_global_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """See DCP."""
         return self._planner.finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> Any:

@@ -64,11 +64,9 @@ class Staging:
     """State to be staged, and the layout of its tensors in staging memory."""
 
     state: dict[str, Any]
-    """State of the caller."""
     owners: Mapping[int, torch.Tensor]
     """Tensors that are copied by address, by ``id``."""
     planned: PlannedImage
-    """Image of these tensors."""
     aliases: Sequence[int]
     """Per tensor, the leaf of the image that holds its bytes."""
     budget_bytes: int

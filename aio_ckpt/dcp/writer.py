@@ -143,15 +143,14 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         """
         if not isinstance(self.path, RemotePath):
             _make_directory(self.path)
-        if not self.overwrite and self._holds_checkpoint():
-            text = "holds a checkpoint, and overwrite=False keeps it"
-            raise CheckpointExistsError(errno.EEXIST, text, str(self.path))
+        if not self.overwrite:
+            metadata, timeout_secs = self.path.absolute() / METADATA_FILE, self._config.stall_timeout_secs
+            with self._running() as runtime:
+                is_there = runtime.portal.call(runtime.storage.exists, metadata, timeout=timeout_secs)
+            if is_there:
+                text = "holds a checkpoint, and overwrite=False keeps it"
+                raise CheckpointExistsError(errno.EEXIST, text, str(self.path))
         return plan
-
-    def _holds_checkpoint(self) -> bool:
-        with self._running() as runtime:
-            exists, timeout_secs = runtime.storage.exists, self._config.stall_timeout_secs
-            return runtime.portal.call(exists, self.path.absolute() / METADATA_FILE, timeout=timeout_secs)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the save on the leader: remove what dead saves left, mark the save, give each rank its part."""

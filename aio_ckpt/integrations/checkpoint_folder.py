@@ -28,7 +28,6 @@ from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import exchange_directories
 
 SUMS_FILE = "checksums.sfv"
-"""Name of the file of checksums."""
 _REPLACED = "-replaced"
 """End of the name that a replaced checkpoint has for a moment, beside the draft."""
 _BLOCK_BYTES = 4 << 20
@@ -290,17 +289,6 @@ def _crc32(path: Path) -> int:
         while block := file.read(_BLOCK_BYTES):
             crc32 = crc32_of(block, crc32)
     return int(crc32)
-
-
-def remove(folder: Path) -> None:
-    """Delete a directory and all below it. If there is none, do nothing.
-
-    Raises:
-        WriteError: the disk failed.
-    """
-    with translate_errors(WriteError, folder):
-        if folder.exists():
-            shutil.rmtree(folder)
 
 
 def sync_path(path: Path) -> None:

@@ -124,7 +124,7 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
         Raises:
             PeerFailedError: a rank failed; on all ranks alike. ``latest`` is unchanged.
         """
-        self._poll(blocking=True)
+        self.poll(blocking=True)
 
     # -- what DeepSpeed calls -------------------------------------------------------------------------
 
@@ -241,15 +241,12 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
             work.exception()
         self._stale += [*draft.stale, draft.drafts_dir]
 
-    def poll(self) -> None:
-        """Raise the failure of the pending checkpoint, at the same call on all ranks. Never blocks on a disk.
+    def poll(self, *, blocking: bool = False) -> None:
+        """Raise the failure of the pending checkpoint, at the same call on all ranks. Waits for a disk if ``blocking``.
 
         Raises:
             PeerFailedError: a rank failed; on all ranks alike. ``latest`` is unchanged.
         """
-        self._poll(blocking=False)
-
-    def _poll(self, *, blocking: bool) -> None:
         draft = self._pending
         if draft is None or draft.agreed is None or not draft.agreed.is_done(blocking=blocking):
             return
@@ -291,7 +288,7 @@ def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
     if reason:
         _log.warning("DeepSpeed saves by itself: %s", reason)
         if stock is not None and not hasattr(stock, "wait"):
-            stock.wait = _wait_for_nothing
+            stock.wait = lambda: None  # its save returns once the checkpoint is written
         return stock
     if type(stock).__name__ != _STOCK:
         raise ConfigError(
@@ -306,10 +303,6 @@ def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
         if hasattr(model_engine, name):
             setattr(model_engine, name, _polling(getattr(model_engine, name), ours))
     return ours
-
-
-def _wait_for_nothing() -> None:
-    """Return at once: DeepSpeed's own engine has written the checkpoint when its save returns."""
 
 
 def _why_not(model_engine: Any) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -235,7 +236,9 @@ def remove_draft(path: Path) -> None:
         if (path / _REPLACED).exists():
             _log.warning("%s stays: it holds what was in the place of a checkpoint when its save ended", path)
         else:
-            checkpoint_folder.remove(path)
+            with translate_errors(WriteError, path):
+                if path.exists():
+                    shutil.rmtree(path)
     except (AioCkptError, OSError) as error:
         _log.warning("%s stays: it could not be removed: %s", path, error)
 

@@ -70,7 +70,6 @@ class PatchPoint:
         return value_of(f"{self.module}:{self.name}", _MISSING) is not _MISSING
 
     def put(self, value: object) -> None:
-        """Set the attribute."""
         setattr(importlib.import_module(self.module), self.name, value)
 
     def __str__(self) -> str:

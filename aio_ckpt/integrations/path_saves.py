@@ -83,20 +83,17 @@ class PathSaves:
         return path in self._saved
 
     def is_pending(self, path: Path) -> bool:
-        """Return whether a save of ``path`` is pending."""
         return path in self._tickets and not self._tickets[path].done()
 
     def wait(self, path: Path) -> None:
         """Wait until a pending save of ``path`` is durable. Raises its failure."""
-        ticket = self._tickets.get(path)
-        if ticket is not None and not ticket.done():
-            ticket.result()
+        if self.is_pending(path):
+            self._tickets[path].result()
 
     def flush(self) -> None:
         """Wait until all pending saves are durable. Raises the first failure."""
-        for ticket in list(self._tickets.values()):
-            if not ticket.done():
-                ticket.result()
+        for path in list(self._tickets):
+            self.wait(path)
 
     def remove_file(self, path: Path, remove: Callable[[], object]) -> None:
         """Call ``remove``, which deletes another program's file at ``path``, once the saves before are durable. Waits.

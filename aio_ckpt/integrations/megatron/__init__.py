@@ -90,7 +90,9 @@ class Installation(QueueInstalled):
             )
             return
         put = self._put
-        put(training.save_strategy, _Strategies(self, self._shared))
+        strategies: Any = functools.partial(SaveStrategy, shared=self._shared)
+        strategies.owner = self
+        put(training.save_strategy, strategies)
         put(training.queue, self._queue)
         for place in (training.start_worker, training.start_worker_at_first):
             put(place, _start_no_worker)
@@ -109,7 +111,7 @@ class Installation(QueueInstalled):
             )
             return
         strategy = _AsyncStrategy(self._shared, training.strategy_of_saves.value)
-        for place, ours in zip(by_names, (strategy, strategy, _can_save), strict=True):
+        for place, ours in zip(by_names, (strategy, strategy, lambda: True), strict=True):
             put(place, ours)
 
     def _queues(self) -> Iterable[AsyncCallsQueue]:
@@ -118,17 +120,6 @@ class Installation(QueueInstalled):
     def _reset(self, *args: object, **options: object) -> None:
         """Forget the pending calls, for an in-process restart. The queue goes on in the next process group."""
         self._queue.close(abort=True)
-
-
-class _Strategies:
-    """Object in the place of Megatron's class of save strategies. A call makes one of ours."""
-
-    def __init__(self, owner: Installation, shared: SaverResources) -> None:
-        self.owner = owner
-        self._shared = shared
-
-    def __call__(self, *args: Any, **options: Any) -> SaveStrategy:
-        return SaveStrategy(*args, shared=self._shared, **options)
 
 
 def _start_no_worker(rank: int, *args: object, **options: object) -> None:
@@ -146,8 +137,3 @@ class _AsyncStrategy:
         if module is None:
             return async_strategy, self._names
         return (async_strategy, self._names[module]) if module in self._names else self._stock(async_strategy, module)
-
-
-def _can_save() -> bool:
-    """Return True: no NVRx is needed."""
-    return True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -146,10 +146,8 @@ class LoadStrategy(_LoadBase):  # type: ignore[misc]
         with self._reading():
             return super().load_sharded_metadata(*args, **options)
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        with replaced(core.reader, functools.partial(our_reader, self._shared, core.reader.value)):
-            yield
+    def _reading(self) -> AbstractContextManager[None]:
+        return replaced(core.reader, functools.partial(our_reader, self._shared, core.reader.value))
 
 
 def our_reader(
