@@ -62,7 +62,6 @@ PRIVATE_NAMES: Mapping[str, Expected] = {
 _STATE = "trainer_state.json"
 """File that each checkpoint has."""
 _OPTIMIZER = "optimizer.pt"
-"""File of the optimizer."""
 _WEIGHTS = ("model.safetensors*", "model-*-of-*.safetensors", "pytorch_model*")
 _FILES = (*_WEIGHTS, "optimizer.pt", "optimizer.bin", "optimizer_[0-9]", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 """Names of files that transformers writes before :data:`_STATE`, so that a killed save leaves them."""
@@ -146,6 +145,15 @@ class AioTrainerMixin:
     If a release of transformers moves what this relies on, a WARNING says so, and transformers saves.
     """
 
+    # Of the Trainer.
+    args: Any
+    state: Any
+    control: Any
+    accelerator: Any
+    callback_handler: Any
+    add_callback: Any
+    remove_callback: Any
+
     aio_config: EngineConfig | None = None
     """Settings of the engine. Set it in the class, or before ``train()``."""
     _aio_engine: SyncCheckpointEngine | None = None
@@ -167,8 +175,7 @@ class AioTrainerMixin:
         pending = self._aio_pending
         if pending is None:
             return
-        trainer: Any = self
-        trainer.callback_handler.__dict__.pop("on_save", None)
+        self.callback_handler.__dict__.pop("on_save", None)
         try:
             sums: dict[Path, int] = {}
             for path, ticket in pending.tickets.items():
@@ -188,7 +195,6 @@ class AioTrainerMixin:
 
     def _aio_publish(self, pending: _Draft) -> None:
         """Make a durable checkpoint visible, delete expired ones, and call ``on_save``."""
-        trainer: Any = self
         try:
             checkpoint_folder.publish(Path(pending.folder), Path(pending.final), _STATE, _FILES)
         except BaseException:
@@ -198,22 +204,22 @@ class AioTrainerMixin:
             os.rmdir(pending.drafts_dir)
         _log.info("%s is durable", pending.final)
         if pending.is_pushed:
-            now, trainer.state = trainer.state, pending.state or trainer.state  # its step is in the commit message
+            now, self.state = self.state, pending.state or self.state  # its step is in the commit message
             try:
-                trainer._push_from_checkpoint(pending.final)
+                self._push_from_checkpoint(pending.final)
             finally:
-                trainer.state = now
-        if not _is_announced(Path(pending.final).with_name(f"{_PREFIX}-{trainer.state.global_step}")):
+                self.state = now
+        if not _is_announced(Path(pending.final).with_name(f"{_PREFIX}-{self.state.global_step}")):
             trainer_utils.rotate_checkpoints(
                 output_dir=pending.run_dir,
-                save_total_limit=trainer.args.save_total_limit,
+                save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=pending.best,
                 use_mtime=True,
             )
         if pending.state is not None:
-            is_due = trainer.control.should_save  # by now, the next checkpoint may be due, and on_save() resets this
-            trainer.control = trainer.callback_handler.on_save(trainer.args, pending.state, trainer.control)
-            trainer.control.should_save |= is_due
+            is_due = self.control.should_save  # by now, the next checkpoint may be due, and on_save() resets this
+            self.control = self.callback_handler.on_save(self.args, pending.state, self.control)
+            self.control.should_save |= is_due
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -225,11 +231,10 @@ class AioTrainerMixin:
             ValueError: True, and there is no checkpoint.
             Exception: as Trainer; or a save failed.
         """
-        trainer: Any = self
         if resume_from_checkpoint:
             resume_from_checkpoint = self._aio_verified(resume_from_checkpoint)
         between_steps = _BetweenSteps(self._aio_publish_written)
-        trainer.add_callback(between_steps)
+        self.add_callback(between_steps)
         try:
             result = trainer_of(self).train(resume_from_checkpoint, *args, **kwargs)
             self.wait_for_checkpoint()
@@ -238,8 +243,8 @@ class AioTrainerMixin:
                 self.wait_for_checkpoint()
             raise
         finally:
-            trainer.remove_callback(between_steps)
-            trainer.callback_handler.__dict__.pop("on_save", None)
+            self.remove_callback(between_steps)
+            self.callback_handler.__dict__.pop("on_save", None)
             pending, self._aio_pending = self._aio_pending, None
             engine, self._aio_engine = self._aio_engine, None
             try:
@@ -257,19 +262,17 @@ class AioTrainerMixin:
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Load the best model, and delete checkpoints, once the last one is visible on all ranks."""
-        trainer: Any = self
         self.wait_for_checkpoint()
-        trainer.accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
         return trainer_of(self)._finalize_training(*args, **kwargs)
 
     def _aio_verified(self, wanted: str | bool) -> str | bool:
         """Return the checkpoint to go on from. Rank 0 reads it, and all ranks take or refuse it alike."""
-        trainer: Any = self
         answer: list[Any] = [None, None]
-        if trainer.args.process_index == 0:
+        if self.args.process_index == 0:
             try:
                 if wanted is True:
-                    folder = Path(trainer.args.output_dir)
+                    folder = Path(self.args.output_dir)
                     checkpoint_folder.restore_replaced(folder / _DRAFTS, folder)
                     newest = checkpoint_folder.newest_verified(folder, _PREFIX, _STATE)
                     answer[0] = True if newest is None else str(newest)
@@ -292,35 +295,34 @@ class AioTrainerMixin:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Capture a checkpoint. It becomes visible, and older ones are deleted, once it is durable."""
-        trainer: Any = self
         if self._aio_saves_by_stock():
             trainer_of(self)._save_checkpoint(model, trial)
             return
         self.wait_for_checkpoint()
-        run_dir = trainer._get_output_dir(trial)
-        draft = _Draft(step=trainer.state.global_step, run_dir=run_dir, drafts_dir=os.path.join(run_dir, _DRAFTS))
-        saves = trainer.args.should_save
+        run_dir = self._get_output_dir(trial)
+        draft = _Draft(step=self.state.global_step, run_dir=run_dir, drafts_dir=os.path.join(run_dir, _DRAFTS))
+        saves = self.args.should_save
         ends_soon = False
         if saves:
             _clear_drafts(run_dir)  # of a run that was killed
             ends_soon = _take_sentinel(Path(draft.final))
-        best_step = trainer.state.best_global_step
+        best_step = self.state.best_global_step
         best = os.path.join(run_dir, f"{_PREFIX}-{best_step}")
         if best_step and os.path.exists(best):  # transformers will look for it in the draft alone
-            trainer.state.best_model_checkpoint = best
-        trainer.accelerator.wait_for_everyone()
+            self.state.best_model_checkpoint = best
+        self.accelerator.wait_for_everyone()
         self._aio_draft = draft
         try:
             with self._aio_writes(draft):
                 trainer_of(self)._save_checkpoint(model, trial)
-            if trainer.state.best_model_checkpoint == draft.folder:
-                trainer.state.best_model_checkpoint = draft.final
+            if self.state.best_model_checkpoint == draft.folder:
+                self.state.best_model_checkpoint = draft.final
                 if saves:
-                    trainer.state.save_to_json(os.path.join(draft.folder, _STATE))
-            trainer.accelerator.wait_for_everyone()  # now all ranks have written their files
-            if trainer.args.process_index != 0 and trainer.args.local_process_index == 0:
+                    self.state.save_to_json(os.path.join(draft.folder, _STATE))
+            self.accelerator.wait_for_everyone()  # now all ranks have written their files
+            if self.args.process_index != 0 and self.args.local_process_index == 0:
                 checkpoint_folder.sync_files(Path(draft.folder))  # those of this host
-            trainer.accelerator.wait_for_everyone()
+            self.accelerator.wait_for_everyone()
         except BaseException:
             if saves:
                 draft.discard()
@@ -329,7 +331,7 @@ class AioTrainerMixin:
             self._aio_draft = None
         if not saves:
             return
-        draft.best = trainer.state.best_model_checkpoint
+        draft.best = self.state.best_model_checkpoint
         self._aio_pending = draft
         if ends_soon or self._aio_users_on_save():
             self.wait_for_checkpoint()
@@ -364,8 +366,7 @@ class AioTrainerMixin:
         if self._aio_engine is None:
             # One checkpoint is pending at most, so that its files need no limit of their own.
             config = self.aio_config or EngineConfig(max_in_flight=1000)
-            trainer: Any = self
-            self._aio_engine = SyncCheckpointEngine(trainer.args.output_dir, config, coordinator=SoloCoordinator())
+            self._aio_engine = SyncCheckpointEngine(self.args.output_dir, config, coordinator=SoloCoordinator())
         return self._aio_engine
 
     @contextlib.contextmanager
@@ -394,8 +395,7 @@ class AioTrainerMixin:
 
     def _aio_users_on_save(self) -> bool:
         """Return whether a user's callback has ``on_save``, which may save the model of this very step."""
-        trainer: Any = self
-        for callback in trainer.callback_handler.callbacks:
+        for callback in self.callback_handler.callbacks:
             kind = type(callback)
             if kind.on_save is not TrainerCallback.on_save and not kind.__module__.startswith("transformers."):
                 if not self._aio_has_warned:
@@ -410,15 +410,14 @@ class AioTrainerMixin:
 
     def _aio_defer_on_save(self, draft: _Draft) -> None:
         """Let the callbacks' ``on_save``, which Trainer calls next, wait until the checkpoint is there."""
-        trainer: Any = self
 
         def on_save(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            trainer.callback_handler.__dict__.pop("on_save", None)
+            self.callback_handler.__dict__.pop("on_save", None)
             draft.state = copy.copy(state)
             control.should_save = False
             return control
 
-        trainer.callback_handler.on_save = on_save
+        self.callback_handler.on_save = on_save
 
 
 def trainer_of(mixin: AioTrainerMixin) -> Any:
