@@ -34,8 +34,6 @@ from aio_ckpt.storage.object_store import AnyStorage
 __all__ = ["load", "read"]
 
 T = TypeVar("T")
-_Use = Callable[[ReadContext, Meter, CommittedCheckpoint], Awaitable[T]]
-"""Function that reads a checkpoint."""
 
 
 def load(
@@ -146,7 +144,7 @@ def _run(
     path: str | os.PathLike[str],
     config: EngineConfig | None,
     progress: OnProgress | None,
-    use: _Use[T],
+    use: Callable[[ReadContext, Meter, CommittedCheckpoint], Awaitable[T]],
     rank: int,
     world_size: int,
 ) -> T:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -16,8 +15,6 @@ from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.root_names import ENGINE_DIR, StepNames
 from aio_ckpt.remote_path import RemotePath, check_place
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class MistypedPathError(AioCkptError, ValueError):
@@ -72,7 +69,13 @@ def check_root(path: Path, names: StepNames) -> Path:
     Raises:
         MistypedPathError: it is a checkpoint, is empty, or holds other things.
     """
-    entries = _names_in_bucket(path) if isinstance(path, RemotePath) else os.listdir(path)
+    if isinstance(path, RemotePath):
+        from aio_ckpt.cli.access import call
+        from aio_ckpt.storage.local import names_in
+
+        entries = call(lambda storage, _: names_in(storage, path))
+    else:
+        entries = os.listdir(path)
     if ENGINE_DIR in entries or any(names.step(name) is not None for name in entries):
         return path
     if METADATA_FILE in entries or any(map(save_of_root_manifest, entries)):
@@ -84,40 +87,15 @@ def check_root(path: Path, names: StepNames) -> Path:
     raise MistypedPathError(f"{path} {what}: give the directory that an engine saves into")
 
 
-def _names_in_bucket(path: RemotePath) -> list[str]:
-    from aio_ckpt.cli.access import call
-    from aio_ckpt.storage.local import names_in
-
-    return call(lambda storage, _: names_in(storage, path))
-
-
-def root_argument(command: F) -> F:
-    """Add the argument ROOT, a directory of this host or a place in an object store."""
-    return click.argument("root", type=Directory(may_be_remote=True))(command)
-
-
-def local_root_argument(command: F) -> F:
-    """Add the argument ROOT, a directory of this host."""
-    return click.argument("root", type=Directory())(command)
-
-
-def json_option(command: F) -> F:
-    """Add the option ``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")(command)
-
-
-def step_dir_option(command: F) -> F:
-    """Add the option ``--step-dir``, which is passed as ``names``."""
-    return click.option(
-        "--step-dir",
-        "names",
-        default=EngineConfig().step_dir,
-        show_default=True,
-        callback=_step_names,
-        metavar="NAME",
-        help="Name of the checkpoints' directories, as in EngineConfig.",
-    )(command)
-
-
-def _step_names(_: click.Context, __: click.Parameter, value: str) -> StepNames:
-    return StepNames(EngineConfig(step_dir=value).step_dir)
+root_argument = click.argument("root", type=Directory(may_be_remote=True))
+"""The argument ROOT, a directory of this host or a place in an object store."""
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+step_dir_option = click.option(
+    "--step-dir",
+    "names",
+    default=EngineConfig().step_dir,
+    show_default=True,
+    callback=lambda _, __, value: StepNames(EngineConfig(step_dir=value).step_dir),
+    metavar="NAME",
+    help="Name of the checkpoints' directories, as in EngineConfig.",
+)

@@ -36,7 +36,6 @@ class LeafRow(msgspec.Struct, frozen=True, kw_only=True):
     """One name of a checkpoint."""
 
     name: str
-    """Fully qualified name."""
     kind: str
     """``tensor`` or ``object``."""
     dtype: str | None
@@ -83,7 +82,6 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """First parts of their names."""
     leaves: int
-    """Number of leaves."""
     nbytes: int
     """Length of all of them, tied ones once, in bytes."""
 
@@ -129,7 +127,8 @@ def inspect_command(
         screen.json(msgspec.structs.asdict(contents) | table)
         return
     _print_head(contents, screen)
-    titles, cells = _branch_table(rows) if depth is not None else _leaf_table(rows)  # type: ignore[arg-type]
+    titles = ("name", "dtype", "shape", "bytes", "shards") if depth is None else ("name", "leaves", "bytes")
+    cells = [_leaf_cells(row) if isinstance(row, LeafRow) else _branch_cells(row) for row in rows]
     screen.table(titles, cells, numbers=("bytes", "shards", "leaves"), optional=() if depth else ("shards",))
     if only or largest is not None:
         nbytes = sum(row.nbytes for row in rows if getattr(row, "tied_to", None) is None)
@@ -156,10 +155,6 @@ def _print_head(contents: Contents, screen: Screen) -> None:
     screen.line()
 
 
-def _leaf_table(leaves: list[LeafRow]) -> tuple[Cells, list[Cells]]:
-    return ("name", "dtype", "shape", "bytes", "shards"), [*map(_leaf_cells, leaves)]
-
-
 def _leaf_cells(leaf: LeafRow) -> Cells:
     shape = "-" if leaf.shape is None else f"({', '.join(map(str, leaf.shape))})"
     if leaf.tied_to is None:
@@ -169,9 +164,8 @@ def _leaf_cells(leaf: LeafRow) -> Cells:
     return printable(name), leaf.dtype or leaf.kind, shape, nbytes, str(leaf.shards)
 
 
-def _branch_table(branches: list[Branch]) -> tuple[Cells, list[Cells]]:
-    rows = [(printable(branch.name), f"{branch.leaves:,}", f"{branch.nbytes:,}") for branch in branches]
-    return ("name", "leaves", "bytes"), [*rows]
+def _branch_cells(branch: Branch) -> Cells:
+    return printable(branch.name), f"{branch.leaves:,}", f"{branch.nbytes:,}"
 
 
 # -- contents ---------------------------------------------------------------------------------------

@@ -155,11 +155,11 @@ def _table(rows: tuple[RootRow, ...], now_unix: float) -> tuple[Cells, list[Cell
         )
         for row in rows
     ]
-    says_something = [
-        title not in ("metrics", "extra") or any(row[number] != "-" for row in cells)
+    chosen = [
+        number
         for number, title in enumerate(_TITLES)
+        if title not in ("metrics", "extra") or any(row[number] != "-" for row in cells)
     ]
-    chosen = [number for number, says in enumerate(says_something) if says]
     return tuple(_TITLES[number] for number in chosen), [tuple(row[number] for number in chosen) for row in cells]
 
 

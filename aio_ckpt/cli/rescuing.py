@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from aio_ckpt.argument_checks import check_seconds
-from aio_ckpt.cli.arguments import (
-    Directory,
-    check_root,
-    json_option,
-    local_root_argument,
-    step_dir_option,
-)
+from aio_ckpt.cli.arguments import Directory, check_root, json_option, step_dir_option
 from aio_ckpt.cli.console import Screen, printable
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.format.root_names import StepNames
@@ -27,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command("rescue", epilog="Example: aio-ckpt rescue runs/ckpt")
-@local_root_argument
+@click.argument("root", type=Directory())
 @click.option("--shm-path", type=Directory(), multiple=True, help="Look here, too; the root tells where it was saved.")
 @click.option(
     "--stale-after",

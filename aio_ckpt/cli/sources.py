@@ -221,7 +221,9 @@ def _mapped_torch(path: Path, *, trusted: bool) -> Any:
     try:
         if trusted:
             return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-        return read_object_pickle(stored.pickle, functools.partial(_mapped_record, _mapped_file(path), stored))
+        with path.open("rb") as file:
+            memory = _mapped_bytes(file.fileno(), os.fstat(file.fileno()).st_size)
+        return read_object_pickle(stored.pickle, functools.partial(_mapped_record, memory, stored))
     except RefusedError as error:
         raise UnsafeObjectError(
             f"{path}: only running code can read an object in it ({error}): give --trusted if you trust whoever wrote "
@@ -238,11 +240,6 @@ def _mapped_torch(path: Path, *, trusted: bool) -> Any:
         raise
     except Exception as error:  # a damaged pickle raises errors of many types
         raise CorruptCheckpointError(f"{path}: does not unpickle: {error or type(error).__name__}") from error
-
-
-def _mapped_file(path: Path) -> torch.UntypedStorage:
-    with path.open("rb") as file:
-        return _mapped_bytes(file.fileno(), os.fstat(file.fileno()).st_size)
 
 
 def _mapped_record(memory: torch.UntypedStorage, stored: TorchFile, key: str) -> torch.UntypedStorage:
