@@ -266,7 +266,6 @@ class DcpGlobal:
         return getattr(self.module, self.name, None)
 
     def put(self, value: Any) -> None:
-        """Set the global."""
         setattr(self.module, self.name, value)
 
     @property

@@ -108,11 +108,7 @@ async def copy_checkpoint(
     """Copy the checkpoint at ``source`` into ``root``, durably and as a whole.
 
     Args:
-        storage: Reads the source.
-        executor: Runs what takes time.
-        source: Directory of a checkpoint.
-        root: The other root.
-        names: Names of the steps of both.
+        names: of the steps of both.
         step: its step there; None for the one that manifest or directory tell.
         on_progress: called with the bytes done so far, and those in all: each is copied, then verified.
 
@@ -149,11 +145,9 @@ class _CopyRequest:
     """What is to be copied."""
 
     source: Path
-    """Directory of the checkpoint."""
     files: Mapping[str, int]
     """Name and length of each of its files."""
     step: int
-    """Step of the copy."""
     names: StepNames
     """Names of the steps of the other root."""
 

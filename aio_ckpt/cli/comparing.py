@@ -68,11 +68,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     b: str
     """Directory of B."""
     only_in_a: tuple[str, ...]
-    """Names that B lacks."""
     only_in_b: tuple[str, ...]
-    """Names that A lacks."""
     kinds: tuple[KindChange, ...]
-    """Leaves whose dtype, shape or kind differs."""
     values: tuple[ValueChange, ...] | None
     """Leaves of equal kind whose values differ; None if values were not compared."""
     alike: int

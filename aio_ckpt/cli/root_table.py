@@ -66,11 +66,9 @@ class RootRow(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, Any] = {}
     """What ``save(extra=)`` was given."""
     is_newest: bool = False
-    """Whether no step is newer."""
     best_of: str | None = None
     """Rule by which it is the best step: ``lowest loss``; None if it is not."""
     is_protected: bool = False
-    """Whether retention never deletes it."""
     is_damaged: bool = False
     """Whether its manifests or the lengths of its files are not as written. Data is not read."""
     fault: str | None = None

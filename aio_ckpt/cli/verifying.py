@@ -32,7 +32,6 @@ class _Verified(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     """Length of all its files, in bytes."""
     secs: float
-    """Duration of the verification."""
     faults: tuple[Fault, ...]
     """Faults; empty if every byte is as it was written."""
     is_gone: bool = False

@@ -42,13 +42,10 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     difference: str | None
     """Description of the first difference; None if every bit is the same."""
     losses_compared: int
-    """Number of losses that were compared."""
     killed_after: int
     """Last step that the killed run finished."""
     resumed_from: int
-    """Step that was loaded."""
     secs: float
-    """Duration of the whole demo."""
 
 
 def run_demo(

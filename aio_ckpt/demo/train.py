@@ -53,7 +53,6 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of one run."""
 
     root: str
-    """Root of the checkpoints."""
     seed: int
     """Seed of weights, dropout and the order of the batches."""
     steps: int

@@ -50,7 +50,6 @@ class Rescued(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     path: str
-    """Committed directory."""
     nbytes: int
     """Length of the data file."""
 

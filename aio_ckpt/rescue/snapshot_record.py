@@ -49,7 +49,6 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     replaces: str = ""
     """Save id of the committed checkpoint that the save replaces; "" if it replaces none, or none could be read."""
     metrics: dict[str, float | None]
-    """Metrics that the caller passed."""
     extra: dict[str, Any] = {}
     """JSON values that the caller passed."""
     metadata: bytes
@@ -58,7 +57,6 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     since_boot_secs: float = 0.0
     """Time of the record by the monotonic clock, in seconds."""
     version: int = _VERSION
-    """Version of this struct."""
     generation: _Size = 0
     """Generation of the segment that the record belongs to."""
     chunk_bytes: Annotated[int, msgspec.Meta(ge=PAGE_BYTES, le=MAX_BYTES, multiple_of=PAGE_BYTES)] = PAGE_BYTES
