@@ -277,7 +277,8 @@ class StateSaves(LockedCalls):
             objects = self.resources.encode(flat, planned)
             if self.ctx.members.is_leader:
                 self.root_session.become_writer(NO_DEADLINE)
-            self._log_earlier_steps(step)
+            if step is not None:  # without one, a load may still follow
+                self._log_earlier_steps(step)
             self.resources.copy_engines.prepare(planned.plan)
             # How much memory this rank's share takes is known once the ranks have agreed, in the first save.
             mapped = None if planned.plan.lacks_share else self.resources.map_ahead(planned.plan, objects, arenas=1)

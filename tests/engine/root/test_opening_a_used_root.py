@@ -1,4 +1,4 @@
-"""Steps of an earlier run: a run learns of them when it opens the engine or prepares, and not at its first save."""
+"""Steps of an earlier run: a run learns of them when it opens the engine, and is warned before it mixes its own with them."""
 
 from __future__ import annotations
 
@@ -118,13 +118,23 @@ def test_a_run_that_goes_on_from_the_steps_of_its_root_is_not_warned(
     assert told(MIXED) == []
 
 
-@pytest.mark.parametrize("first", ["prepare", "save"])
+def test_a_run_that_prepares_before_it_loads_is_not_warned(used: Path, told: Callable[[str], list[str]]) -> None:
+    with SyncCheckpointEngine(used) as engine:
+        engine.prepare(weights(1)).result(TIMEOUT)
+        engine.load(weights(1))
+        engine.save(weights(1)).result(TIMEOUT)
+    assert told(MIXED) == []
+
+
+@pytest.mark.parametrize("prepares", [False, True])
 def test_a_run_that_goes_on_from_nothing_is_warned_once_before_it_mixes_its_steps_with_others(
-    used: Path, told: Callable[[str], list[str]], first: str
+    used: Path, told: Callable[[str], list[str]], prepares: bool
 ) -> None:
     with SyncCheckpointEngine(used) as engine:
         engine.load(weights(1), path=used / "step_000000001")  # some other checkpoint, as far as the steps go
-        getattr(engine, first)(weights(1))
+        if prepares:
+            engine.prepare(weights(1)).result(TIMEOUT)
+        engine.save(weights(1)).result(TIMEOUT)
         assert len(told(MIXED)) == 1
         engine.save(weights(1)).result(TIMEOUT)
         engine.save(weights(1)).result(TIMEOUT)
