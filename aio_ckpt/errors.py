@@ -7,6 +7,7 @@ Every error of this package is an :class:`AioCkptError` and also the builtin tha
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -197,6 +198,10 @@ class PeerFailedError(AioCkptError, RuntimeError):
         self.rank = rank
         self.stage = stage
         self.cause = cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        make = functools.partial(type(self), rank=self.rank, stage=self.stage, cause=self.cause)
+        return make, self.args, self.__dict__
 
 
 class SystemLimitError(AioCkptError, OSError, RuntimeError):

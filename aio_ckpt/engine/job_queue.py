@@ -34,7 +34,7 @@ from aio_ckpt.ranks.save_round import Room, SaveState
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import SaveReport, title
 from aio_ckpt.runtime.deadline import Deadline
-from aio_ckpt.runtime.error_notes import note_ticket
+from aio_ckpt.runtime.error_notes import copy_to_raise, note_ticket
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
@@ -445,8 +445,9 @@ class JobQueue:
 
 def raise_failure(failed: SaveTicket, *, made: SaveTicket | None = None) -> None:
     """Raise the failure of a background save. ``made``: the save that the same call made all the same."""
-    error = failed.exception()
-    if error is not None:
+    kept = failed.exception()
+    if kept is not None:
+        error = copy_to_raise(kept)
         error.add_note(f"this is the background save of {title(failed.path or failed.step)}, which nobody awaited")
         if made is not None:
             note_ticket(error, made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -188,7 +189,7 @@ class Liveness(Coordinator):
         lost = wait.look(ranks, beats, self._own_beat(), is_met=self._is_met)
         if lost is not None:
             self._lost[lost.error.rank] = lost
-            raise lost.error
+            raise copy.copy(lost.error)  # kept, it must not keep the frames of the caller, and so the engine
 
     def _is_undecidable(self, topic: Topic) -> bool:
         """Return whether the leader closed its engine before it began the call that ``topic`` is part of."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,21 @@ def naming_checkpoint(path: Path) -> Iterator[None]:
     except CorruptCheckpointError as error:
         name_checkpoint(error, path)
         raise
+
+
+def copy_to_raise(error: BaseException) -> BaseException:
+    """Return a copy of an error that a ticket keeps, or the error itself if its type cannot be copied.
+
+    Raised itself, a kept error would keep the frames of its callers, and so the engine.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # noqa: BLE001 - a type's own __reduce__ raises any error
+        return error
+    copied.__notes__ = [*getattr(error, "__notes__", ())]
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied.with_traceback(error.__traceback__)
 
 
 def note_ticket(error: BaseException, ticket: SaveTicket) -> None:

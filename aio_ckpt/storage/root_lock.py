@@ -159,7 +159,8 @@ class RootLock:
                 raise RootError(
                     errno.EBUSY,
                     "another engine of this process writes here: close it first. One that nobody refers to any more "
-                    "closes itself once its saves have ended",
+                    "closes itself once its saves have ended; after an error in a notebook, the traceback may still "
+                    "refer to it: restart the kernel, and open engines by 'with'",
                     str(self.path),
                 )
             if _held.get(self._key) is entry:  # the holder was lost, or it is the parent's, which fork copied

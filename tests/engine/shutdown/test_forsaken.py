@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import weights
+from builders import broken, weights
 from gated_storage import TIMEOUT, GatedStorage
 from system_limits import names_of_threads
 from waits import until
@@ -20,7 +20,7 @@ from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.engine import engine as engine_module
-from aio_ckpt.errors import RootError, SystemLimitError
+from aio_ckpt.errors import RootError, SystemLimitError, WriteError
 from aio_ckpt.runtime.portal import Executor
 
 DROPPED = "an engine was dropped without close()"
@@ -42,6 +42,26 @@ def test_an_engine_that_nobody_refers_to_is_gone_at_once_whatever_it_did(root: P
         assert gone() is None, "no part may refer to its engine"
     finally:
         gc.enable()
+
+
+def test_a_ticket_whose_failure_was_raised_keeps_no_engine(root: Path) -> None:
+    """The cell of a notebook whose save failed is run again, with the ticket still there."""
+    executor = Executor("broken", 4)
+    storage = GatedStorage(executor)
+    engine = SyncCheckpointEngine(root, storage=storage)
+    storage.fail("rename", "pending/*", broken())
+    ticket = engine.save(weights(1))
+    until(ticket.committed.done)
+    with pytest.raises(WriteError, match="the disk is gone") as caught:
+        engine.save(weights(2))
+    assert "which nobody awaited" in caught.value.__notes__[0]
+    del caught
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None, "the ticket's error keeps the frame of save()"
+    assert not hasattr(ticket.exception(), "__notes__")
+    assert executor.close(TIMEOUT)
 
 
 def test_a_cell_that_is_run_again_saves_and_leaves_no_thread(root: Path, caplog: pytest.LogCaptureFixture) -> None:
