@@ -121,7 +121,7 @@ def is_plain(data: object) -> bool:
         and isinstance(data, torch.Tensor)
         and data.layout is torch.strided
         and not (data.is_quantized or data.is_meta)
-        and tensor_pickle.storable_dtype(data.dtype)
+        and data.dtype in tensor_pickle.STORABLE_DTYPES
     )
 
 

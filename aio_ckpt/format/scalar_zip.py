@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import pickle
 import struct
-import sys
 from functools import lru_cache
 from types import NoneType
-from typing import NamedTuple
 
 from aio_ckpt.format import zip_records
 from aio_ckpt.format.checksum import crc32_of
@@ -22,8 +20,7 @@ from aio_ckpt.format.zip_records import LOCAL
 SCALAR_TYPES = frozenset({NoneType, bool, int, float, str})
 """Types whose pickle of protocol 2 names no class. Values of subclasses are no scalars."""
 
-_PICKLE_NAME = b"archive/data.pkl"
-_BODY_OFFSET = LOCAL.size + len(_PICKLE_NAME)
+_BODY_OFFSET = LOCAL.size + len(b"archive/data.pkl")
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
 """Offset of the CRC32 in a local header and in an entry of the directory, in bytes."""
 _CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
@@ -36,15 +33,6 @@ class NotScalarError(Exception):
     """The bytes were not rendered by :func:`render_scalar`."""
 
 
-class _Frame(NamedTuple):
-    """Bytes around a pickle of one length and its CRC32."""
-
-    before_crc: bytes
-    before_body: bytes
-    after_body: bytes
-    after_crc: bytes
-
-
 def render_scalar(value: object) -> bytes:
     """Return the ``torch.save`` bytes of a value whose type is one of ``SCALAR_TYPES``."""
     return render_pickle(pickle.dumps(value, 2))
@@ -52,7 +40,7 @@ def render_scalar(value: object) -> bytes:
 
 def render_pickle(body: bytes) -> bytes:
     """Return the ``torch.save`` zip of a pickle without tensors."""
-    return _filled(_frame(len(body)), body) if len(body) <= _MAX_CACHED else _zip_of(body)
+    return _filled(body) if len(body) <= _MAX_CACHED else _zip_of(body)
 
 
 def read_scalar(data: bytes) -> object:
@@ -67,37 +55,30 @@ def read_scalar(data: bytes) -> object:
     if not 0 < nbytes <= _MAX_CACHED:
         raise NotScalarError
     body = data[_BODY_OFFSET : _BODY_OFFSET + nbytes]
-    if len(body) != nbytes or data != _filled(_frame(nbytes), body):
+    if len(body) != nbytes or data != _filled(body):
         raise NotScalarError
     return _value_of(body)
 
 
-def _filled(frame: _Frame, body: bytes) -> bytes:
+def _filled(body: bytes) -> bytes:
     crc = _CRC.pack(crc32_of(body))
-    before_crc, before_body, after_body, after_crc = frame
+    before_crc, before_body, after_body, after_crc = _frame(len(body))
     return b"".join((before_crc, crc, before_body, body, after_body, crc, after_crc))
 
 
 def _zip_of(body: bytes) -> bytes:
-    records = ((_PICKLE_NAME, body), (b"archive/byteorder", sys.byteorder.encode()), (b"archive/version", b"3\n"))
-    archive, directory, end = [], [], 0
-    for name, content in records:
-        directory.append(zip_records.small_entry(name, content, end))
-        archive.append(zip_records.small_record(name, content))
-        end += len(archive[-1])
-    size = sum(map(len, directory))
-    return b"".join((*archive, *directory, zip_records.end_of_zip(len(records), size, end, zip64=False)))
+    records, entries = zip_records.small_records(body)
+    end = zip_records.end_of_zip(zip_records.SMALL_RECORDS, len(entries), len(records), zip64=False)
+    return bytes(records + entries) + end
 
 
-def _frame_of(nbytes: int) -> _Frame:
-    """Return the bytes around a pickle of this length."""
+@lru_cache(maxsize=_MAX_CACHED)
+def _frame(nbytes: int) -> tuple[bytes, bytes, bytes, bytes]:
+    """Return the bytes around a pickle of this length and the two places of its CRC32."""
     data = _zip_of(bytes(nbytes))
     head, tail = data[:_BODY_OFFSET], data[_BODY_OFFSET + nbytes :]
     at = tail.index(b"PK\1\2") + _CENTRAL_CRC
-    return _Frame(head[:_LOCAL_CRC], head[_LOCAL_CRC + 4 :], tail[:at], tail[at + 4 :])
-
-
-_frame = lru_cache(maxsize=_MAX_CACHED)(_frame_of)
+    return head[:_LOCAL_CRC], head[_LOCAL_CRC + 4 :], tail[:at], tail[at + 4 :]
 
 
 def _value_of(body: bytes) -> object:

@@ -27,7 +27,8 @@ STORAGES: dict[str, Any] = {
     **{f"torch.{V2_STORAGES[name]}": dtype for name, dtype in _V2_DTYPES.items()},
 }
 """What stands for the class of a storage, by its full name: the dtype of its elements, or ``UntypedStorage``."""
-_STORABLE = frozenset((*_V2_DTYPES.values(), *_V3_DTYPES.values()))
+STORABLE_DTYPES = frozenset((*_V2_DTYPES.values(), *_V3_DTYPES.values()))
+"""Dtypes that ``torch.save`` stores as a plain strided tensor. Quantized and sub-byte ones are none."""
 _LAZY_DTYPES = frozenset(_V2_DTYPES.values()) - {torch.bool}
 """Dtypes with which torch makes lazily negated and conjugated tensors."""
 
@@ -59,14 +60,6 @@ class TensorView:
     """Whether its elements are the conjugates of the stored ones, as of ``x.conj()``."""
     is_neg: bool = False
     """Whether its elements are the negatives of the stored ones, as of ``x.conj().imag``."""
-
-
-def storable_dtype(dtype: torch.dtype) -> bool:
-    """Return whether ``torch.save`` stores this dtype as a plain strided tensor.
-
-    Quantized and sub-byte ones it does not.
-    """
-    return dtype in _STORABLE
 
 
 # -- render -----------------------------------------------------------------------------------------------

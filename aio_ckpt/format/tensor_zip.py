@@ -27,8 +27,8 @@ import torch
 
 from aio_ckpt.errors import UnsupportedLeafError
 from aio_ckpt.format import zip_records
-from aio_ckpt.format.constants import MAX_DIMS, Envelope, TensorSpec
-from aio_ckpt.format.tensor_pickle import TensorView, read_pickle, render_pickle, storable_dtype
+from aio_ckpt.format.constants import MAX_DIMS, RAW_ALIGN_BYTES, Envelope, TensorSpec, align_up
+from aio_ckpt.format.tensor_pickle import STORABLE_DTYPES, TensorView, read_pickle, render_pickle
 from aio_ckpt.format.zip_directory import body_offset, corrupt, read_directory, read_record
 from aio_ckpt.format.zip_records import MAX_U32
 
@@ -79,11 +79,6 @@ def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(steps)
 
 
-def raw_bytes(spec: TensorSpec) -> int:
-    """Return the length of the raw bytes of a dense tensor."""
-    return math.prod(spec.shape) * spec.dtype.itemsize
-
-
 # -- render -----------------------------------------------------------------------------------------------
 
 
@@ -95,26 +90,23 @@ def render(spec: TensorSpec) -> Envelope:
         UnsupportedLeafError: a dtype that ``torch.save`` does not store as a plain tensor; more than ``MAX_DIMS`` dims.
         ValueError: ``spec.stride`` is not dense: the caller forgot :func:`stored_stride`.
     """
-    if not storable_dtype(spec.dtype):
+    if spec.dtype not in STORABLE_DTYPES:
         raise UnsupportedLeafError(f"{spec.dtype} cannot be stored as a plain tensor: convert it first")
     if len(spec.shape) > MAX_DIMS:
         raise UnsupportedLeafError(f"a tensor of {len(spec.shape)} dimensions has too many: reshape it")
     if not is_dense(spec.shape, spec.stride):
         raise ValueError(f"stride {spec.stride} of shape {spec.shape} is not dense: give stored_stride()")
-    nbytes = raw_bytes(spec)
-    small = ((b"data.pkl", render_pickle(spec)), (b"byteorder", sys.byteorder.encode()), (b"version", b"3\n"))
-    header, central = bytearray(), bytearray()
-    for short_name, body in small:
-        name = b"archive/" + short_name
-        central += zip_records.small_entry(name, body, len(header))
-        header += zip_records.small_record(name, body)
+    nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+    header, central = zip_records.small_records(render_pickle(spec))
     zip64 = len(header) + nbytes + _ZIP64_SLACK > MAX_U32
     crc_in_central = len(central) + 16
     central += zip_records.deferred_entry(_DATA_NAME, nbytes, len(header), zip64=zip64)
     unpadded = len(header) + len(zip_records.deferred_header(_DATA_NAME, zip64=zip64, padding=0))
-    header += zip_records.deferred_header(_DATA_NAME, zip64=zip64, padding=zip_records.padding_to_align(unpadded))
+    padding = align_up(unpadded, RAW_ALIGN_BYTES) - unpadded
+    header += zip_records.deferred_header(_DATA_NAME, zip64=zip64, padding=padding)
     descriptor = zip_records.deferred_descriptor(nbytes, zip64=zip64)
-    end = zip_records.end_of_zip(len(small) + 1, len(central), len(header) + nbytes + len(descriptor), zip64=zip64)
+    count, stop = zip_records.SMALL_RECORDS + 1, len(header) + nbytes + len(descriptor)
+    end = zip_records.end_of_zip(count, len(central), stop, zip64=zip64)
     trailer, crc_offsets = descriptor + central + end, (4, len(descriptor) + crc_in_central)
     return Envelope(header=bytes(header), trailer=trailer, crc_offsets=crc_offsets, raw_bytes=nbytes)
 

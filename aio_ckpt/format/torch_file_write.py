@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,18 +27,10 @@ _PROTOCOL = 2
 """The pickle protocol of ``torch.save``, which ``weights_only=True`` reads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PickledObject:
-    """An object as ``torch.save`` stores it: its pickle, and the storages that the pickle names."""
+def pickle_object(obj: object) -> tuple[bytes, Sequence[torch.UntypedStorage]]:
+    """Return the content of ``data.pkl`` for ``obj``, and the storages that it names, in the order of their keys.
 
-    data: bytes
-    """Content of ``data.pkl``."""
-    storages: Sequence[torch.UntypedStorage]
-    """Storages, in the order of their keys."""
-
-
-def pickle_object(obj: object) -> PickledObject:
-    """Pickle ``obj`` as ``torch.save`` does. No byte of a storage is read.
+    No byte of a storage is read.
 
     Raises:
         UnsupportedLeafError: two tensors view the same bytes as different dtypes, which no torch.save file can hold.
@@ -48,7 +39,7 @@ def pickle_object(obj: object) -> PickledObject:
     out = io.BytesIO()
     pickler = _Pickler(out)
     pickler.dump(obj)
-    return PickledObject(data=out.getvalue(), storages=pickler.storages)
+    return out.getvalue(), pickler.storages
 
 
 class _Pickler(pickle.Pickler):
@@ -106,17 +97,12 @@ class ZipTail:
 
     def render(self, crc32s: Sequence[int]) -> bytes:
         """Return the tail. Its length is the same for all CRC32s."""
-        small = (("data.pkl", self.pickle), ("byteorder", sys.byteorder.encode()), ("version", b"3\n"))
-        records, entries = bytearray(), bytearray()
-        for short_name, body in small:
-            name = b"archive/" + short_name.encode()
-            entries += zip_records.small_entry(name, body, self.start + len(records))
-            records += zip_records.small_record(name, body)
+        records, entries = zip_records.small_records(self.pickle, self.start)
         rows = sorted(zip(self.keys, self.lengths, self.offsets, crc32s, strict=True))
         for key, nbytes, offset, crc32 in rows:
             zip64 = nbytes >= zip_records.MAX_U32
             entries += zip_records.deferred_entry(_data_name(key), nbytes, offset, crc32=int(crc32), zip64=zip64)
-        count, begin = len(small) + len(rows), self.start + len(records)
+        count, begin = zip_records.SMALL_RECORDS + len(rows), self.start + len(records)
         zip64 = zip_records.needs_zip64(count, begin)
         return bytes(records + entries) + zip_records.end_of_zip(count, len(entries), begin, zip64=zip64)
 

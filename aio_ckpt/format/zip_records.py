@@ -9,9 +9,9 @@ Source: PKWARE APPNOTE 6.3.10 (§4.3, §4.5.3).
 from __future__ import annotations
 
 import struct
+import sys
 
 from aio_ckpt.format.checksum import crc32_of
-from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 
 LOCAL = struct.Struct("<4s2xHH4x3I2H")
 """magic, flags, method, crc, packed, nbytes, name, extra. Versions and dates stay zero, as torch writes them."""
@@ -24,6 +24,8 @@ END64 = struct.Struct("<4sQ12x4Q")
 LOCATOR64 = struct.Struct("<4s4xQI")
 _EXTRA = struct.Struct("<2H")
 
+SMALL_RECORDS = 3
+"""Number of the records that :func:`small_records` returns."""
 MAX_U32 = 0xFFFFFFFF
 _MAX_U16 = 0xFFFF
 DEFERRED_FLAG = 0x08
@@ -32,19 +34,21 @@ _PADDING_EXTRA = 0x4246
 """The id ("FB") under which torch pads its own records."""
 
 
-def small_record(name: bytes, body: bytes) -> bytes:
-    """Return a whole record, whose bytes are known: local header and bytes."""
-    size = len(body)
-    return LOCAL.pack(b"PK\3\4", 0, 0, crc32_of(body), size, size, len(name), 0) + name + body
+def small_records(pickled: bytes, start: int = 0) -> tuple[bytearray, bytearray]:
+    """Return the records of the pickle, the byte order and the version, and their entries in the central directory.
 
-
-def small_entry(name: bytes, body: bytes, offset: int) -> bytes:
-    """Return the entry in the central directory of a :func:`small_record` at ``offset``."""
-    zip64 = offset >= MAX_U32
-    extra = struct.pack("<2HQ", ZIP64_EXTRA, 8, offset) if zip64 else b""
-    lengths = (len(name), len(extra), 0, 0)
-    sizes = (crc32_of(body), len(body), len(body))
-    return CENTRAL.pack(b"PK\1\2", 0, 0, *sizes, *lengths, MAX_U32 if zip64 else offset) + name + extra
+    ``start``: offset of the first record.
+    """
+    records, entries = bytearray(), bytearray()
+    bodies = {b"archive/data.pkl": pickled, b"archive/byteorder": sys.byteorder.encode(), b"archive/version": b"3\n"}
+    for name, body in bodies.items():
+        offset, sizes = start + len(records), (crc32_of(body), len(body), len(body))
+        zip64 = offset >= MAX_U32
+        extra = struct.pack("<2HQ", ZIP64_EXTRA, 8, offset) if zip64 else b""
+        lengths = (len(name), len(extra), 0, 0)
+        entries += CENTRAL.pack(b"PK\1\2", 0, 0, *sizes, *lengths, MAX_U32 if zip64 else offset) + name + extra
+        records += LOCAL.pack(b"PK\3\4", 0, 0, *sizes, len(name), 0) + name + body
+    return records, entries
 
 
 def deferred_header(name: bytes, *, zip64: bool, padding: int) -> bytes:
@@ -52,11 +56,6 @@ def deferred_header(name: bytes, *, zip64: bool, padding: int) -> bytes:
     size, extra = (MAX_U32, struct.pack("<2H2Q", ZIP64_EXTRA, 16, 0, 0)) if zip64 else (0, b"")
     extra += _EXTRA.pack(_PADDING_EXTRA, padding) + bytes(padding)
     return LOCAL.pack(b"PK\3\4", DEFERRED_FLAG, 0, 0, size, size, len(name), len(extra)) + name + extra
-
-
-def padding_to_align(header_bytes: int) -> int:
-    """Return the padding of a header that ends at ``header_bytes`` without it."""
-    return align_up(header_bytes, RAW_ALIGN_BYTES) - header_bytes
 
 
 def deferred_descriptor(nbytes: int, *, zip64: bool) -> bytes:

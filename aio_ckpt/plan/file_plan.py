@@ -118,15 +118,15 @@ def torch_content(obj: object, name: str, plans: FilePlans) -> FileContent:
         UnsupportedLeafError: two tensors view the same bytes as different dtypes.
         Exception: any error of pickle.
     """
-    pickled = pickle_object(obj)
+    pickled, storages = pickle_object(obj)
 
     def plan() -> FilePart:
-        lines = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in pickled.storages]
+        lines = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]
         names = [f"storage {key}" for key in range(len(lines))]
         planned, is_hit = plans.plan(("torch", 0), names, lines, plans.lay_out_storages)
         layout = planned.plan.layout
         tail = ZipTail(
-            pickle=pickled.data,
+            pickle=pickled,
             start=layout.tensor_bytes,
             keys=[item.leaf for item in layout.items],
             offsets=[item.item_offset for item in layout.items],

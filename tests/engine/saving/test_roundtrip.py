@@ -26,14 +26,14 @@ from tree_states import same
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import UnsupportedLeafError
-from aio_ckpt.format.tensor_pickle import storable_dtype
+from aio_ckpt.format.tensor_pickle import STORABLE_DTYPES
 from aio_ckpt.plan.chunks import chunk_bytes_for
 
 ALL_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 OPAQUE_DTYPES = [dtype for dtype in ALL_DTYPES if re.search(r"\.(u?int[1-7]$|bits)", str(dtype))]
 UNCOPIED = [dtype for dtype in ALL_DTYPES if "float4" in str(dtype) and torch.__version__.startswith("2.8")]
 """torch 2.8 copies none of these, and so stock loads none."""
-DTYPES = [dtype for dtype in ALL_DTYPES if storable_dtype(dtype) and dtype not in (*OPAQUE_DTYPES, *UNCOPIED)]
+DTYPES = [dtype for dtype in ALL_DTYPES if dtype in STORABLE_DTYPES and dtype not in (*OPAQUE_DTYPES, *UNCOPIED)]
 MIB = 1 << 20
 
 pytestmark = [

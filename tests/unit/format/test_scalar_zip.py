@@ -74,6 +74,5 @@ def test_cut_bytes_are_no_scalar(cut: int) -> None:
 def test_a_forged_pickle_in_a_sound_frame_is_no_scalar(body: bytes) -> None:
     from aio_ckpt.format import scalar_zip
 
-    frame = scalar_zip._frame_of(len(body))
     with pytest.raises(NotScalarError):
-        read_scalar(scalar_zip._filled(frame, body))
+        read_scalar(scalar_zip._filled(body))

@@ -19,8 +19,8 @@ GIB = 1 << 30
 def write_sparse(path: Path, sizes: list[int]) -> torch.Tensor:
     """A file of storages that are all holes, but for the first bytes of the last one."""
     lines = [torch.empty(size, dtype=torch.uint8) for size in sizes]  # never touched
-    pickled = pickle_object(lines)
-    assert [storage.nbytes() for storage in pickled.storages] == sizes
+    pickled, storages = pickle_object(lines)
+    assert [storage.nbytes() for storage in storages] == sizes
     end, offsets, crc32s = 0, [], []
     first = b"the last storage"
     with path.open("wb") as file:
@@ -39,7 +39,7 @@ def write_sparse(path: Path, sizes: list[int]) -> torch.Tensor:
             trailer[4:8] = crc32s[-1].to_bytes(4, "little")
             file.write(trailer)
             end = file.tell()
-        tail = ZipTail(pickle=pickled.data, start=end, keys=range(len(sizes)), offsets=offsets, lengths=sizes)
+        tail = ZipTail(pickle=pickled, start=end, keys=range(len(sizes)), offsets=offsets, lengths=sizes)
         file.write(tail.render(crc32s))
         assert file.tell() == end + tail.nbytes
     return torch.frombuffer(bytearray(first), dtype=torch.uint8)
@@ -65,8 +65,8 @@ def test_files_beyond_4_gib_are_read(tmp_path: Path, sizes: list[int]) -> None:
 
 def test_more_storages_than_a_small_directory_counts(tmp_path: Path) -> None:
     count = 66_000
-    pickled = pickle_object([])
-    tail = ZipTail(pickle=pickled.data, start=0, keys=range(count), offsets=[0] * count, lengths=[0] * count)
+    pickled, _ = pickle_object([])
+    tail = ZipTail(pickle=pickled, start=0, keys=range(count), offsets=[0] * count, lengths=[0] * count)
     (tmp_path / "t.zip").write_bytes(tail.render([0] * count))
     with zipfile.ZipFile(tmp_path / "t.zip") as archive:
         assert len(archive.namelist()) == count + 3
@@ -77,13 +77,13 @@ def test_the_pickle_is_that_of_torch_save(tmp_path: Path) -> None:
     obj = {"base": base, "view": base[3:], "t": base.view(3, 4).t(), "p": torch.nn.Parameter(base), "n": [1, None]}
     torch.save(obj, tmp_path / "stock.pt")
     with zipfile.ZipFile(tmp_path / "stock.pt") as archive:
-        assert pickle_object(obj).data == archive.read("stock/data.pkl")
+        assert pickle_object(obj)[0] == archive.read("stock/data.pkl")
 
 
 def test_storages_themselves_are_stored() -> None:
     tensor = torch.arange(4)
-    pickled = pickle_object([tensor.untyped_storage(), torch.arange(4, dtype=torch.uint8)])
-    assert [storage.nbytes() for storage in pickled.storages] == [32, 4]
+    _, storages = pickle_object([tensor.untyped_storage(), torch.arange(4, dtype=torch.uint8)])
+    assert [storage.nbytes() for storage in storages] == [32, 4]
 
 
 def test_two_dtypes_of_one_storage_are_named() -> None:
