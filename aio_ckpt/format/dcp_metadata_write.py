@@ -106,28 +106,6 @@ class MetadataTemplate:
     tail: bytes
     """Bytes after the save id."""
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        files: tuple[tuple[int, bool, bytes], ...],
-        fixed: bytes,
-        head: bytes,
-        holes: tuple[tuple[int, int], ...],
-        middle: bytes,
-        tail: bytes,
-    ) -> MetadataTemplate:
-        """Return the template of these parts, with the CRC32 of ``fixed``."""
-        return cls(
-            files=files,
-            fixed=fixed,
-            fixed_crc32=crc32_of(fixed),
-            head=head,
-            holes=holes,
-            middle=middle,
-            tail=tail,
-        )
-
     def fill(self, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str) -> tuple[bytes, bytes, bytes]:
         """Return the pickle of ``.metadata`` in three parts; the second is ``fixed``.
 
@@ -184,9 +162,10 @@ def render_metadata(table: MetadataTable, paths: Mapping[str, tuple[str | int, .
     head = b"".join((b"(", rows.tobytes(), b"u", before_checkpoint_id)) if len(rows) else b""
     offset_at, length_at = stencils.object_place.at[_AT], stencils.object_place.at[_LENGTH]
     begins = range(1, 1 + rows.size, max(rows.shape[1], 1))
-    return MetadataTemplate.of(
+    return MetadataTemplate(
         files=tuple((*file, _put(index) + _POP) for index, file in enumerate(table.files, files)),
         fixed=fixed,
+        fixed_crc32=crc32_of(fixed),
         head=head,
         holes=tuple((begin + offset_at, begin + length_at) for begin in begins),
         middle=before_save_id,
@@ -331,10 +310,6 @@ def _tokens(parsed: _Parsed, memo: _Memo) -> list[bytes | Hole]:
     return [*found, opcodes]
 
 
-def _joined(*tokens: bytes | Hole) -> bytes:
-    return b"".join(token for token in tokens if isinstance(token, bytes))
-
-
 _PARTS: list[Any] = [f"\0{number}" for number in range(5)]
 
 
@@ -351,7 +326,8 @@ def _whole(memo: _Memo) -> list[bytes]:
     tokens = _tokens(_parsed_whole(), memo)
     if tokens[1::2] != _PARTS:
         raise NotImplementedError("this torch pickles the parts of Metadata in another order")
-    return [_joined(token) for token in tokens[:-1:2]] + [_joined(tokens[-1], b".")]
+    *opcodes, last = (token for token in tokens if isinstance(token, bytes))
+    return [*opcodes, last + b"."]
 
 
 @functools.cache
@@ -452,7 +428,7 @@ class _Stencils:
         described, index = _parsed_object()
         self.object_place = _EntryTemplate([*_tokens(index, memo), *place], frozenset((_AT, _LENGTH)))
         """Index and place of an object, an entry of ``storage_data``."""
-        self.an_object = _joined(*_tokens(described, memo))
+        (self.an_object,) = (token for token in _tokens(described, memo) if isinstance(token, bytes))
         """``BytesStorageMetadata``, the same for every object."""
 
 

@@ -2,9 +2,6 @@
 
 A rank's manifest is one msgpack file: what lies where in its data files, in columns, and the CRC32 of each block. Every
 number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
-
-The JSON file of a checkpoint is coded by :mod:`aio_ckpt.format.root_manifest`. DCP's own ``.metadata`` is read by
-:mod:`aio_ckpt.format.dcp_metadata_read` and written by ``dcp_metadata_write``.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from aio_ckpt.format.root_manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
     FROZEN_FORMAT,
+    RANK_HEADS,
     UNREADABLE,
     Count,
     Crc,
@@ -36,7 +34,6 @@ from aio_ckpt.format.tensor_columns import (
     TensorColumns,
     TensorEntry,
     columns_fault,
-    columns_of,
     entries_of,
     read_columns,
     stored_columns,
@@ -172,7 +169,7 @@ def encode_static(tensors: Sequence[TensorEntry]) -> bytes:
 
     It depends on the plan alone: encode it once a plan.
     """
-    return msgspec.msgpack.encode(stored_columns(columns_of(tensors)))
+    return msgspec.msgpack.encode(stored_columns(tensors))
 
 
 def encode_rank(
@@ -215,7 +212,7 @@ def decode_rank(data: bytes, *, name: str) -> RankManifest:
         FormatVersionError: written by a newer major version of the format.
         CorruptCheckpointError: any other fault; the message names the file and, if known, the tensor.
     """
-    manifest = decode_checked(data, _RANKS, _HEADS, name=name)
+    manifest = decode_checked(data, _RANKS, RANK_HEADS, name=name)
     try:
         fault = _rank_fault(manifest)
     except UNREADABLE as exc:
@@ -226,7 +223,6 @@ def decode_rank(data: bytes, *, name: str) -> RankManifest:
 
 
 _RANKS = msgspec.msgpack.Decoder(RankManifest).decode
-_HEADS = msgspec.msgpack.Decoder(FormatHead).decode
 
 
 def _rank_fault(manifest: RankManifest) -> str:

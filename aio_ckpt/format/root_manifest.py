@@ -97,7 +97,7 @@ class _DataFiles(FormatHead, frozen=True, kw_only=True):
 
 
 _DATA_FILES = msgspec.msgpack.Decoder(_DataFiles).decode
-_RANK_HEADS = msgspec.msgpack.Decoder(FormatHead).decode
+RANK_HEADS = msgspec.msgpack.Decoder(FormatHead).decode
 
 
 def data_files_of(data: bytes, *, name: str) -> list[FileEntry]:
@@ -106,7 +106,7 @@ def data_files_of(data: bytes, *, name: str) -> list[FileEntry]:
     Raises:
         FormatVersionError, CorruptCheckpointError: see :func:`decode_checked`.
     """
-    found = decode_checked(data, _DATA_FILES, _RANK_HEADS, name=name)
+    found = decode_checked(data, _DATA_FILES, RANK_HEADS, name=name)
     files = [] if found.file is None else [found.file]
     return files if found.frozen is None else [*files, found.frozen.file]
 

@@ -35,18 +35,14 @@ class StepNames:
     """Directory names of steps: one pattern for writing, several known ones for discovery."""
 
     def __init__(self, step_dir: str) -> None:
-        self._step_dir = step_dir
+        self.step_dir = step_dir
+        """Pattern for writing, as in ``EngineConfig``."""
         before, after = _LITERAL.split(step_dir)
         self._own = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
 
-    @property
-    def step_dir(self) -> str:
-        """Pattern for writing, as in ``EngineConfig``."""
-        return self._step_dir
-
     def name(self, step: int) -> str:
         """Return the directory name of a step."""
-        return self._step_dir.format(step=step)
+        return self.step_dir.format(step=step)
 
     def step(self, name: str) -> int | None:
         """Return the step of a directory name; None if it is no name of a step."""

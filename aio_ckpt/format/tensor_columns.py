@@ -88,28 +88,6 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
     """Empty if no entry has one, or if an older version wrote the manifest."""
 
 
-def columns_of(entries: Sequence[TensorEntry]) -> TensorColumns:
-    """Return the entries as columns."""
-    signatures: dict[tuple[TensorSignature, tuple[int, ...] | None], int] = {}
-    return TensorColumns(
-        names=[entry.fqns[0] for entry in entries],
-        ties={row: entry.fqns[1:] for row, entry in enumerate(entries) if len(entry.fqns) > 1},
-        signature_numbers=[
-            signatures.setdefault(
-                ((e.dtype, e.shape, e.stride, len(e.offsets), e.raw_bytes), e.global_shape), len(signatures)
-            )
-            for e in entries
-        ],
-        signatures=[signature for signature, _ in signatures],
-        global_shapes=[whole for _, whole in signatures],
-        shards={row: entry.offsets for row, entry in enumerate(entries) if any(entry.offsets)},
-        item_offsets=np.array([entry.item_offset for entry in entries], np.int64),
-        item_bytes=np.array([entry.item_bytes for entry in entries], np.int64),
-        raw_offsets=np.array([entry.raw_offset for entry in entries], np.int64),
-        raw_bytes=np.array([entry.raw_bytes for entry in entries], np.int64),
-    )
-
-
 def entries_of(columns: TensorColumns) -> tuple[TensorEntry, ...]:
     """Return columns as entries, one a tensor. :func:`columns_fault` must find no fault in them."""
     numbers = (columns.item_offsets, columns.item_bytes, columns.raw_offsets, columns.raw_bytes)
@@ -125,18 +103,24 @@ def entries_of(columns: TensorColumns) -> tuple[TensorEntry, ...]:
     return tuple(entries)
 
 
-def stored_columns(columns: TensorColumns) -> StoredColumns:
-    """Return columns in the form that a manifest stores."""
+def stored_columns(entries: Sequence[TensorEntry]) -> StoredColumns:
+    """Return the entries as the columns that a manifest stores."""
+    numbers: dict[tuple[TensorSignature, tuple[int, ...] | None], int] = {}
+    signature_numbers = [
+        numbers.setdefault(((e.dtype, e.shape, e.stride, len(e.offsets), e.raw_bytes), e.global_shape), len(numbers))
+        for e in entries
+    ]
+    global_shapes = tuple(whole for _, whole in numbers)
     return StoredColumns(
-        names=tuple(columns.names),
-        ties=dict(columns.ties),
-        signature_numbers=np.array(columns.signature_numbers, "<u4").tobytes(),
-        signatures=tuple(columns.signatures),
-        shards=dict(columns.shards),
-        item_offsets=columns.item_offsets.astype("<i8").tobytes(),
-        item_bytes=columns.item_bytes.astype("<i8").tobytes(),
-        raw_offsets=columns.raw_offsets.astype("<i8").tobytes(),
-        global_shapes=tuple(columns.global_shapes) if any(columns.global_shapes) else (),
+        names=tuple(entry.fqns[0] for entry in entries),
+        ties={row: entry.fqns[1:] for row, entry in enumerate(entries) if len(entry.fqns) > 1},
+        signature_numbers=np.array(signature_numbers, "<u4").tobytes(),
+        signatures=tuple(signature for signature, _ in numbers),
+        shards={row: entry.offsets for row, entry in enumerate(entries) if any(entry.offsets)},
+        item_offsets=np.array([entry.item_offset for entry in entries], "<i8").tobytes(),
+        item_bytes=np.array([entry.item_bytes for entry in entries], "<i8").tobytes(),
+        raw_offsets=np.array([entry.raw_offset for entry in entries], "<i8").tobytes(),
+        global_shapes=global_shapes if any(global_shapes) else (),
     )
 
 
