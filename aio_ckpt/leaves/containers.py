@@ -28,7 +28,7 @@ import torch
 from aio_ckpt._torch import PYTREE_NODES
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, SourceChangedError
 from aio_ckpt.leaves.objects import decode_object, encode_object, type_name
-from aio_ckpt.leaves.pickle_allow_list import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
+from aio_ckpt.leaves.pickle_allow_list import FACTORIES, ClassNotImportedError, find_class, is_named_tuple, named_tuple
 
 Notes: TypeAlias = "tuple[tuple[str, Any], ...]"
 """Notes of a container in a skeleton, such as its type: (name, value) pairs in a fixed order.
@@ -51,14 +51,17 @@ class UnreadableError(Exception):
 # -- parts ------------------------------------------------------------------------------------------
 
 
-def _is_transparent(kind: type) -> bool:
+def _cached(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a test of types that keeps its answers."""
+    return functools.lru_cache(maxsize=4096)(test)
+
+
+@_cached
+def is_transparent(kind: type) -> bool:
     """Return whether values of this type are entered if they hold a tensor: sequences, dataclasses, namespaces."""
     if issubclass(kind, _OPAQUE) or issubclass(kind, torch.Tensor):
         return False
     return issubclass(kind, (Sequence, collections.deque)) or has_fields(kind)
-
-
-is_transparent: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_transparent)
 
 
 _MAPPING_LIKE = frozenset({"ml_collections.config_dict.config_dict:ConfigDict"})
@@ -66,13 +69,11 @@ _MAPPING_LIKE = frozenset({"ml_collections.config_dict.config_dict:ConfigDict"})
 columns, such as a DataFrame, has the methods of a mapping too."""
 
 
-def _is_mapping(kind: type) -> bool:
+@_cached
+def is_mapping(kind: type) -> bool:
     """Return whether values of this type are taken apart by their keys."""
     names = {f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__}
     return issubclass(kind, Mapping) or not names.isdisjoint(_MAPPING_LIKE)
-
-
-is_mapping: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_mapping)
 
 
 def has_fields(kind: type) -> bool:
@@ -98,7 +99,8 @@ _READ_AS_OBJECT: frozenset[type] = frozenset((list, tuple, collections.deque, *_
 _PLAIN_PICKLING = tuple(getattr(object, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
 
 
-def _is_opened(kind: type) -> bool:
+@_cached
+def is_opened(kind: type) -> bool:
     """Return whether values of this transparent type are taken apart even without a tensor in them.
 
     Stored as one object, they could be read only with trust. If a type with fields pickles in its own way, its values
@@ -106,9 +108,6 @@ def _is_opened(kind: type) -> bool:
     """
     pickling = tuple(getattr(kind, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
     return kind not in _READ_AS_OBJECT and (pickling == _PLAIN_PICKLING or not has_fields(kind))
-
-
-is_opened: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_opened)
 
 
 def fields_of(value: Any) -> tuple[list[str], list[object]]:
@@ -121,12 +120,10 @@ def fields_of(value: Any) -> tuple[list[str], list[object]]:
     return list(held), list(held.values())
 
 
-def _is_omegaconf(kind: type) -> bool:
+@_cached
+def _is_config(kind: type) -> bool:
     """Return whether reading values of this type resolves interpolations: ``${lr}`` would become a number."""
     return "omegaconf.basecontainer:BaseContainer" in {f"{base.__module__}:{base.__name__}" for base in kind.__mro__}
-
-
-_is_config: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_omegaconf)
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
@@ -244,18 +241,14 @@ def decode_metadata(data: bytes, *, name: str, trusted: bool) -> Any:
     if _is_object(data):
         found: Any = decode_object(data, name=name, trusted=trusted)
     else:
-        found = _decoded(data, name)
+        try:
+            found = msgspec.msgpack.decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{name}: the versions of a module are damaged: {error}") from error
     try:
         return collections.OrderedDict(found)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(f"{name}: these are no versions of a module: {error}") from error
-
-
-def _decoded(data: bytes, name: str) -> Any:
-    try:
-        return msgspec.msgpack.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{name}: the versions of a module are damaged: {error}") from error
 
 
 # -- making -----------------------------------------------------------------------------------------
@@ -367,9 +360,7 @@ def remade(kind: Any, items: Sequence[object]) -> Any:
     """Return a tuple of this type. A namedtuple is made without a ``__new__`` of its own."""
     if _is_return_type(kind):
         return kind(items)
-    if is_named_tuple(kind) and len(items) != len(kind._fields):
-        raise ValueError(f"{len(items)} items for a {kind.__qualname__}")
-    return tuple.__new__(kind, items)
+    return named_tuple(kind, *items) if is_named_tuple(kind) else tuple.__new__(kind, items)
 
 
 def _factory(note: Any, trusted: bool) -> Any:

@@ -29,8 +29,6 @@ def freeze_key(key: object, name: str) -> Key:
         UnsupportedLeafError: a tensor, or a whole number that no reader takes.
         UnsafeObjectError: a key that pickle cannot store.
     """
-    if type(key) is str:
-        return key
     frozen = _simple_key(key, name)
     if frozen is not None:
         return frozen

@@ -61,7 +61,14 @@ class _ObjectUnpickler(RestrictedUnpickler):
 
     @functools.cached_property
     def _by_user(self) -> dict[str, Allowed]:
-        return _allowed_by_user()
+        """What the user has allowed so far, by full name."""
+        found: dict[str, Allowed] = {}
+        for entry in torch.serialization.get_safe_globals():
+            value, name = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
+            make = value if name != _MESH else _refuse_mesh
+            new = functools.partial(value.__new__, value) if isinstance(value, type) else None
+            found[name] = Allowed(value, make, new)
+        return found
 
     def read_whole(self) -> Any:
         """Return the value. A class that it holds for another reason than an enumeration inside is refused."""
@@ -180,16 +187,6 @@ _METHODS: dict[str, tuple[Any, Callable[..., Any], int]] = {
     "builtins.getattr": (getattr, _ObjectUnpickler._class_inside, 0),
 }
 """By full name: value, method that is called for it, and memory that a call takes."""
-
-
-def _allowed_by_user() -> dict[str, Allowed]:
-    """Return what the user has allowed so far, by full name."""
-    found: dict[str, Allowed] = {}
-    for entry in torch.serialization.get_safe_globals():
-        value, name = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
-        make = value if name != _MESH else _refuse_mesh
-        found[name] = Allowed(value, make, functools.partial(value.__new__, value) if isinstance(value, type) else None)
-    return found
 
 
 def _refuse_mesh(*_: object) -> None:

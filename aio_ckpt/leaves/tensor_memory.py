@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from aio_ckpt._torch import local_tensor
 from aio_ckpt.leaves.values import Shard, Target
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _DERIVED = frozenset({"_precomputed_scale"})
 """Inner tensors that hold nothing of their own: torchao computes this one anew after each step of the optimizer."""
 _MAX_WORK = 100_000
@@ -39,10 +39,10 @@ def unwrapped(local: torch.Tensor) -> torch.Tensor:
     Such a wrapper has one inner tensor, of its own shape and dtype: torchao's weights for a float8 all-gather.
     """
     kind: Any = type(local)
-    if kind in _PLAIN_TYPES or not callable(getattr(kind, "__tensor_flatten__", None)):
+    if kind in PLAIN_TYPES or not callable(getattr(kind, "__tensor_flatten__", None)):
         return local
     inner = [getattr(local, name) for name in kind.__tensor_flatten__(local)[0] if name not in _DERIVED]
-    if len(inner) != 1 or type(inner[0]) not in _PLAIN_TYPES:
+    if len(inner) != 1 or type(inner[0]) not in PLAIN_TYPES:
         return local
     is_same = (inner[0].shape, inner[0].dtype) == (local.shape, local.dtype)
     return inner[0] if is_same else local

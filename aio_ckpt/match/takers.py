@@ -30,7 +30,7 @@ from aio_ckpt.runtime.error_notes import mark_modified
 from aio_ckpt.state.build import build_part
 from aio_ckpt.state.dcp_paths import unflatten_dcp
 from aio_ckpt.state.flatten import leaves_of
-from aio_ckpt.state.names import NamedNode, find_named
+from aio_ckpt.state.names import NamedNode, find_named, prefix_of
 from aio_ckpt.state.put_back import put_back
 
 Put: TypeAlias = Callable[[bool], bool]
@@ -257,23 +257,19 @@ def _filled(stored: Any, own: Any, name: str, names: list[str]) -> Any:
 
     ``names`` gets the names of these entries. ``name``: that of the value.
     """
+    prefix = prefix_of(name or None)
     if isinstance(stored, Mapping) and isinstance(own, Mapping):
-        lacking = [key for key in own if key not in stored]
-        names += [_joined(name, key) for key in lacking]
+        names += [f"{prefix}{key}" for key in own if key not in stored]
         made: Any = copy.copy(stored)  # of the same type
         for key, value in own.items():
-            made[key] = _filled(stored[key], value, _joined(name, key), names) if key in stored else value
+            made[key] = _filled(stored[key], value, f"{prefix}{key}", names) if key in stored else value
         if hasattr(stored, "_metadata"):
             made._metadata = stored._metadata
         return made
     if type(stored) is list and type(own) is list and len(stored) == len(own):
         pairs = zip(stored, own, strict=True)
-        return [_filled(one, other, _joined(name, number), names) for number, (one, other) in enumerate(pairs)]
+        return [_filled(one, other, f"{prefix}{number}", names) for number, (one, other) in enumerate(pairs)]
     return stored
-
-
-def _joined(name: str, key: object) -> str:
-    return f"{name}.{key}" if name else str(key)
 
 
 def _with_versions(state_dict: Any, value: object) -> Any:

@@ -11,13 +11,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, global_shape
-from aio_ckpt.leaves.tensor_memory import memory_fault, memory_of, overlapping, signature_of
+from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES, memory_fault, memory_of, overlapping, signature_of
 from aio_ckpt.leaves.values import Shard, Target
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.state.flatten import Template
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _GROUP_TENSORS = 256
 # One pass for each attribute, without a line of Python for each tensor.
 _dtype, _sizes, _layout, _is_nested, _itemsize = map(attrgetter, ("dtype", "shape", "layout", "is_nested", "itemsize"))
@@ -45,7 +44,7 @@ def exact_addresses(values: Sequence[object], stored: Sequence[Shards | None]) -
 def _are_exact(values: Sequence[Any], stored: Sequence[Shards | None]) -> bool:
     """Return whether the values are plain host tensors, each with the bytes of the only item stored for it."""
     items: list[Any] = [shards[0] for shards in stored if shards is not None and len(shards) == 1]
-    if len(items) != len(values) or not _PLAIN_TYPES.issuperset(map(type, values)) or {*map(type, items)} != {Item}:
+    if len(items) != len(values) or not PLAIN_TYPES.issuperset(map(type, values)) or {*map(type, items)} != {Item}:
         return False
     dtypes = {*map(_dtype, items)}
     starts = map(mul, map(torch.Tensor.storage_offset, values), map(_itemsize, values))

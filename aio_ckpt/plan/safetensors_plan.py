@@ -28,7 +28,7 @@ from aio_ckpt.format.safetensors_file import (
     split,
 )
 from aio_ckpt.format.tensor_zip import row_major_stride
-from aio_ckpt.leaves.tensor_memory import span_of
+from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES, signature_of, span_of
 from aio_ckpt.plan.chunks import chunk_bytes_within, cut_chunks
 from aio_ckpt.plan.file_plan import FileContent, FilePart, FilePlans
 from aio_ckpt.plan.layout import ImageLayout
@@ -37,7 +37,6 @@ from aio_ckpt.plan.tensor_item import TensorItem
 
 FileRename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 """Maps the name of a tensor to its name in the file; a mapping leaves other names as they are."""
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +115,7 @@ def _checked(tensors: object) -> dict[str, torch.Tensor]:
                 f"{key!r} is a {type(value).__name__}: a safetensors file holds tensors alone; leave it out, or "
                 "save a .pt file"
             )
-        if type(value) not in _PLAIN_TYPES or value.layout is not torch.strided or value.is_meta:
+        if type(value) not in PLAIN_TYPES or value.layout is not torch.strided or value.is_meta:
             raise UnsupportedLeafError(
                 f"{key!r} is no plain tensor (type {type(value).__name__}, layout {value.layout}): give a plain one, "
                 "such as a DTensor's full_tensor()"
@@ -160,8 +159,7 @@ def _without_tied(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Ten
         start, extent = span_of(tensor)
         if not extent:
             continue
-        view = (start, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        kept = first.setdefault(view, key)
+        kept = first.setdefault((tensor.device, *signature_of(tensor)), key)
         if kept != key:
             tied[key] = kept
         else:

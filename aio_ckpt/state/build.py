@@ -50,12 +50,12 @@ def build(
     Raises:
         MissingNameError: ``only`` selects nothing, or ``leaves`` lacks a selected leaf.
     """
-    kept = None if only is None else frozenset(only)
     builder = _Builder(
         leaves=leaves,
         rank=rank,
-        only=kept,
+        only=None if only is None else frozenset(only),
         trusted=trusted,
+        plain=[] if plain is None else plain,
         untrusted=untrusted,
     )
     value: object = builder.value(skeleton, "", False)
@@ -63,8 +63,6 @@ def build(
         raise MissingNameError(f"the checkpoint holds nothing named or below {sorted(only or ())[:5]}")
     if builder.absent:
         raise MissingNameError(f"the checkpoint lacks {len(builder.absent)} leaves of its state: {builder.absent[:5]}")
-    if plain is not None:
-        plain += builder.plain
     return value
 
 

@@ -14,15 +14,13 @@ from torch.nn.parameter import is_lazy
 from aio_ckpt._torch import AsyncCollectiveTensor
 from aio_ckpt.errors import UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.leaves.objects import encode_object, type_name
-from aio_ckpt.leaves.tensor_memory import local_memory
+from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES, local_memory
 from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.classify import TENSOR_TYPES
 from aio_ckpt.state.flatten import FlatState
 
 _SHOWN = 10
 """Most leaves that one error names."""
-_SHARDED: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
-"""Types of the tensor of a ``Shard``."""
 _UNPLANNED_DTYPES = frozenset(dtype for name, dtype in vars(torch).items() if re.fullmatch(r"u?int[1-7]|bits\w+", name))
 """Opaque dtypes, of less than a byte or of no number. DCP's planner fails on them."""
 
@@ -52,7 +50,7 @@ def tensor_fault(value: Any) -> str | None:
     kind = type(value)
     if isinstance(value, Shard):
         kind, value = type(value.tensor), value.tensor
-        if kind not in _SHARDED:
+        if kind not in PLAIN_TYPES:
             return f"a Shard over a {type_name(value)}; give a Shard over a plain tensor"
     if is_lazy(value):
         return f"a {kind.__name__} has no shape yet; run one forward pass first"

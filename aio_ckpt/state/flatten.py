@@ -248,9 +248,8 @@ class _Traversal:
             return LeafKind.OBJECT
         notes: Notes = ()
         if type(value) not in _UNNOTED:
-            own = notes_of(value, name or "the state")
-            self.versions += [(f"{name}._metadata", data) for data in objects_of(own)]
-            notes = own
+            notes = notes_of(value, name or "the state")
+            self.versions += [(f"{name}._metadata", data) for data in objects_of(notes)]
         if known != number:
             notes = (*notes, ("same", known))
         return (*skeleton, notes) if notes else skeleton
@@ -291,7 +290,8 @@ class _Traversal:
 
         This pass follows the walk, so that the walk's hot loop asks no tensor for its layout.
         """
-        if _are_plain(self.tensors()):
+        tensors = self.tensors()
+        if {*map(type, tensors)} <= _TENSORS and {*map(_layout, tensors)} <= _STRIDED:
             return skeleton, []
         rows = list(zip(self.names, self.values, self.kinds, strict=True))
         found: list[tuple[str, CompoundTensor]] = []
@@ -432,8 +432,3 @@ def _with_nodes(node: Any, nodes: Iterator[Skeleton]) -> Skeleton:
     if isinstance(node, int):
         return next(nodes)
     return (*node[:2], tuple([_with_nodes(child, nodes) for child in node[2]]), *node[3:])
-
-
-def _are_plain(tensors: Sequence[Any]) -> bool:
-    """Return whether no tensor is compound, in two passes in C."""
-    return {*map(type, tensors)} <= _TENSORS and {*map(_layout, tensors)} <= _STRIDED

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from enum import IntEnum
+from types import NoneType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -151,9 +152,7 @@ def _checked_notes(raw: Any) -> Notes:
     """Return the notes, each of an allowed type. Notes of unknown names are kept and have no effect."""
     notes = tuple((str(name), _numbers(value) if name in _NUMBERS else value) for name, value in raw)
     for name, value in notes:
-        if name in _NOTE_TYPES and type(value) not in _NOTE_TYPES[name]:
-            raise ValueError(f"a note {name!r} of type {type(value).__name__}")
-        if type(value) not in (int, str, bytes, type(None)) and name not in _NUMBERS:
+        if name not in _NUMBERS and type(value) not in _NOTE_TYPES.get(name, (int, str, bytes, NoneType)):
             raise ValueError(f"a note {name!r} of type {type(value).__name__}")
     return notes
 
