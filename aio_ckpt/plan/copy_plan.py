@@ -161,10 +161,10 @@ def is_gathered(device: torch.device, nbytes: int, gather_bytes: int) -> bool:
     return bool(gather_bytes) and nbytes < gathered_below_bytes(device)
 
 
-def image_order(device: torch.device, *, is_gathered: bool) -> tuple[bool, str, bool]:
+def image_order(device: torch.device, nbytes: int, gather_bytes: int) -> tuple[bool, str, bool]:
     """Return the sort key of an item: items on devices come first, and gathered ones are adjacent."""
     is_host = device.type == "cpu"
-    return (is_host, "" if is_host else str(device), not is_host and not is_gathered)
+    return (is_host, "" if is_host else str(device), not (is_host or is_gathered(device, nbytes, gather_bytes)))
 
 
 def plan_copies(

@@ -12,7 +12,7 @@ from aio_ckpt.format.safetensors_file import SafetensorsIndex
 from aio_ckpt.format.torch_file_write import ZipTail, pickle_object, storage_envelope
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.chunks import cut_chunks
-from aio_ckpt.plan.copy_plan import image_order, is_gathered
+from aio_ckpt.plan.copy_plan import image_order
 from aio_ckpt.plan.fingerprint import check_sources, fingerprint_of
 from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, plan_layout
@@ -105,8 +105,7 @@ class FilePlans:
         ]
 
         def order(placed: Placement) -> tuple[bool, str, bool]:
-            device = structure.devices[placed.leaf]
-            return image_order(device, is_gathered=is_gathered(device, placed.envelope.raw_bytes, self._gather_bytes))
+            return image_order(structure.devices[placed.leaf], placed.envelope.raw_bytes, self._gather_bytes)
 
         return _without_gaps(lay_out(sorted(placements, key=order), budget_bytes=budget_bytes))
 

@@ -50,7 +50,8 @@ def cover_faults(table: MetadataTable) -> list[str]:
     for dim in range(sizes.shape[1]):
         is_outside |= table.offsets[:, dim] > sizes[name, dim] - table.shapes[:, dim]  # a sum may exceed 64 bits
     if is_outside.any():
-        return [f"{_name(table, row)!r} has the out of bounds shard {_box(table, row)}" for row in _few(is_outside)]
+        named = [(table.names[_number(table, row)], _box(table, row)) for row in _few(is_outside)]
+        return [f"{name!r} has the out of bounds shard {box}" for name, box in named]
     volumes = np.array([math.prod(size) for size in table.sizes], np.int64)
     filled = _volumes(table, name, dims)
     is_hollow = (filled != volumes) & (dims > 0) | (lengths == 0)
@@ -74,10 +75,6 @@ def _few(flags: Flags) -> list[int]:
 
 def _number(table: MetadataTable, row: int) -> int:
     return int(np.searchsorted(table.starts, row, side="right")) - 1
-
-
-def _name(table: MetadataTable, row: int) -> str:
-    return table.names[_number(table, row)]
 
 
 def _box(table: MetadataTable, row: int) -> str:

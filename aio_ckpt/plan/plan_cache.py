@@ -87,16 +87,18 @@ class PlanCache:
 
     def _hit(self, plan: Plan, leaves: Leaves, *, fingerprint_hit: bool) -> PlannedSave:
         frozen = None if self._frozen is None else self._frozen.renew(plan.frozen)
-        if frozen is not None:
+        if frozen is None:
+            self.hits += 1
+        else:
             with collector_paused():
                 plan = self._plan = laid_out_anew(plan, frozen)
             self.misses += 1
-            return PlannedSave(
-                plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=False, fingerprint_hit=False
-            )
-        self.hits += 1
         return PlannedSave(
-            plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=True, fingerprint_hit=fingerprint_hit
+            plan=plan,
+            tensors=leaves.tensors,
+            objects=leaves.objects,
+            plan_hit=frozen is None,
+            fingerprint_hit=fingerprint_hit and frozen is None,
         )
 
     def _miss(self, flat: FlatState, leaves: Leaves, structure: Structure) -> PlannedSave:

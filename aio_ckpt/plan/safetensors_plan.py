@@ -92,7 +92,7 @@ def safetensors_content(tensors: object, name: str, options: SafetensorsOptions,
             file,
             {key: kept[key] for key in names},
             {"format": "pt", **(options.metadata or {})} | {old: new for old, new in tied.items() if new in names},
-            options.dtype,
+            cast,
             plans,
             number,
         )
@@ -185,25 +185,20 @@ def _plan(
     file: str,
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
-    dtype: torch.dtype | None,
+    cast: Callable[[torch.Tensor], torch.dtype],
     plans: FilePlans,
     number: int,
 ) -> FilePart:
-    """Plan file ``number`` of a call. Tensors that are not stored as they lie are copied now."""
+    """Plan file ``number`` of a call. Tensors that are not stored as they lie are copied now, row by row."""
     with torch.no_grad():
-        names = sorted(tensors, key=lambda key: -_stored_dtype(tensors[key], dtype=dtype).itemsize)
-        lines = [_as_stored(tensors[key], _stored_dtype(tensors[key], dtype=dtype)) for key in names]
+        names = sorted(tensors, key=lambda key: -cast(tensors[key]).itemsize)
+        lines = [tensors[key].to(cast(tensors[key])).resolve_conj().resolve_neg().contiguous() for key in names]
     lay_out = functools.partial(_lay_out, metadata)
     planned, is_hit = plans.plan(("safetensors", number), names, lines, lay_out, header=metadata)
     if lines:
         return FilePart(name=file, planned=planned, plan_hit=is_hit, tail_bytes=0, render_tail=None)
     header = render_header([], metadata)
     return FilePart(name=file, planned=planned, plan_hit=is_hit, tail_bytes=len(header), render_tail=lambda _: header)
-
-
-def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a row-major tensor of ``dtype``: ``tensor`` itself if it is one."""
-    return tensor.to(dtype).resolve_conj().resolve_neg().contiguous()
 
 
 def _lay_out(metadata: Mapping[str, str], structure: Structure, budget_bytes: int) -> ImageLayout:

@@ -167,12 +167,19 @@ def make_plan(
         structure, placements, fingerprint, gather_bytes=gather_bytes, budget_bytes=budget_bytes, frozen=chosen
     )
     plan = _plan_of(image, aliases, object_names, source_bytes, chosen)
+    if world_size == 1:
+        return _with_metadata(plan)
     items = plan.layout.items
-    allowed = tolerances(flat, structure, items, fingerprint) if world_size > 1 else [Tolerance.NONE] * len(items)
+    allowed = tolerances(flat, structure, items, fingerprint)
     local = local_plan(items, structure.shards, object_names, plan.skeleton, allowed)
-    if world_size > 1:
-        return replace(plan, local=local, held=tuple(item.leaf for item in items))
-    return replace(plan, metadata=render_global([Stored.whole(local, plan.layout, len(object_names))]))
+    return replace(plan, local=local, held=tuple(item.leaf for item in items))
+
+
+def _with_metadata(plan: Plan) -> Plan:
+    """Render ``.metadata`` of one rank alone."""
+    items, names = plan.layout.items, plan.object_names
+    local = local_plan(items, plan.structure.shards, names, plan.skeleton, [Tolerance.NONE] * len(items))
+    return replace(plan, metadata=render_global([Stored.whole(local, plan.layout, len(names))]))
 
 
 def parameters_of(flat: FlatState) -> list[torch.nn.Parameter]:
@@ -214,7 +221,7 @@ def laid_out_anew(plan: Plan, frozen: frozenset[str]) -> Plan:
     """Return the plan with other frozen leaves. What this rank stores stays the same, so that no rank has to agree."""
     image = plan_image(
         plan.structure,
-        [item.placement for item in plan.layout.items],
+        plan.layout.items,
         plan.fingerprint,
         gather_bytes=plan.gather_bytes,
         budget_bytes=sys.maxsize,  # the chunk size keeps to the budget already
@@ -230,11 +237,7 @@ def laid_out_anew(plan: Plan, frozen: frozenset[str]) -> Plan:
         frozen_static=made.frozen_static,
         frozen=frozen,
     )
-    if plan.local is not None:  # the leader renders ``.metadata``
-        return moved
-    items = made.layout.items
-    local = local_plan(items, plan.structure.shards, plan.object_names, plan.skeleton, [Tolerance.NONE] * len(items))
-    return replace(moved, metadata=render_global([Stored.whole(local, made.layout, len(plan.object_names))]))
+    return _with_metadata(moved) if plan.local is None else moved  # the leader of several ranks renders it
 
 
 # -- several ranks --------------------------------------------------------------------------------
@@ -251,9 +254,7 @@ def narrow(
         PlanChangedError: ``share`` belongs to another plan.
     """
     items = plan.layout.items
-    placements = [
-        replace(items[index].placement, fqns=names) for index, names in share.items([item.fqns for item in items])
-    ]
+    placements = [replace(items[index], fqns=names) for index, names in share.items([item.fqns for item in items])]
     image = plan_image(
         plan.structure,
         placements,
@@ -305,9 +306,8 @@ def plan_image(
         return not frozen.isdisjoint(placed.fqns)
 
     def order(placed: Placement) -> tuple[bool, bool, str, bool]:
-        device = structure.devices[placed.leaf]
-        of_device = image_order(device, is_gathered=is_gathered(device, placed.envelope.raw_bytes, gather_bytes))
-        return not is_frozen(placed), *of_device
+        nbytes = placed.envelope.raw_bytes
+        return not is_frozen(placed), *image_order(structure.devices[placed.leaf], nbytes, gather_bytes)
 
     layout = lay_out(
         sorted(placements, key=order),

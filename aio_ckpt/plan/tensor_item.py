@@ -12,38 +12,22 @@ class Placement:
     """Item that is to be placed in an image."""
 
     leaf: int
-    """First leaf that the item stores."""
+    """Position in the flat state of the first leaf that the item stores. Tied leaves share the item."""
     fqns: tuple[str, ...]
-    """Every name of the item."""
     offsets: tuple[int, ...]
     """Start of the shard in the global tensor, in elements per dimension."""
     spec: TensorSpec
     """dtype, local shape, stored stride."""
     envelope: Envelope
-    """Envelope, rendered for ``spec``."""
+    """Header and trailer, rendered for ``spec``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorItem:
+class TensorItem(Placement):
     """Item of a tensor, as laid out in the image."""
 
-    leaf: int
-    """Position in the flat state of the first leaf that the item stores. Tied leaves share the item."""
-    fqns: tuple[str, ...]
-    """Every name of the item."""
-    offsets: tuple[int, ...]
-    """Start of the shard in the global tensor, in elements per dimension."""
-    spec: TensorSpec
-    """dtype, local shape, stored stride."""
-    envelope: Envelope
-    """Header and trailer."""
     item_offset: int
     """Image offset of the header."""
-
-    @property
-    def placement(self) -> Placement:
-        """What places the item in another layout."""
-        return Placement(self.leaf, self.fqns, self.offsets, self.spec, self.envelope)
 
     @property
     def raw_offset(self) -> int:

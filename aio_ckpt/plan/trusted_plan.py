@@ -79,7 +79,7 @@ class TrustedPlan:
         layout = plan.layout
         first = {item.leaf for item in layout.items[: layout.frozen_items]}
         main = lay_out(
-            [item.placement for item in layout.items[layout.frozen_items :]],
+            layout.items[layout.frozen_items :],
             budget_bytes=sys.maxsize,
             chunk_bytes=layout.chunk_bytes,
         )
