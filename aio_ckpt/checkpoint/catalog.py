@@ -42,7 +42,6 @@ class Item(msgspec.Struct, frozen=True, eq=False, gc=False):
     raw_offset: int
     """Offset of the raw bytes in the file."""
     raw_bytes: int
-    """Length of the raw bytes."""
     block_bytes: int
     """Raw bytes that one checksum covers."""
     sums: tuple[int, ...]
@@ -64,9 +63,7 @@ class UnparsedItem(msgspec.Struct, frozen=True, eq=False, gc=False):
     file: str
     """Data file, relative to the checkpoint."""
     item_offset: int
-    """Offset of the item in the file."""
     item_bytes: int
-    """Length of the item, in bytes."""
     dtype: torch.dtype
     """Dtype according to the metadata."""
     shape: tuple[int, ...]
@@ -91,9 +88,7 @@ class StoredObject(msgspec.Struct, frozen=True, eq=False, gc=False):
     file: str
     """Data file, relative to the checkpoint."""
     offset: int
-    """Offset in the file."""
     nbytes: int
-    """Length, in bytes."""
     crc32: int | None
     """CRC32 of the bytes; None in plain DCP, where each record of the zip has one."""
     is_transformed: bool
@@ -108,9 +103,7 @@ class Catalog:
     """Every name of a checkpoint. Offsets were checked against ``files`` only if a manifest gives lengths."""
 
     shards: Mapping[str, Shards]
-    """Tensors by name."""
     objects: Mapping[str, StoredObject]
-    """Objects by name."""
     files: Mapping[str, int | None]
     """Data files with their length in bytes; None if no manifest gives it."""
     nbytes: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import anyio
 import numpy as np
@@ -57,7 +58,15 @@ async def fetch(
     locking = next(filter(prefers_page_locked, devices), None)
     async with page_locked(buffers if locking else [], locking, executor=executor):
         copies = await run_blocking(executor, _begin, devices) if devices else _begin(())
-        run = _Run(files, executor, readers, verify, copies, on_read, on_fetched)
+        run = _Run(
+            files=files,
+            executor=executor,
+            reading=anyio.Semaphore(readers),
+            verify=verify,
+            copies=copies,
+            on_read=on_read,
+            on_fetched=on_fetched,
+        )
         try:
             await run.all(requests, buffers)
         except BaseExceptionGroup as errors:
@@ -79,29 +88,20 @@ def _begin(devices: Sequence[torch.device]) -> list[Copies]:
     return [Copies(), *map(begin_uploads, devices)]
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Run:
     """One run of a read plan. The loop opens and completes reassembly buffers; threads fill them."""
 
-    def __init__(
-        self,
-        files: Files,
-        executor: Executor,
-        readers: int,
-        verify: bool,
-        copies: Sequence[Copies],
-        on_read: Callable[[ReadRequest, AioCkptError | None], None] | None,
-        on_fetched: Callable[[int], None] | None,
-    ) -> None:
-        self._files = files
-        self._executor = executor
-        self._reading = anyio.Semaphore(readers)
-        self._verify = verify
-        self._copies = copies
-        self._on_read = on_read
-        self._on_fetched = on_fetched
-        self.bytes_read = 0
-        self._last = time.monotonic()
-        """Time of the last progress."""
+    files: Files
+    executor: Executor
+    reading: anyio.Semaphore
+    verify: bool
+    copies: Sequence[Copies]
+    on_read: Callable[[ReadRequest, AioCkptError | None], None] | None
+    on_fetched: Callable[[int], None] | None
+    bytes_read: int = 0
+    last: float = field(default_factory=time.monotonic)
+    """Time of the last progress."""
 
     async def all(self, requests: Sequence[ReadRequest], buffers: Sequence[memoryview]) -> None:
         """Run the requests, as many at once as there are buffers."""
@@ -109,12 +109,12 @@ class _Run:
 
         async def work(buffer: memoryview) -> None:
             for request in left:
-                await self._reading.acquire()  # a cancelled fetch stops here
+                await self.reading.acquire()  # a cancelled fetch stops here
                 # Shielded, because the caller may free or reuse the targets once a cancelled load has returned.
                 with anyio.CancelScope(shield=True):
                     await self._report(request, buffer[: request.nbytes])
 
-        lines = disk_warning("reading", self._files.directory, idle_secs=lambda: time.monotonic() - self._last)
+        lines = disk_warning("reading", self.files.directory, idle_secs=lambda: time.monotonic() - self.last)
         with lines.on_loop():
             async with anyio.create_task_group() as group:
                 for buffer in buffers[: len(requests)]:
@@ -125,34 +125,37 @@ class _Run:
         try:
             await self._run_request(request, view)
         except AioCkptError as error:
-            if self._on_read is None:
+            if self.on_read is None:
                 raise
             failure = error
-        if self._on_read is not None:
-            self._on_read(request, failure)
-        if self._on_fetched is not None and failure is None:
-            self._on_fetched(request.nbytes)
+        if self.on_read is not None:
+            self.on_read(request, failure)
+        if self.on_fetched is not None and failure is None:
+            self.on_fetched(request.nbytes)
 
     async def _run_request(self, request: ReadRequest, view: memoryview) -> None:
-        """Read one request and copy its pieces to their targets. Releases ``_reading`` after the read."""
+        """Read one request and copy its pieces to their targets. Releases ``reading`` after the read."""
         reassemblies = Counter(
             reassembly for reassembly in request.pieces.reassemblies.tolist() if reassembly is not None
         )
         try:
             for reassembly, count in reassemblies.items():
-                reassembly.open(self._copies[reassembly.device], request, view, count)
-            async with self._files.use(request.file) as file:
+                reassembly.open(self.copies[reassembly.device], request, view, count)
+            async with self.files.use(request.file) as file:
                 got = await file.read_into(request.start, view)
             self.bytes_read += got
-            self._last = time.monotonic()
+            self.last = time.monotonic()
             _check_length(request, request.start + got)
         finally:
-            self._reading.release()
-        await run_blocking(self._executor, copy_pieces, request, view, self._verify, self._copies)
-        full = [reassembly for reassembly, count in reassemblies.items() if _count_down(reassembly, count)]
-        complete = [reassembly for reassembly in full if reassembly.needs_finish]
+            self.reading.release()
+        await run_blocking(self.executor, copy_pieces, request, view, self.verify, self.copies)
+        complete: list[ReassemblyBuffer] = []
+        for reassembly, count in reassemblies.items():
+            reassembly.pieces_left -= count
+            if not reassembly.pieces_left and reassembly.needs_finish:
+                complete.append(reassembly)
         if complete:
-            await run_blocking(self._executor, finish_buffers, complete, self._verify, self._copies)
+            await run_blocking(self.executor, finish_buffers, complete, self.verify, self.copies)
 
 
 def _free_scratch(requests: Sequence[ReadRequest]) -> None:
@@ -161,11 +164,6 @@ def _free_scratch(requests: Sequence[ReadRequest]) -> None:
         for reassembly in request.pieces.reassemblies.tolist():
             if reassembly is not None:
                 reassembly.scratch = None
-
-
-def _count_down(reassembly: ReassemblyBuffer, count: int) -> bool:
-    reassembly.pieces_left -= count
-    return not reassembly.pieces_left
 
 
 def _check_length(request: ReadRequest, end: int) -> None:

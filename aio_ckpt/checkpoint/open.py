@@ -242,11 +242,6 @@ class RankSubset:
     world_size: int
     """Number of ranks that load."""
 
-    @property
-    def proves_metadata(self) -> bool:
-        """Whether this rank reads ``.metadata`` whole, and proves it for all."""
-        return self.rank == 0
-
 
 class OnlyPartOpenError(Exception):
     """A part of a checkpoint is open, and all of it is needed."""
@@ -258,11 +253,8 @@ async def open_checkpoint(
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and check them against each other.
 
     Args:
-        storage: Where the checkpoint lies.
-        path: Its directory.
-        executor: Runs what takes time.
         step: step that the root manifest must have, if there is one; None if it may have any.
-        part: What to open, if it is known; None opens all.
+        part: what to open; None opens all.
 
     Raises:
         CheckpointNotFoundError: there is neither ``.metadata`` nor a root manifest.
@@ -272,7 +264,7 @@ async def open_checkpoint(
     lines = disk_warning("opening a checkpoint", path)
     with lines.on_loop():
         data, save_id = None, None
-        if part is not None and not part.proves_metadata:
+        if part is not None and part.rank:  # rank 0 reads .metadata whole, and proves it for all
             save_id = await save_of(storage, path)
         if save_id is None:  # plain DCP, too, has nothing but .metadata
             data = await read_small_file(storage, path / METADATA_FILE)

@@ -52,7 +52,6 @@ class ReassemblyBuffer:
     sums: list[tuple[int, int]] = field(default_factory=list)
     """(CRC32, length) of each piece, if ``crc32``."""
     pieces_left: int = 0
-    """Pieces that have not been read."""
     scratch: torch.Tensor | None = None
     """Memory of the bytes. It exists from the first piece to the last, so that few buffers exist at once.
 
@@ -100,7 +99,6 @@ class Pieces:
     starts: IntArray
     """Offset in the file."""
     nbytes: IntArray
-    """Length, in bytes."""
     crcs: IntArray
     """CRC32 of the bytes; -1 if they have none of their own."""
     addresses: IntArray

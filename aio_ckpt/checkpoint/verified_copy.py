@@ -98,15 +98,11 @@ def _verify(request: ReadRequest, view: memoryview, begins: IntArray) -> None:
     sums = [crc32_of(view[begin:end]) for begin, end in zip(begins[rows].tolist(), ends[rows].tolist(), strict=True)]
     bad = np.flatnonzero(pieces.crcs[rows] != sums)
     if len(bad):
-        raise _mismatch(request, int(rows[bad[0]]))
+        row = int(rows[bad[0]])
+        start = int(pieces.starts[row])
+        where = f"bytes {start} to {start + int(pieces.nbytes[row])} of the file"
+        raise MismatchError(f"{request.label(row)}: {where} do not match their CRC32")
     for row in np.flatnonzero(~is_summed).tolist():
         buffer = pieces.reassemblies[row]
         if buffer is not None and buffer.sums:
             buffer.sums[pieces.positions[row]] = (crc32_of(view[begins[row] : ends[row]]), int(pieces.nbytes[row]))
-
-
-def _mismatch(request: ReadRequest, row: int) -> MismatchError:
-    pieces = request.pieces
-    start = int(pieces.starts[row])
-    where = f"bytes {start} to {start + int(pieces.nbytes[row])} of the file"
-    return MismatchError(f"{request.label(row)}: {where} do not match their CRC32")

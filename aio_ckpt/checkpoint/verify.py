@@ -59,7 +59,6 @@ class Fault:
     tensor: str | None
     """Name of the tensor or object; None if the fault belongs to none."""
     message: str
-    """Description of the fault."""
     is_damage: bool = True
     """False if the system failed to read: that tells nothing of the bytes."""
 
@@ -78,7 +77,6 @@ class _CheckedRange(NamedTuple):
     start: int
     nbytes: int
     crc32: int
-    """Expected CRC32."""
     name: str
     """Tensor or object of these bytes."""
 
@@ -188,14 +186,10 @@ class _Verification:
 
     files: Files
     executor: Executor
-    """Threads that read and compute checksums."""
     readers: int
-    """Most reads in flight at once."""
     on_progress: Callable[[int], None]
-    """Called with the number of bytes read since its last call."""
     faults: list[Fault]
     sound: set[SharedFile] | None = None
-    """Files of several checkpoints without a fault; None if there is one checkpoint."""
 
     async def check_own(self, checkpoint: Checkpoint) -> None:
         """Check a checkpoint of aio_ckpt: the data file of each rank against its manifest and ``.metadata``."""

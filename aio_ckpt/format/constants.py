@@ -56,7 +56,6 @@ class Envelope:
     crc_offsets: tuple[int, ...]
     """Offsets in the trailer at which the little-endian CRC32 of the raw bytes is stored."""
     raw_bytes: int
-    """Length of the raw bytes."""
 
     @property
     def item_bytes(self) -> int:

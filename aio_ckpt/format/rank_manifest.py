@@ -57,11 +57,9 @@ class _RankFields(FormatHead, frozen=True, kw_only=True):
     save_id: str
     """The same in every file of one save."""
     step: Size
-    """Step of the checkpoint."""
     rank: Size
     """Rank that wrote it, below ``world_size``."""
     world_size: Count
-    """Number of ranks that wrote the checkpoint."""
     block_bytes: Count
     """Raw bytes of a tensor item that one CRC32 of ``sums`` covers."""
     file: FileEntry | None
@@ -113,9 +111,7 @@ class FileTable:
     file: FileEntry
     stored: StoredColumns
     sums: bytes
-    """u32 little-endian CRC32 of each block of raw bytes, item after item."""
     block_bytes: int
-    """Raw bytes of a tensor item that one CRC32 covers."""
     objects: tuple[ObjectEntry, ...]
 
     @functools.cached_property
@@ -154,7 +150,7 @@ class FrozenOut(msgspec.Struct, frozen=True, kw_only=True):
 
     file: FileEntry
     sums: bytes
-    """See :attr:`FileTable.sums`."""
+    """See :attr:`RankManifest.sums`."""
     columns: msgspec.Raw
     """Its tensors, from :func:`encode_static`."""
 

@@ -120,7 +120,6 @@ class RootManifest(FormatHead, frozen=True, kw_only=True, omit_defaults=True):
     save_id: str
     """The same in every file of one save."""
     step: Size
-    """Step of the checkpoint."""
     world_size: Count
     """Number of ranks that wrote it; the length of ``ranks``."""
     metadata: FileEntry

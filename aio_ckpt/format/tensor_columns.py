@@ -44,7 +44,6 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     item_bytes: Size
     """Length of header, raw bytes and trailer."""
     raw_offset: Size
-    """Offset of the raw bytes."""
     raw_bytes: Size
     global_shape: _Dims | None = None
     """Shape of the global tensor of a shard; None if the item is the whole tensor, or if it is not known."""

@@ -42,7 +42,6 @@ class CompoundTensor:
     """A tensor and the parts that it was taken apart into."""
 
     tensor: torch.Tensor
-    """Tensor that was taken apart."""
     notes: Notes
     """Everything about the tensor but its parts."""
     parts: dict[str, torch.Tensor]

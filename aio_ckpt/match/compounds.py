@@ -23,9 +23,8 @@ def match_compounds(
     """
     stored = _stored(checkpoint, rank) if template.compounds or missing else {}
     takers: list[CompoundTaker] = []
-    faults: list[str] = []
     explained = [name for name in missing if name in stored]
-    faults += [
+    faults = [
         f"{name!r} is a {compound.kind_of(())} in the template and a {compound.kind_of(stored[name])} in the checkpoint"
         for name in explained
     ]

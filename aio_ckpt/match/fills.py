@@ -38,7 +38,6 @@ class Fills:
     exact: list[ExactFill] = field(default_factory=list)
     """Host tensors of the template whose bytes are those of one item. Most tensors are such."""
     others: list[Fill] = field(default_factory=list)
-    """All other tensors."""
     objects: list[str] = field(default_factory=list)
     """Names of the objects."""
 

@@ -31,7 +31,6 @@ class ModuleDifferences:
     remedies: list[str] = field(default_factory=list)
     """What helps against missing names."""
     faults: list[str] = field(default_factory=list)
-    """Further faults."""
     converted: list[tuple[str, torch.dtype]] = field(default_factory=list)
     """Names and dtypes of the tensors that get values of another dtype."""
     copied: list[Mapping[str, Target]] = field(default_factory=list)

@@ -19,11 +19,9 @@ class ReadContext:
     """The rank that reads, and its settings."""
 
     storage: Storage
-    """File system of the checkpoints."""
     executor: Executor
     """Threads that read, verify, copy and decode."""
     rank: int = 0
-    """Rank of the reader."""
     world_size: int = 1
     """Number of ranks that read."""
     ranks_on_host: int = 1
@@ -31,7 +29,6 @@ class ReadContext:
     readers: int
     """Most reads in flight at once."""
     verify: bool
-    """Whether checksums are compared."""
     trusted: bool
     """Whether objects that only running code reads are decoded."""
     past_page_cache: bool = False

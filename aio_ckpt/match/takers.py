@@ -48,7 +48,6 @@ class Fetched:
     skip_untrusted: bool = False
     """Whether such objects are left out."""
     bytes_read: int = 0
-    """Bytes read from data files."""
     has_unchecked: bool = False
     """Whether bytes were read and not compared with a checksum: they have none, or ``verify`` is off."""
 

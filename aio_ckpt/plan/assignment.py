@@ -33,7 +33,6 @@ class Writers:
     """
 
     held: ShardTable
-    """Shards of all ranks."""
     box: IntArray
     """Per row, the number of its box."""
     is_written: Flags
@@ -243,7 +242,6 @@ class Boxes:
     of: IntArray
     """Per row, the number of its box."""
     count: int
-    """Number of boxes."""
 
     @classmethod
     def of_rows(cls, held: ShardTable) -> Boxes:

@@ -34,7 +34,6 @@ class Piece:
     image_start: int
     """Image offset of the first byte."""
     nbytes: int
-    """Length, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -101,7 +101,6 @@ class GatherRun:
     stop: int
     """Image offset after the last raw byte."""
     device: torch.device
-    """Device on which the run is gathered."""
     pieces: tuple[Piece, ...]
     """Whole items, ascending."""
     leaves: tuple[int, ...]

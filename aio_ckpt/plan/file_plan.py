@@ -30,7 +30,6 @@ class FilePart:
     planned: PlannedImage
     """Tensors of the file, and their places in it."""
     plan_hit: bool
-    """Whether the plan was reused."""
     tail_bytes: int
     """Length of what follows the tensors."""
     render_tail: Callable[[Sequence[int]], bytes] | None

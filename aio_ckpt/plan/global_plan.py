@@ -218,7 +218,6 @@ class Stored:
     """Items that one rank stores, and their places."""
 
     local: LocalPlan
-    """All that the rank holds."""
     share: Assignment
     """The part of ``local`` that the rank writes."""
     places: bytes

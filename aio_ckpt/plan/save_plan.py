@@ -39,7 +39,6 @@ class ImagePlan:
     """Plan of a capture: the places of the tensors of a structure in an image, and their copy methods."""
 
     structure: Structure
-    """Structure that the plan was made for."""
     layout: ImageLayout
     fingerprint: list[int]
     """Address of every tensor leaf."""

@@ -238,11 +238,9 @@ class _Outline:
     name: SmallInts
     """Per row, the index into ``_Reader.names``."""
     item: SmallInts
-    """Per row, the index of the item in the plan of its rank."""
     signature: SmallInts
     """Per row, the index into ``_Reader.signatures``."""
     is_tied: Flags
-    """Per row, whether its item has other names, too."""
     dims: IntArray
     """Per item, its number of dimensions."""
 

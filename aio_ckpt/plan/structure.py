@@ -1,8 +1,4 @@
-"""Structure of a state without its values: names, shapes, dtypes; the addresses; and the leaves that share bytes.
-
-The structure decides whether a cached layout may be reused, the fingerprint (the address of every tensor leaf)
-whether the cached copies by address may.
-"""
+"""Structure of a state without its values: names, shapes, dtypes. It decides whether a cached layout may be reused."""
 
 from __future__ import annotations
 
@@ -86,30 +82,24 @@ _MESH_KEYS: WeakKeyDictionary[DeviceMesh, tuple[object, ...]] = WeakKeyDictionar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """Structure of a state: all of it except values and addresses."""
+    """Structure of a state: all of it except values and addresses.
+
+    ``names`` are those of all leaves, and ``object_types`` the exact types of the objects. The other lists have an
+    entry for each tensor leaf, that of its local tensor; strides are in elements. ``shards``: see :class:`Leaves`.
+    """
 
     skeleton: object
     """Containers, key types and order of the state."""
     names: list[str]
-    """Names of all leaves."""
     object_types: list[type]
-    """Exact type of every leaf stored as an object."""
     types: list[type]
-    """Exact type of every tensor leaf."""
     dtypes: list[torch.dtype]
-    """Dtype of every tensor leaf."""
     shapes: list[torch.Size]
-    """Local shape of every tensor leaf."""
     strides: list[tuple[int, ...]]
-    """Local strides of every tensor leaf, in elements."""
     devices: list[torch.device]
-    """Device of every tensor leaf."""
     conj: list[bool]
-    """Conjugate bit of every tensor leaf."""
     neg: list[bool]
-    """Negative bit of every tensor leaf."""
     shards: dict[int, tuple[object, ...]]
-    """Of DTensor leaves: global shape, key of the mesh, placements. Of ``Shard`` leaves: global shape, offsets."""
 
     @classmethod
     def of(cls, flat: FlatState, leaves: Leaves) -> Structure:

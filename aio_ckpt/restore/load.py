@@ -86,7 +86,7 @@ class Matched:
             await fetch_values(ctx, self.files, self.checkpoint, self.plan, self.fetched, meter=self.meter)
             put = await run_blocking(ctx.executor, prepare_apply, ctx, self.checkpoint, self.found, self.fetched)
             await self.files.close()  # inside of the block, because an error of it comes after tensors were filled
-        asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, self.checkpoint)
+        asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, id, self.checkpoint)  # drops the last reference
         return LoadOutcome(
             ctx=ctx, meter=self.meter, checkpoint=self.checkpoint, found=self.found, fetched=self.fetched, put=put
         )
@@ -169,7 +169,3 @@ async def _open_and_match(
         await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
     plan = await plan_reads(ctx, files, checkpoint, replace(found.fills, objects=[]), tied=found.tied)
     return Matched(ctx=ctx, files=files, meter=meter, checkpoint=checkpoint, found=found, fetched=fetched, plan=plan)
-
-
-def _free(_: Checkpoint) -> None:
-    """Drop the last reference to the checkpoint."""

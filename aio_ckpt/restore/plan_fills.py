@@ -36,7 +36,6 @@ class FillPlan:
     """Plan of one load."""
 
     reads: ReadPlan
-    """The pieces to read."""
     requests: Sequence[ReadRequest] = ()
     """The reads of these pieces."""
     values: dict[str, object] = field(default_factory=dict)

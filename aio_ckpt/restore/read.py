@@ -30,7 +30,6 @@ class ReadOutcome:
     """A state that was read without a template."""
 
     state: object
-    """The nested state."""
     plain: tuple[str, ...]
     """Containers that were read as a plain dict, list or tuple: ``name (type when saved)``."""
     checkpoint: Checkpoint

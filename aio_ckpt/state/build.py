@@ -106,7 +106,6 @@ class _Builder:
     """Recursive build of containers around leaves."""
 
     leaves: Mapping[str, object]
-    """Value of each leaf, by its name."""
     rank: int
     """Rank whose PerRank values are built."""
     only: frozenset[str] | None

@@ -63,9 +63,7 @@ class FlatState:
     names: list[str]
     """Name of each leaf, in the order of the walk; all different."""
     values: list[object]
-    """Value of each leaf."""
     kinds: list[LeafKind]
-    """Kind of each leaf."""
     skeleton: Skeleton
     """Containers and keys around the leaves."""
     versions: list[tuple[str, bytes]] = field(default_factory=list)
@@ -79,11 +77,8 @@ class Template:
     """Names and leaves of the state that a load fills. Stateful values are not entered."""
 
     names: list[str]
-    """Name of each leaf outside Stateful values."""
     values: list[object]
-    """Value of each leaf."""
     kinds: list[LeafKind]
-    """Kind of each leaf."""
     stateful: list[tuple[str, Any]]
     """(name, value) of each Stateful value, whose ``state_dict()`` may be empty until it is loaded.
 
@@ -185,7 +180,6 @@ class _Traversal:
     empty: list[str] | None = None
     """Names of the empty mappings and lists so far. None: they are not collected."""
     names: list[str] = field(default_factory=list)
-    """Names of the leaves so far."""
     values: list[object] = field(default_factory=list)
     kinds: list[LeafKind] = field(default_factory=list)
     entered: int = 0
@@ -199,11 +193,8 @@ class _Traversal:
     enclosing: list[int] = field(default_factory=lambda: [-1] * (MAX_DEPTH + 1))
     """Number of the first place of each enclosing container, by depth. Entries from the current depth on are stale."""
     versions: list[tuple[str, bytes]] = field(default_factory=list)
-    """Versions so far, as in :attr:`FlatState.versions`."""
     modules: list[torch.nn.Module] = field(default_factory=list)
-    """Modules so far, as in :attr:`FlatState.modules`."""
     has_shards: bool = False
-    """True if a leaf is a :class:`Shard`."""
 
     def root(self, state: object, depth: int = 0) -> Skeleton:
         """Return the skeleton of the state itself, which must be a mapping or Stateful value."""
