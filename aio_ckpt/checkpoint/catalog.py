@@ -110,7 +110,6 @@ class Catalog:
     """Approximate length of all stored items, in bytes."""
 
     def names(self) -> set[str]:
-        """Return every stored name."""
         return {*self.shards, *self.objects}
 
     def renamed(self, names: Mapping[str, str | None]) -> Catalog:

@@ -103,7 +103,6 @@ class Files:
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[ReadFile]:
-        """Yield the open file."""
         opened = self._kept.get(name)
         if opened is None:
             opened = _Opened(await self._open(name))

@@ -179,7 +179,6 @@ class Checkpoint:
         return {}
 
     def manifest_name(self, rank: int) -> str:
-        """Return the file name of a rank's manifest."""
         assert self.root is not None
         return self.root.ranks[rank].name
 

@@ -113,7 +113,6 @@ class Pieces:
     """Index into ``ReassemblyBuffer.sums``."""
 
     def take(self, rows: IntArray | slice) -> Pieces:
-        """Return the pieces of some rows."""
         return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 

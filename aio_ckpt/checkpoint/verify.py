@@ -248,8 +248,8 @@ class _Verification:
         if crc32 not in (None, file.crc32) and len(self.faults) == known:
             for name in others:
                 self._note(file.name, name, "the file does not match its CRC32: the item's zip is not as written")
-        if crc32 not in (None, file.crc32) and len(self.faults) == known:
-            self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
+            if not others:
+                self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
         if self.sound is not None and shared is not None and len(self.faults) == known:
             self.sound.add(shared)
 

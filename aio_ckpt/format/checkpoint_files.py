@@ -33,12 +33,10 @@ def data_file_name(save_id: str, rank: int, *, is_frozen: bool = False) -> str:
 
 
 def rank_manifest_name(save_id: str, rank: int) -> str:
-    """Return the file name of a rank's manifest."""
     return f"aio_ckpt.{save_id}.{rank}.bin"
 
 
 def root_manifest_name(save_id: str) -> str:
-    """Return the file name of the root manifest."""
     return f"aio_ckpt.{save_id}.json"
 
 

@@ -59,5 +59,4 @@ class Envelope:
 
     @property
     def item_bytes(self) -> int:
-        """Length of the whole item."""
         return len(self.header) + self.raw_bytes + len(self.trailer)

@@ -91,7 +91,6 @@ class RankManifest(_RankFields, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def data_files(self) -> tuple[FileTable, ...]:
-        """Data files of this rank."""
         main, frozen = self.file, self.frozen
         tables = () if main is None else (FileTable(main, self.stored, self.sums, self.block_bytes, self.objects),)
         if frozen is None:

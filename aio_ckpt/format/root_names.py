@@ -41,7 +41,6 @@ class StepNames:
         self._own = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
 
     def name(self, step: int) -> str:
-        """Return the directory name of a step."""
         return self.step_dir.format(step=step)
 
     def step(self, name: str) -> int | None:

@@ -54,7 +54,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Length of the raw bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

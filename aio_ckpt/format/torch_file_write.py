@@ -108,5 +108,4 @@ class ZipTail:
 
     @property
     def nbytes(self) -> int:
-        """Length of the tail."""
         return len(self.render([0] * len(self.keys)))

@@ -308,7 +308,6 @@ def open_container(notes: Mapping[str, Any], *, form: Form | None, trusted: bool
 
 
 def _is_return_type(kind: type) -> bool:
-    """Return whether the type is one of ``torch.return_types``."""
     return vars(torch.return_types).get(kind.__name__) is kind
 
 

@@ -316,7 +316,6 @@ def find_class(module: object, qualname: object) -> type:
 
 
 def is_enum(kind: type) -> bool:
-    """Return whether the class is an enumeration."""
     return isinstance(kind, enum.EnumMeta) and issubclass(kind, enum.Enum)
 
 

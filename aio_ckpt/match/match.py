@@ -74,15 +74,16 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
     missing, any_faults = match_any_leaves(template, fills, leaves, missing)
     compounds, faults, missing = match_compounds(checkpoint, template, missing, ctx.rank)
     stateful, modules, stateful_faults = match_stateful(checkpoint, template, fills, ctx, options)
+    below_stateful = {name for taker in stateful for name in taker.names}
     tied: list[tuple[str, str]] = []
     if modules.copied or not are_apart(fills.spans()).all():
-        own = leaf_targets(fills, template, but={name for taker in stateful for name in taker.names})
+        own = leaf_targets(fills, template, but=below_stateful)
         tied, shared_faults = shared_memory(checkpoint.catalog, own, modules.copied)
         faults += shared_faults
     missing += modules.missing
     faults += misfits + any_faults + stateful_faults + modules.faults
     takers: list[Taker] = [*compounds, leaves, *stateful]
-    below = {name for taker in takers for name in taker.names}
+    below = below_stateful.union(leaves.names)
     if missing and not options.allow_missing:
         beyond = [*map(checkpoint.stored_name, modules.unexpected)]
         beyond += _not_loaded(checkpoint, below, template.names, ctx, is_missing=True)[0]

@@ -75,5 +75,4 @@ class ReadContext:
         return await run_blocking(self.executor, seen, checkpoint)
 
     def files(self, directory: Path) -> Files:
-        """Return the data files in ``directory``."""
         return Files(self.storage, directory, page_cache="pass" if self.past_page_cache else "take")

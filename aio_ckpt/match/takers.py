@@ -66,7 +66,6 @@ class CompoundTaker:
     """Tensor of the template, and its parts."""
     stored: Notes
     """Stored properties, which the tensor gets once its parts are filled."""
-    names: Sequence[str] = ()
 
     def prepare(self, _: Fetched) -> Put:
         """Check the parts: an index out of bounds would read beyond their memory."""
@@ -79,7 +78,6 @@ class CompoundTaker:
         return self._put
 
     def _put(self, _: bool) -> bool:
-        """Set the properties."""
         with target_modified():
             mark_as_stored(self.held.tensor, self.stored)
         return True
@@ -139,7 +137,6 @@ class LeavesTaker:
         return functools.partial(self._put, leaves)
 
     def _put(self, values: dict[str, object], is_modified: bool) -> bool:
-        """Set the values in their containers."""
         if not values:
             return is_modified
         with target_modified():
@@ -245,7 +242,6 @@ class StatefulTaker:
         return functools.partial(self._put, _with_versions(inner, self.value))
 
     def _put(self, state_dict: Any, is_modified: bool) -> bool:
-        """Call ``load_state_dict``."""
         with _noting_refusal(self, state_dict, is_modified=is_modified):
             self.value.load_state_dict(state_dict)
         return True

@@ -194,7 +194,6 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
         return tuple(name for name, written in zip(names, is_written, strict=True) if written)
 
     def count_objects(self) -> int:
-        """Return the number of written objects."""
         return int.from_bytes(self.objects, "little").bit_count()
 
     def rows(self, count: int) -> IntArray:

@@ -66,7 +66,6 @@ class CopyTable:
         return CopyTable(vectors, self.leaves)
 
     def where(self, is_wanted: npt.NDArray[np.bool_]) -> CopyTable:
-        """Return the rows whose flag is set."""
         return CopyTable(self.vectors[is_wanted], self.leaves[is_wanted])
 
     def within(self, start: int, stop: int) -> CopyTable:
@@ -122,7 +121,6 @@ class ChunkCopies:
 
     @property
     def comes_from_device(self) -> bool:
-        """Whether any bytes of the chunk come from a device."""
         return self.is_issued or bool(self.converted)
 
 
@@ -138,7 +136,6 @@ class CopyPlan:
 
     @property
     def gathers(self) -> bool:
-        """Whether small tensors are gathered on a device."""
         return any(chunk.gathered for chunk in self.chunks)
 
     def at(self, fingerprint: Sequence[int]) -> CopyPlan:

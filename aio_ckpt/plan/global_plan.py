@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, render_metadata
@@ -181,12 +181,6 @@ def dcp_plan(flat: FlatState) -> SavePlan:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(leaves, is_coordinator=True)
     return planner.create_local_plan()
-
-
-def shard_offsets(write_items: dict[str, WriteItem], name: str) -> tuple[int, ...]:
-    """Return the offsets of the item called ``name`` in its global tensor."""
-    data = write_items[name].tensor_data
-    return tuple(data.chunk.offsets) if data is not None else ()
 
 
 def local_plan(

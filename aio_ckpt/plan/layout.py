@@ -48,7 +48,6 @@ class ImageLayout:
 
     @property
     def frozen_chunks(self) -> int:
-        """Number of chunks of the frozen file."""
         return -(-self.main_start // self.chunk_bytes)
 
     def has_frozen_file_of(self, other: ImageLayout) -> bool:

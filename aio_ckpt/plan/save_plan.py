@@ -18,13 +18,13 @@ from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.rank_manifest import encode_static
 from aio_ckpt.format.tensor_columns import TensorEntry
-from aio_ckpt.leaves.values import LeafKind
+from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.memory.cuda import can_copy_by_address
 from aio_ckpt.plan.assignment import Assignment, unpacked
 from aio_ckpt.plan.copy_plan import CopyPlan, image_order, is_gathered, plan_copies
 from aio_ckpt.plan.differing_replicas import Tolerance, tolerances
 from aio_ckpt.plan.frozen_leaves import FrozenLeaves
-from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
+from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global
 from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.shard_table import LocalPlan
 from aio_ckpt.plan.structure import Structure
@@ -155,7 +155,7 @@ def make_plan(
     object_names = tuple(name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is LeafKind.OBJECT)
     write_items = {item.index.fqn: item for item in dcp_plan(flat).items}
     placements = [
-        placement_of(structure, leaf, names, structure.offsets(leaf) or shard_offsets(write_items, names[0]))
+        placement_of(structure, leaf, names, _offsets(structure, leaf, write_items[names[0]]))
         for leaf, names in tied_names(tensor_names, aliases).items()
         if world_size == 1 or _is_held(structure, leaf, write_items.get(names[0]))
     ]
@@ -275,6 +275,14 @@ def narrow(
         stored_by=stored_by,
         elsewhere=others,
     )
+
+
+def _offsets(structure: Structure, leaf: int, write_item: WriteItem) -> tuple[int, ...]:
+    """Return the offsets of a leaf in its global tensor: those of a ``Shard``, or those that DCP's planner gave it."""
+    if issubclass(structure.types[leaf], Shard):
+        return cast("tuple[int, ...]", structure.shards[leaf][1])
+    data = write_item.tensor_data
+    return tuple(data.chunk.offsets) if data is not None else ()
 
 
 def _is_held(structure: Structure, leaf: int, write_item: WriteItem | None) -> bool:

@@ -206,7 +206,6 @@ class ShardTable:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(self.starts) - 1
 
     def is_first(self, rows: IntArray) -> Flags:
@@ -265,7 +264,6 @@ class _Reader:
         return self._outlines[key]
 
     def object_names(self, rank: int, plan: LocalPlan) -> tuple[str, ...]:
-        """Return the names of the objects of a plan."""
         found = self._objects.get(plan.objects)
         if found is None:
             try:

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -103,7 +102,6 @@ class Structure:
 
     @classmethod
     def of(cls, flat: FlatState, leaves: Leaves) -> Structure:
-        """Return the structure of a flat state."""
         tensors = leaves.tensors
         return cls(
             skeleton=flat.skeleton,
@@ -159,13 +157,6 @@ class Structure:
         if self.conj[leaf] or self.neg[leaf]:  # resolved by a copy, which is packed row by row
             return TensorSpec(self.dtypes[leaf], shape, tensor_zip.row_major_stride(shape))
         return TensorSpec(self.dtypes[leaf], shape, tensor_zip.stored_stride(shape, self.strides[leaf]))
-
-    def offsets(self, leaf: int) -> tuple[int, ...] | None:
-        """Return the offsets of a ``Shard`` leaf in its global tensor; None for any other leaf."""
-        if not issubclass(self.types[leaf], Shard):
-            return None
-        offsets: Any = self.shards[leaf][1]
-        return tuple(offsets)
 
 
 def _shards(leaves: Sequence[DTensor]) -> Iterator[tuple[object, ...]]:

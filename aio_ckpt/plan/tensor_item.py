@@ -36,7 +36,6 @@ class TensorItem(Placement):
 
     @property
     def raw_bytes(self) -> int:
-        """Length of the raw bytes."""
         return self.envelope.raw_bytes
 
     @property

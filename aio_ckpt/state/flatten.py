@@ -108,7 +108,6 @@ def flatten(state: object, *, rank: int) -> FlatState:
 
 
 def check_not_empty(flat: FlatState) -> None:
-    """Raise EmptyStateError if a state has no leaf."""
     if not flat.names:
         raise EmptyStateError("the state holds no leaf: give at least one tensor or object")
 
