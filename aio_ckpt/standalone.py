@@ -156,7 +156,7 @@ def _run(
 
     async def work(executor: Executor) -> T:
         storage = AnyStorage(executor, settings.direct_io)
-        ctx = ReadContext.of(settings, storage, executor, rank=rank, world_size=world_size)
+        ctx = ReadContext(config=settings, storage=storage, executor=executor, rank=rank, world_size=world_size)
         found = await checkpoint_at(storage, directory, StepNames(settings.step_dir))
         async with metered(progress, executor) as meter:
             try:

@@ -197,7 +197,7 @@ async def _compare_values(
     from aio_ckpt.runtime.error_notes import naming_checkpoint
     from aio_ckpt.runtime.portal import run_blocking
 
-    ctx = ReadContext.of(EngineConfig(), storage, executor, rank=0, world_size=1)
+    ctx = ReadContext(config=EngineConfig(), storage=storage, executor=executor)
     total, done = sum(leaf.nbytes for leaf in leaves), 0
     changes: list[ValueChange] = []
     for batch in _batches(leaves):

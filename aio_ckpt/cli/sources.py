@@ -89,7 +89,7 @@ def read_source(
     beside = Path(tempfile.gettempdir()) if isinstance(out, RemotePath) else out.parent
 
     async def work(storage: Storage, executor: Executor) -> Source:
-        ctx = ReadContext.of(EngineConfig(trusted_objects=trusted), storage, executor, rank=0, world_size=1)
+        ctx = ReadContext(config=EngineConfig(trusted_objects=trusted), storage=storage, executor=executor)
 
         async def read(newest: Path) -> Source:
             with naming_checkpoint(newest):

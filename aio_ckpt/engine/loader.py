@@ -116,10 +116,10 @@ class Loader:
 
         def use(candidate: CommittedCheckpoint, past_page_cache: bool) -> T:
             ctx = self.ctx
-            reading = ReadContext.of(
-                ctx.config,
-                ctx.storage,
-                ctx.executor,
+            reading = ReadContext(
+                config=ctx.config,
+                storage=ctx.storage,
+                executor=ctx.executor,
                 rank=ctx.rank,
                 world_size=ctx.world_size,
                 ranks_on_host=ctx.members.on_host,

@@ -68,7 +68,7 @@ def match_stateful_compounds(checkpoint: Checkpoint, takers: Sequence[StatefulTa
             if name in held:
                 fault = compound.difference(held[name].notes, notes)
                 faults += [] if fault is None else [f"{name!r} {fault}"]
-            elif compound.allowed_type(dict(notes), trusted=ctx.trusted) is None:
+            elif compound.allowed_type(dict(notes), trusted=ctx.config.trusted_objects) is None:
                 raise UnsafeObjectError(
                     f"{name}: a {str(dict(notes)['type']).replace(':', '.')}, which {taker.name or 'the template'!r} "
                     "does not hold yet, so that its type would have to be made: import and allow it with "

@@ -50,7 +50,7 @@ def match_leaves(
         elif shards is None:
             if name not in catalog.objects:
                 missing.append(name)
-            elif fault := _object_fault(checkpoint, kind, taker.ctx.trusted):
+            elif fault := _object_fault(checkpoint, kind, taker.ctx.config.trusted_objects):
                 faults.append(f"{checkpoint.label(name)} {fault}")
             else:
                 taker.objects.append(name)

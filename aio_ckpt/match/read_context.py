@@ -18,6 +18,7 @@ from aio_ckpt.storage.local import Storage
 class ReadContext:
     """The rank that reads, and its settings."""
 
+    config: EngineConfig
     storage: Storage
     executor: Executor
     """Threads that read, verify, copy and decode."""
@@ -26,38 +27,13 @@ class ReadContext:
     """Number of ranks that read."""
     ranks_on_host: int = 1
     """Number of those ranks on this host, which share its page cache."""
-    readers: int
-    """Most reads in flight at once."""
-    verify: bool
-    trusted: bool
-    """Whether objects that only running code reads are decoded."""
     past_page_cache: bool = False
     """Whether all data is read from the disk itself, for a second reading after a mismatch."""
 
-    @classmethod
-    def of(
-        cls,
-        config: EngineConfig,
-        storage: Storage,
-        executor: Executor,
-        *,
-        rank: int,
-        world_size: int,
-        ranks_on_host: int = 1,
-        past_page_cache: bool = False,
-    ) -> ReadContext:
-        """Return the context of a rank that reads as ``config`` says."""
-        return cls(
-            storage=storage,
-            executor=executor,
-            rank=rank,
-            world_size=world_size,
-            ranks_on_host=ranks_on_host,
-            readers=config.workers,
-            verify=config.verify == "load",
-            trusted=config.trusted_objects,
-            past_page_cache=past_page_cache,
-        )
+    @property
+    def verify(self) -> bool:
+        """Whether checksums are compared."""
+        return self.config.verify == "load"
 
     @property
     def part(self) -> RankSubset | None:

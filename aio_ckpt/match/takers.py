@@ -148,14 +148,14 @@ class LeavesTaker:
 
         Plain DCP stores every key as a str. The keys of an optimizer's ``state`` are made numbers again.
         """
-        left, ctx = dict(self.any_leaves), self.ctx
+        left, ctx, trusted = dict(self.any_leaves), self.ctx, self.ctx.config.trusted_objects
         built: dict[str, object] = {}
         for skeleton in self.checkpoint.skeletons(ctx.rank) if self.checkpoint.has_skeleton else ():
             parts = find_named(skeleton, {leaf.branch for leaf in left.values()}, rank=ctx.rank)
             for name, leaf in left.items():
                 if leaf.branch in parts:
                     part = parts[leaf.branch]
-                    built[name] = build_part(part, leaf.branch, values, rank=ctx.rank, trusted=ctx.trusted)
+                    built[name] = build_part(part, leaf.branch, values, rank=ctx.rank, trusted=trusted)
             left = {name: leaf for name, leaf in left.items() if name not in built}
             if not left:
                 break
@@ -229,7 +229,7 @@ class StatefulTaker:
                 self.branch,
                 stored,
                 rank=self.ctx.rank,
-                trusted=self.ctx.trusted,
+                trusted=self.ctx.config.trusted_objects,
                 own=self.compounds,
                 untrusted=fetched.skipped,
             )

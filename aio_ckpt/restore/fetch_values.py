@@ -36,7 +36,7 @@ async def fetch_values(
         files,
         plan.requests,
         executor=ctx.executor,
-        readers=ctx.readers,
+        readers=ctx.config.workers,
         verify=ctx.verify,
         devices=plan.reads.devices,
         on_fetched=meter.add,
@@ -59,7 +59,7 @@ def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: FillPlan, fetched: F
         if checkpoint.is_plain_dcp:
             fetched.has_unchecked |= not check_zip(name, data)
         try:
-            value = fetched.values[name] = decode_object(data, name=name, trusted=ctx.trusted)
+            value = fetched.values[name] = decode_object(data, name=name, trusted=ctx.config.trusted_objects)
         except UnsafeObjectError as error:
             fetched.untrusted[name] = str(error)
         else:

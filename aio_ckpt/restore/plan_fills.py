@@ -78,7 +78,7 @@ async def plan_reads(
         exact = _add_fills(plan, fills.others, items, memory)
         reads.add_whole([*fills.exact, *exact])
         synchronize(reads.devices)
-        plan.requests = reads.requests(ctx.readers)
+        plan.requests = reads.requests(ctx.config.workers)
         return plan
 
     return await run_blocking(ctx.executor, planned)
@@ -98,7 +98,7 @@ async def _locate(
                 f"{each.file}: {each.name!r} was written through a stream extension of DCP, which DCP's calls alone "
                 "undo: load it by dcp.load with an aio_ckpt.dcp.Reader"
             )
-    located = await locate(files, stored, catalog.files, parse_item, executor=ctx.executor, readers=ctx.readers)
+    located = await locate(files, stored, catalog.files, parse_item, executor=ctx.executor, readers=ctx.config.workers)
     if not checkpoint.is_plain_dcp:
         return shards, held  # type: ignore[return-value]  # no UnparsedItem in ours
     parsed = {id(before): item for before, item in zip(stored, located, strict=True) if isinstance(item, Item)}

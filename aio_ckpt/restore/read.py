@@ -98,7 +98,7 @@ def assemble(
             values,
             rank=ctx.rank,
             only=only,
-            trusted=ctx.trusted,
+            trusted=ctx.config.trusted_objects,
             plain=plain,
             untrusted=fetched.skipped,
         )

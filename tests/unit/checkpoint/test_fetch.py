@@ -18,6 +18,7 @@ from saved_files import data_file
 
 from aio_ckpt.checkpoint import read_plan as readplan
 from aio_ckpt.checkpoint.open import open_checkpoint
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
 from aio_ckpt.match.options import LoadOptions
@@ -64,7 +65,8 @@ def placed(count: int, lead: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def context(storage, *, verify=True):
-    return ReadContext(storage=storage, executor=storage._executor, readers=READERS, verify=verify, trusted=False)
+    config = EngineConfig(workers=READERS, verify="load" if verify else "never")
+    return ReadContext(config=config, storage=storage, executor=storage._executor)
 
 
 async def load(storage, path, state, *, verify=True):

@@ -13,6 +13,7 @@ import torch
 from checkpoint_maker import content_of, opened_checkpoint, opened_plain_dcp
 
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
     AioCkptError,
     CorruptCheckpointError,
@@ -38,9 +39,7 @@ def match(stored: object, template: object, *, rank: int = 0, world_size: int = 
         stored = opened_checkpoint([content_of(state, number) for number, state in enumerate(states)])
     if rename is not None:
         stored = renamed(stored, rename, rank)
-    ctx = ReadContext(
-        storage=NOTHING, executor=NOTHING, rank=rank, world_size=world_size, readers=1, verify=True, trusted=False
-    )
+    ctx = ReadContext(config=EngineConfig(), storage=NOTHING, executor=NOTHING, rank=rank, world_size=world_size)
     return match_template(ctx, stored, template, LoadOptions(**options))
 
 

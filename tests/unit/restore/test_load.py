@@ -36,6 +36,7 @@ from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
 from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp import Writer
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
@@ -89,9 +90,9 @@ def opened(storage, path):
     return open_checkpoint(storage, path, executor=storage._executor)
 
 
-def context(storage, **changed):
-    options = {"readers": 3, "verify": True, "trusted": False}
-    return ReadContext(storage=storage, executor=storage._executor, **options | changed)
+def context(storage, *, rank=0, world_size=1, **settings):
+    config, executor = EngineConfig(workers=3, **settings), storage._executor
+    return ReadContext(config=config, storage=storage, executor=executor, rank=rank, world_size=world_size)
 
 
 async def load(storage, path, state, *, strict=False, allow_missing=False, **changed):
@@ -321,7 +322,7 @@ async def test_numpy_that_dcp_pickled_comes_back_as_dcp_gives_it_where_it_is_tru
     save(tmp_path / "c", numpy_state())
     found, wanted = ({"v": np.zeros(5), "s": np.float32(0), "l": [{"b": 0}], "e": 1, "w": torch.zeros(2)} for _ in "ab")
     stock_load(tmp_path / "c", wanted)
-    await load(direct, tmp_path / "c", found, trusted=True)
+    await load(direct, tmp_path / "c", found, trusted_objects=True)
     assert repr(found) == repr(wanted) == repr(numpy_state())
     template = numpy_state()
     template["w"].zero_()
@@ -336,9 +337,9 @@ async def test_an_array_takes_no_object_of_ours_and_a_tensor_none_at_all(direct,
     save_state(tmp_path / "ours", {"v": 5})
     stock_save(tmp_path / "stock", {"v": np.arange(3)})
     with pytest.raises(TemplateMismatchError, match=r"'v' is an array in .* and an object in the checkpoint$"):
-        await load(direct, tmp_path / "ours", {"v": np.arange(3)}, trusted=True)
+        await load(direct, tmp_path / "ours", {"v": np.arange(3)}, trusted_objects=True)
     with pytest.raises(TemplateMismatchError, match=r"'v' is a tensor in .* and an object in the checkpoint$"):
-        await load(direct, tmp_path / "stock", {"v": torch.ones(3)}, trusted=True)
+        await load(direct, tmp_path / "stock", {"v": torch.ones(3)}, trusted_objects=True)
 
 
 @pytest.mark.parametrize("kind", [np.memmap, ">i8"])
@@ -474,7 +475,7 @@ async def test_an_object_that_needs_code_is_refused_by_name_unless_trusted(stora
     stock_save(tmp_path / "c", {"obj": {"x": re.compile("a+")}})
     with pytest.raises(UnsafeObjectError, match=r"obj\.x.*trusted_objects=True"):
         await read(storage, tmp_path / "c")
-    found = await read(storage, tmp_path / "c", trusted=True)
+    found = await read(storage, tmp_path / "c", trusted_objects=True)
     assert found["obj"]["x"] == re.compile("a+")
 
 
@@ -867,7 +868,7 @@ async def test_without_verification_damage_passes_and_is_said_to_be_unverified(s
     path = save_state(tmp_path / "c", {"t": torch.zeros(50)})
     flip(data_file(path), (await opened(storage, path)).ranks[0].tensors[0].raw_offset + 3)
     state = {"t": torch.zeros(50)}
-    outcome = await load(storage, path, state, verify=False)
+    outcome = await load(storage, path, state, verify="never")
     assert outcome.fetched.has_unchecked
     assert state["t"][0] != 0
 
@@ -1068,9 +1069,9 @@ async def test_items_written_through_a_stream_extension_are_refused_by_name(dire
     state = {"t": torch.zeros(5), "n": 0}
     message = r"'[tn]' was written through a stream extension of DCP.*dcp\.load with an aio_ckpt\.dcp\.Reader"
     with pytest.raises(UnsupportedLeafError, match=message):
-        await load(direct, tmp_path / "c", state, trusted=True)
+        await load(direct, tmp_path / "c", state, trusted_objects=True)
     with pytest.raises(UnsupportedLeafError, match=message):
-        await read(direct, tmp_path / "c", only=["t"], trusted=True)
+        await read(direct, tmp_path / "c", only=["t"], trusted_objects=True)
     assert not state["t"].any()
 
 
