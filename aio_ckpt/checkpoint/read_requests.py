@@ -12,6 +12,7 @@ import torch
 
 from aio_ckpt.checkpoint.catalog import Item, StoredObject
 from aio_ckpt.errors import MismatchError
+from aio_ckpt.format.checksum import crc32_of_parts
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_columns import IntArray
 from aio_ckpt.memory.image_copies import Copies
@@ -76,18 +77,14 @@ class ReassemblyBuffer:
         """Whether :meth:`finish` has a sum to compare or bytes to pass on."""
         return self.crc32 is not None or self.then is not None
 
-    def finish(self, combine: Callable[[int, int, int], int] | None, copies: Copies) -> None:
-        """Compare the sum of all pieces (if ``combine`` is given) and call ``then``.
+    def finish(self, verify: bool, copies: Copies) -> None:
+        """Compare the sum of all pieces (if ``verify``) and call ``then``.
 
         Raises:
             MismatchError: the sum does not match; names file and tensor or object.
         """
-        if combine is not None and self.crc32 is not None:
-            total = 0
-            for crc, nbytes in self.sums:
-                total = combine(total, crc, nbytes)
-            if total != self.crc32:
-                raise MismatchError(f"{self.label} does not match its CRC32")
+        if verify and self.crc32 is not None and crc32_of_parts(self.sums) != self.crc32:
+            raise MismatchError(f"{self.label} does not match its CRC32")
         if self.then is not None and self.scratch is not None:
             self.then(self.scratch, copies)
 

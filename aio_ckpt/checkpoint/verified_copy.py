@@ -8,7 +8,7 @@ import numpy as np
 
 from aio_ckpt.checkpoint.read_requests import Pieces, ReadRequest, ReassemblyBuffer
 from aio_ckpt.errors import MismatchError
-from aio_ckpt.format.checksum import crc32_combine, crc32_of
+from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.tensor_columns import IntArray
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.memory.host_copy import copy_all, memmove
@@ -46,9 +46,8 @@ def copy_pieces(request: ReadRequest, view: memoryview, verify: bool, copies: Se
 def finish_buffers(reassemblies: Sequence[ReassemblyBuffer], verify: bool, copies: Sequence[Copies]) -> None:
     """Finish full reassembly buffers and free their memory."""
     try:
-        combine = crc32_combine if verify else None
         for buffer in reassemblies:
-            buffer.finish(combine, copies[buffer.device])
+            buffer.finish(verify, copies[buffer.device])
     finally:
         _wait_for(copies[number] for number in {buffer.device for buffer in reassemblies})
         for buffer in reassemblies:

@@ -31,7 +31,7 @@ from aio_ckpt.errors import (
     SystemLimitError,
 )
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name, save_of_metadata
-from aio_ckpt.format.checksum import crc32_combine
+from aio_ckpt.format.checksum import crc32_of_parts
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.format.dtypes import DTYPES
 from aio_ckpt.format.rank_manifest import FileTable, RankManifest
@@ -262,7 +262,7 @@ class _Verification:
         for entry, sums, unparsed in zip(table.tensors, table.block_sums(), unparsed_items, strict=True):
             starts = range(0, entry.raw_bytes, table.block_bytes)
             lengths = [min(table.block_bytes, entry.raw_bytes - at) for at in starts]
-            crc32 = _combine_all(zip(sums, lengths, strict=True))
+            crc32 = crc32_of_parts(zip(sums, lengths, strict=True))
             head, tail = ends[id(unparsed)]
             if _is_as_rendered(entry, unparsed.dtype, crc32, head, tail):  # to parse takes 20 times as long
                 continue
@@ -365,7 +365,7 @@ class _Verification:
 
         def sum_of(start: int, stop: int) -> int | None:
             parts = range(bisect_left(cuts, start), bisect_left(cuts, stop))
-            return None if unread.intersection(parts) else _combine_all(sums.sums[part] for part in parts)
+            return None if unread.intersection(parts) else crc32_of_parts(sums.sums[part] for part in parts)
 
         for checked in ranges:
             stop = checked.start + checked.nbytes
@@ -446,11 +446,3 @@ def _cuts(ranges: Iterable[_CheckedRange], nbytes: int) -> list[int]:
     """
     starts = {checked.start for checked in ranges}
     return sorted({*range(0, nbytes, _PART_BYTES), nbytes, *starts, *(each.start + each.nbytes for each in ranges)})
-
-
-def _combine_all(parts: Iterable[tuple[int, int]]) -> int:
-    """Return the CRC32 of consecutive runs of bytes, each given as (CRC32, length)."""
-    total = 0
-    for crc32, nbytes in parts:
-        total = crc32_combine(total, crc32, nbytes)
-    return total
