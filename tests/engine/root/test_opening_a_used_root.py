@@ -1,4 +1,4 @@
-"""Steps of an earlier run: a run learns of them when it opens the engine, and is warned before it mixes its own with them."""
+"""Steps of an earlier run: a run learns of them when it opens the engine, and is warned before it mixes in its own."""
 
 from __future__ import annotations
 
