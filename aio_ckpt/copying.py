@@ -340,10 +340,10 @@ async def _step_of(storage: Storage, source: Path, names: StepNames, step: int |
     root = await read_root(storage, source)
     stored_step = names.step(source.name) if root is None else root.step
     if root is not None and step not in (None, stored_step):
-        raise StepOrderError(f"--step={step}: {source} is step {stored_step} by its manifest, and so is a copy of it")
+        raise StepOrderError(f"step={step}: {source} is step {stored_step} by its manifest, and so is a copy of it")
     number = stored_step if step is None else step
     if number is None:
-        raise StepOrderError(f"{source}: nothing tells its step: give --step")
+        raise StepOrderError(f"{source}: nothing tells its step: give --step, or step=")
     return number
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from aio_ckpt.cli.arguments import Directory, json_option, step_dir_option
 from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, printable
 from aio_ckpt.cli.inspecting import LeafRow, leaves_of
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.errors import ReadError
 from aio_ckpt.format.root_names import StepNames
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES = 256 << 20
 """Bytes of one checkpoint that are read before they are compared, unless one tensor is larger."""
-_BLOCK_BYTES = 1 << 20
 _BLOCK_ELEMENTS = 1 << 22
 """Elements that are compared at once, so that a comparison takes little memory beside the tensors."""
 
@@ -210,7 +207,7 @@ async def _compare_values(
             if leaf.kind == "tensor":
                 change = await run_blocking(executor, _tensor_change, leaf.name, *(each[leaf.name] for each in read))
             else:
-                change = await run_blocking(executor, object_change, leaf.name, opened)
+                change = await object_change(storage, executor, leaf.name, opened)
             if change is not None:
                 changes.append(change)
         done += sum(leaf.nbytes for leaf in batch)
@@ -231,36 +228,38 @@ def _batches(leaves: Sequence[LeafRow]) -> Iterator[list[LeafRow]]:
         yield batch
 
 
-def object_change(name: str, opened: Sequence[Checkpoint]) -> ValueChange | None:
-    """Compare the stored bytes of an object: to bring it back could run code."""
-    found = [(checkpoint.path, checkpoint.catalog.objects[name]) for checkpoint in opened]
-    lengths = {stored.nbytes for _, stored in found}
-    sums = {stored.crc32 for _, stored in found}
-    are_alike = len(lengths) == 1 and (len(sums) == 1 if None not in sums else _are_equal(found))
-    return None if are_alike else ValueChange(name=name, differing=1, elements=1, largest=None, relative=None)
-
-
-def _are_equal(found: Sequence[tuple[Path, StoredObject]]) -> bool:
-    """Return whether the stored bytes, of one length, are equal."""
-    blocks = [_blocks(path / stored.file, stored) for path, stored in found]
-    return all(len(set(parts)) == 1 for parts in zip(*blocks, strict=True))
-
-
-def _blocks(path: Path, stored: StoredObject) -> Iterator[bytes]:
-    """Yield the bytes of an object, block by block.
+async def object_change(
+    storage: Storage, executor: Executor, name: str, opened: Sequence[Checkpoint]
+) -> ValueChange | None:
+    """Compare the stored bytes of an object: to bring it back could run code.
 
     Raises:
         MismatchError: the object lies outside of its file.
         ReadError: the system failed.
     """
-    from aio_ckpt.checkpoint.locate import check_inside
-    from aio_ckpt.storage.data_file import translate_errors
+    found = [(checkpoint, checkpoint.catalog.objects[name]) for checkpoint in opened]
+    are_alike = len({stored.nbytes for _, stored in found}) == 1
+    if are_alike and any(stored.crc32 is None for _, stored in found):  # in plain DCP
+        are_alike = len({await _bytes_of(storage, executor, *each) for each in found}) == 1
+    elif are_alike:
+        are_alike = len({stored.crc32 for _, stored in found}) == 1
+    return None if are_alike else ValueChange(name=name, differing=1, elements=1, largest=None, relative=None)
 
-    with translate_errors(ReadError, path), path.open("rb") as file:
-        check_inside(stored.name, str(path), stored.offset, stored.nbytes, {str(path): os.fstat(file.fileno()).st_size})
-        file.seek(stored.offset)
-        for done in range(0, stored.nbytes, _BLOCK_BYTES):
-            yield file.read(min(_BLOCK_BYTES, stored.nbytes - done))
+
+async def _bytes_of(storage: Storage, executor: Executor, checkpoint: Checkpoint, stored: StoredObject) -> bytes:
+    from aio_ckpt.checkpoint.data_files import Files
+    from aio_ckpt.checkpoint.fetch import fetch
+    from aio_ckpt.checkpoint.locate import check_inside
+    from aio_ckpt.checkpoint.read_plan import ReadPlan
+    from aio_ckpt.cli.access import READERS
+
+    plan = ReadPlan()
+    async with Files(storage, checkpoint.path, page_cache="take") as files:
+        await files.measure([stored.file], checkpoint.catalog.files)
+        check_inside(stored.name, stored.file, stored.offset, stored.nbytes, files.sizes)
+        memory = plan.add_objects([stored])
+        await fetch(files, plan.requests(READERS), executor=executor, readers=READERS, verify=False)
+    return memory.bytes_of(stored)
 
 
 def _tensor_change(name: str, a: torch.Tensor, b: torch.Tensor) -> ValueChange | None:

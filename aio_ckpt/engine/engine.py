@@ -920,7 +920,7 @@ def _forsake(
     if not portal.is_closed:
         root_session.forsake()
         portal.post(_log_forsaken, root)
-        portal.post(_close_forsaken, throttle, shutdown)
+        portal.post(_close_forsaken, root_session, throttle, shutdown)
 
 
 def _log_forsaken(root: Path) -> None:
@@ -930,12 +930,13 @@ def _log_forsaken(root: Path) -> None:
     )
 
 
-def _close_forsaken(throttle: WriteThrottle, shutdown: Shutdown) -> None:
+def _close_forsaken(root_session: RootSession, throttle: WriteThrottle, shutdown: Shutdown) -> None:
     """Close an engine, from its loop. If the system refuses a thread for that, try again."""
     try:
-        await_at_exit(start_beside(shutdown.finish_forsaken), throttle.lift, shutdown.drain_secs)
+        finished = start_beside(shutdown.finish_forsaken, root_session.give_way)
+        await_at_exit(finished, throttle.lift, shutdown.drain_secs)
     except SystemLimitError:
-        asyncio.get_running_loop().call_later(_AGAIN_SECS, _close_forsaken, throttle, shutdown)
+        asyncio.get_running_loop().call_later(_AGAIN_SECS, _close_forsaken, root_session, throttle, shutdown)
 
 
 def _release(

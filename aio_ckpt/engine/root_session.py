@@ -202,6 +202,8 @@ class RootSession:
             held=held,
         )
         self._passes: list[Future[None]] = []
+        self._copies: list[int] | None = None
+        """Steps of the mirror, as they were read last; None before, and after a rollback."""
         self._lock: RootLock | None = None
         self._renewal: Future[None] | None = None
         """Newest renewal of the lock, in a thread."""
@@ -308,9 +310,10 @@ class RootSession:
             self._heartbeat = self._portal.submit(self._claim.keep)
 
     def release_claim(self) -> None:
-        """Remove the claim, before the loop ends. The lock is released afterwards, by :meth:`release`."""
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        """Remove the claim, before the loop ends. The lock is released afterwards, by :meth:`release`. Idempotent."""
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.cancel()
             self._portal.call(self._claim.release, timeout=STOP_SECS, what="releasing the claim")
 
     def _take_lock(self, take: Callable[[], RootLock], deadline: Deadline) -> RootLock:
@@ -364,6 +367,13 @@ class RootSession:
         """Note that the engine is about to be closed because nobody refers to it. Takes no lock of a thread."""
         if (lock := self._lock) is not None:
             lock.is_forsaken = True
+
+    def give_way(self) -> None:
+        """Let the next engine write: the saves of this one have ended, and its copies to the mirror may take long."""
+        with contextlib.suppress(StallError, EngineClosedError):  # the end of the engine releases both, too
+            self._await_passes("close()")
+            self.release_claim()
+            self.release()
 
     def release(self) -> None:
         """Release the lock. Idempotent. If the disk does not answer within ``STOP_SECS``, log so and go on."""
@@ -422,7 +432,8 @@ class RootSession:
     def all_steps(self, deadline: Deadline = NO_DEADLINE) -> list[int]:
         """Return :meth:`steps`, and the steps of the mirror, from which a load may have come."""
         found = self.steps(deadline)
-        return sorted({*found, *self._mirror_steps(deadline, is_needed=not found)})
+        self._copies = self._mirror_steps(deadline, is_needed=not found)
+        return sorted({*found, *self._copies})
 
     def _mirror_steps(self, deadline: Deadline, *, is_needed: bool) -> list[int]:
         """Return the steps of the mirror. If it cannot be read, and ``is_needed`` is False, return none."""
@@ -431,6 +442,12 @@ class RootSession:
         read = functools.partial(copies_or_none, self._ctx, is_needed=is_needed)  # it warns of the mirror's store
         copies = self._within(read, what="reading the steps of the mirror", deadline=deadline)
         return [copy.step for copy in copies]
+
+    def _known_copies(self, deadline: Deadline) -> Sequence[int]:
+        """Return the steps of the mirror as they were read last: one that does not answer keeps no further call."""
+        if self._copies is None:
+            self._copies = self._mirror_steps(deadline, is_needed=False)
+        return self._copies
 
     def learn_steps(self, deadline: Deadline) -> None:
         """Read the steps after which the next one is numbered, as the leader sees them, if they are not known.
@@ -441,8 +458,8 @@ class RootSession:
         if self._known_steps.are_known:
             return
         if members.is_leader:
-            read = self.steps if self._lock is None else self.all_steps
-            self._known_steps.learn(functools.partial(read, deadline))
+            read_copies = (lambda: ()) if self._lock is None else functools.partial(self._known_copies, deadline)
+            self._known_steps.learn(lambda: [*self.steps(deadline), *read_copies()])
         else:
             # Another rank may see the disk late (NFS). The leader knows all steps and refuses one that this rank lacks.
             self._known_steps.learn(lambda: [] if members.newest_step is None else [members.newest_step])
@@ -480,6 +497,7 @@ class RootSession:
         if ctx.mirror is not None and step in [found.step for found in await self.committed()]:
             await check()
             await record_rollback(ctx.storage, ctx.root, ctx.mirror, ctx.names, step, tag)
+            self._copies = None
         async with self._quarantine.renames:
             abandoned = await rollback.abandon_after(ctx.storage, ctx.root, ctx.names, step, tag, check)
         await check()
@@ -496,7 +514,7 @@ class RootSession:
             RootError: another writer has taken over.
             StallError: the disk stalls.
         """
-        copies = self._mirror_steps(NO_DEADLINE, is_needed=False)  # first: if this fails, nothing is renamed
+        copies = self._known_copies(NO_DEADLINE)  # first: if this fails, nothing is renamed
         discard = functools.partial(self._retention.discard, allow_newest=allow_newest)
         left = self._call(discard, step, what="delete()")
         return max([*left, *copies], default=None), [step]

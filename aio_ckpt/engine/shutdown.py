@@ -100,18 +100,23 @@ class Shutdown:
 
     def finish_blocking(self) -> None:
         """Do :meth:`finish` for a caller without a loop."""
-        self._wait_here()
+        warning = self._warning("close")
+        warning.wait_for(self._begin())
+        warning.wait_for(self._background())
         self._release_here()
         self._raise_unreported()
 
-    def finish_forsaken(self) -> None:
-        """Do :meth:`finish` for an engine that nobody refers to.
+    def finish_forsaken(self, give_way: Callable[[], None]) -> None:
+        """Do :meth:`finish` for an engine that nobody refers to. ``give_way`` is called once its saves have ended.
 
         If a save failed that nobody heard of, the process ends with status 1.
         """
-        self._wait_here()
+        warning = self._warning("close")
+        warning.wait_for(self._begin())
         if self._queue.take_unreported(MAX_CALLS) is not None:  # it was logged when it failed
             fail_at_exit()
+        give_way()
+        warning.wait_for(self._background())
         self._release_here()
 
     def abandon(self, timeout_secs: float) -> None:
@@ -158,11 +163,6 @@ class Shutdown:
         for name in self._agreements():
             return f"other ranks: {name}"
         return self._copying()
-
-    def _wait_here(self) -> None:
-        warning = self._warning("close")
-        warning.wait_for(self._begin())
-        warning.wait_for(self._background())
 
     def _release_here(self) -> None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import time
@@ -28,6 +29,7 @@ from aio_ckpt.errors import (
     EngineClosedError,
     FormatVersionError,
     ProtectedStepError,
+    RootError,
     StallError,
 )
 from aio_ckpt.format.root_names import StepNames
@@ -256,7 +258,9 @@ class Mirroring:
                     self._wanted = wanted
             if is_last:
                 wanted.fail(error)
-            _log.warning("step %d was not copied to %s: %s", wanted.step, self._place, error)
+            is_busy = isinstance(error, RootError) and error.errno == errno.EBUSY  # a dropped engine copies there
+            level = logging.INFO if is_busy and not is_last else logging.WARNING
+            _log.log(level, "step %d was not copied to %s: %s", wanted.step, self._place, error)
             return False
         self.newest = max(wanted.step, self.newest or 0)
         with self._lock:

@@ -149,7 +149,9 @@ class Storage:
         try:
             await self.make_dir(pending)
         except WriteError as error:
-            if error.errno != errno.EEXIST:
+            if error.errno == errno.ENOENT and await self.exists(pending.parents[1]):
+                await self.make_dirs(pending)  # somebody has removed empty directories
+            elif error.errno != errno.EEXIST:
                 raise
 
     async def has_begun(self, pending: Path) -> bool:

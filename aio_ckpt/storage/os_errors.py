@@ -33,5 +33,11 @@ def _remedy(code: int, *, writes: bool) -> str:
             return "give a path that this user may write to"
         case errno.EACCES:
             return "let this user read it"
+        case errno.EIO:
+            return "the device or the server below it fails: the kernel's log (dmesg) tells more"
+        case errno.ESTALE:
+            return "the file server knows this file no more: look at the server, then mount it anew"
+        case errno.EEXIST | errno.ENOTDIR if writes:
+            return "a file is in the way: move it, or give another path"
         case _:
             return ""

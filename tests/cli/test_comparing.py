@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from command_line import called, document, save_by_dcp
 
 from aio_ckpt.checkpoint.catalog import StoredObject
-from aio_ckpt.cli import comparing
+from aio_ckpt.cli.access import call
 from aio_ckpt.cli.comparing import distance, object_change
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.sync import SyncCheckpointEngine
@@ -70,31 +72,31 @@ def test_diff_names_what_one_lacks_and_what_has_another_shape_or_dtype(tmp_path,
     assert "float32 (3, 2)" in out
 
 
+def dcp_object(directory: Path, file: str, offset: int, nbytes: int) -> SimpleNamespace:
+    catalog = SimpleNamespace(objects={"o": StoredObject("o", file, offset, nbytes, None, False)}, files={file: None})
+    return SimpleNamespace(path=directory, catalog=catalog)
+
+
+def changed(*opened: Any) -> bool:
+    return call(lambda storage, executor: object_change(storage, executor, "o", opened)) is not None
+
+
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 1 << 62), (0, 100_000), (1 << 64, 5), (2900, 101)])
 def test_a_forged_place_of_an_object_of_dcp_is_damage(tmp_path, offset, nbytes):
     """Nothing checks the place of an object of plain DCP before its bytes are compared."""
     (tmp_path / "f").write_bytes(bytes(3000))
-    stored = StoredObject("o", "f", offset, nbytes, None, False)
-    catalog = SimpleNamespace(objects={"o": stored})
-    opened = [SimpleNamespace(path=tmp_path, catalog=catalog)] * 2
-    with pytest.raises(
-        CorruptCheckpointError, match=f"{tmp_path}/f: 'o' at bytes {offset} to .* is not inside the file"
-    ):
-        object_change("o", opened)
+    forged = dcp_object(tmp_path, "f", offset, nbytes)
+    with pytest.raises(CorruptCheckpointError, match=f"f: 'o' at bytes {offset} to .* is not inside the file"):
+        changed(forged, forged)
 
 
-def test_objects_of_dcp_that_differ_behind_a_block_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparing, "_BLOCK_BYTES", 1000)
+def test_objects_of_dcp_that_differ_in_their_last_byte_differ(tmp_path):
+    nbytes = 3 << 20
     for name, last in (("a", b"x"), ("b", b"y"), ("c", b"x")):
-        (tmp_path / name).write_bytes(bytes(2500) + last)
-    opened = {
-        name: SimpleNamespace(
-            path=tmp_path, catalog=SimpleNamespace(objects={"o": StoredObject("o", name, 0, 2501, None, False)})
-        )
-        for name in "abc"
-    }
-    assert object_change("o", [opened["a"], opened["b"]]) is not None
-    assert object_change("o", [opened["a"], opened["c"]]) is None
+        (tmp_path / name).write_bytes(bytes(nbytes - 1) + last)
+    a, b, c = (dcp_object(tmp_path, name, 0, nbytes) for name in "abc")
+    assert changed(a, b)
+    assert not changed(a, c)
 
 
 def test_diff_tells_how_far_values_are_apart(tmp_path, capsys):

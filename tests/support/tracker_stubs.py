@@ -24,9 +24,6 @@ class _Artifact:
         assert any(file.suffix == ".distcp" for file in self.files)
         return self
 
-    def wait(self) -> None:
-        assert all(file.stat().st_size for file in self.files)
-
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for ``torch.utils.tensorboard`` and ``wandb``. What is logged has to be numbers."""

@@ -36,6 +36,7 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
+from aio_ckpt.format.root_names import ABANDONED_DIR
 from aio_ckpt.mirror import mirroring
 from aio_ckpt.mirror.pace import YIELD_SECS, Pace
 from aio_ckpt.storage.local import Storage
@@ -496,6 +497,52 @@ def test_after_a_deletion_steps_go_on_behind_those_of_the_mirror(root: Path, pla
         assert engine.save(weights(1)).result(TIMEOUT).step > 100
 
 
+def test_a_mirror_is_read_once_and_keeps_no_later_call(
+    root: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that does not answer would keep each save that follows one that failed, and each deletion."""
+    real, asked = os.listdir, list[str]()
+
+    def listed(path: Any) -> list[str]:
+        thread = threading.current_thread().name
+        if str(path) == str(place) and not thread.startswith("aio_ckpt-mirror"):  # its own copies read it
+            asked.append(thread)
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listed)
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2)
+        assert asked
+        asked.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(Storage, "write_file", refuse)
+            with pytest.raises(WriteError):
+                engine.save(weights(3)).result(TIMEOUT)
+        assert engine.save(weights(3)).result(TIMEOUT).step == 3
+        engine.delete(1)
+        assert not asked
+        assert engine.latest_step() == 3
+        assert asked
+
+
+def test_a_dropped_engine_keeps_the_root_no_longer_than_its_saves_take(
+    root: Path, place: Path, copies: GatedCopies, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy may take minutes, and a cell of a notebook is run again in seconds."""
+    engine = SyncCheckpointEngine(root, EngineConfig(mirror=Mirror(place)))
+    first = engine.save(weights(1))
+    copies.entered.wait(TIMEOUT)
+    del engine
+    with opened(root, place) as engine:
+        second = engine.save(weights(2))
+        assert second.result(TIMEOUT).step == 2
+        assert not first.mirrored.done()
+        copies.gate.set()
+        assert first.mirrored.result(TIMEOUT) == place / "step_000000001"
+        assert second.mirrored.result(TIMEOUT) == place / "step_000000002"
+    assert not lines(caplog, "was not copied")
+
+
 async def refuse(self: Storage, path: Path, *parts: bytes) -> None:
     raise WriteError(5, "disk", str(path))
 
@@ -569,7 +616,7 @@ def test_a_mirror_that_cannot_be_read_stops_no_load_but_of_an_empty_root(
         assert loaded(engine) == (1, root)
         assert lines(caplog, "the mirror cannot be read, and a newer step may be there")
     shutil.rmtree(root)
-    with opened(root, place) as engine, pytest.raises(OSError, match="Input/output error"):
+    with opened(root, place) as engine, pytest.raises(OSError, match=r"Input/output error.*leave mirror= out"):
         engine.load(weights(0))
 
 
@@ -592,6 +639,17 @@ def test_a_rollback_counts_for_the_mirror_too(root: Path, place: Path) -> None:
         state = weights(0)
         assert engine.load(state).step == 2
         assert value_of(state) == 20
+
+
+def test_a_rollback_counts_for_the_mirror_although_what_it_set_aside_was_deleted(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2, 3)
+        assert engine.rollback(1) == [3, 2]
+    shutil.rmtree(root / ABANDONED_DIR)  # as ls and the docs advise, to free its space
+    with opened(root, place) as engine:
+        assert engine.latest_step() == 1
+        assert loaded(engine) == (1, root)
+        assert engine.save(weights(20), 2).mirrored.result(TIMEOUT) == place / "step_000000002"
 
 
 def test_a_step_that_the_mirror_alone_holds_is_told_as_such(root: Path, place: Path) -> None:

@@ -29,10 +29,10 @@ from aio_ckpt.cli import commands as cli
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.metrics import check_metrics
 from aio_ckpt.commit.retention import Policy, best, expired
-from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
 from aio_ckpt.format.checkpoint_files import TRAILER_BYTES
 from aio_ckpt.format.root_manifest import decode_root
-from aio_ckpt.format.root_names import ABANDONED_DIR, PROTECTED_DIR, TRASH_DIR, protected_name
+from aio_ckpt.format.root_names import ABANDONED_DIR, PENDING_DIR, PROTECTED_DIR, TRASH_DIR, protected_name
 
 LOSS = KeepBest(metric="loss")
 
@@ -822,3 +822,23 @@ def test_protection_outlives_the_step_and_the_marks_of_others_are_left_alone(roo
         shutil.rmtree(root / "step_000000001")
         save(engine, 2)
     assert listing(root) == ["protected/1", "protected/1.bak", "protected/notes", "step_000000002"]
+
+
+def test_empty_directories_that_somebody_removed_are_made_again(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As ``find -type d -empty -delete`` does beside a run."""
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save(engine, 1)
+        for name in (PENDING_DIR, TRASH_DIR):
+            (root / name).rmdir()
+        save(engine, 2)
+    assert committed(root) == [2]
+    assert not caplog.records
+
+
+def test_a_root_that_is_gone_is_not_made_again_by_a_save(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save(engine, 1)
+        root.rename(root.with_name("moved"))
+        with pytest.raises(AioCkptError, match="the root is gone"):
+            save(engine, 2)
+    assert not root.exists()

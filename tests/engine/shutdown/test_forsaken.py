@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,11 +165,11 @@ def test_a_thread_that_the_system_refuses_is_asked_for_again(root: Path, monkeyp
     asked: list[object] = []
     start = engine_module.start_beside
 
-    def refused_once(work: Callable[[], None]) -> Future[None]:
+    def refused_once(work: Callable[..., None], *arguments: Any) -> Future[None]:
         asked.append(work)
         if len(asked) == 1:
             raise SystemLimitError("no thread")
-        return start(work)
+        return start(work, *arguments)
 
     monkeypatch.setattr(engine_module, "start_beside", refused_once)
     monkeypatch.setattr(engine_module, "_AGAIN_SECS", 0.01)
