@@ -22,6 +22,9 @@ from aio_ckpt.storage.data_file import translate_errors
         (errno.EROFS, WriteError, "give a path on a file system that is mounted for writing"),
         (errno.EACCES, WriteError, "give a path that this user may write to"),
         (errno.EACCES, ReadError, "let this user read it"),
+        (errno.EIO, ReadError, "the kernel's log (dmesg) tells more"),
+        (errno.ESTALE, ReadError, "look at the server, then mount it anew"),
+        (errno.EEXIST, WriteError, "a file is in the way: move it"),
     ],
 )
 def test_an_error_with_a_known_way_out_names_it(
@@ -34,7 +37,7 @@ def test_an_error_with_a_known_way_out_names_it(
     assert remedy in caught.value.strerror
 
 
-@pytest.mark.parametrize(("code", "text"), [(errno.EIO, os.strerror(errno.EIO)), (errno.EROFS, "said in other words")])
+@pytest.mark.parametrize(("code", "text"), [(errno.EXDEV, os.strerror(errno.EXDEV)), (errno.EROFS, "said in other words")])
 def test_another_error_keeps_its_text(tmp_path: Path, code: int, text: str) -> None:
     with pytest.raises(WriteError) as caught, translate_errors(WriteError, tmp_path):
         raise OSError(code, text)
