@@ -211,6 +211,11 @@ class EngineStats:
         return {name: value for name, value in named.items() if value is not None}
 
 
+def step_of(target: Target) -> int | None:
+    """Return the step of a target; None for a path."""
+    return None if isinstance(target, Path) else target
+
+
 def title(target: object) -> str:
     """Return the name of a :data:`Target` in messages: ``step 5``, or the path; ``the next step`` for None."""
     if target is None:

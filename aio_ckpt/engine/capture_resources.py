@@ -16,7 +16,7 @@ from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.frozen_leaves import FrozenLeaves
 from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, PlannedSave
-from aio_ckpt.reports import Target, title
+from aio_ckpt.reports import Target, step_of, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.snapshot.capture import CopyEngines
@@ -85,7 +85,7 @@ class CaptureResources:
         target: Target,
         deadline: Deadline,
         *,
-        tail_bytes: int = 0,
+        spare_bytes: int = 0,
     ) -> Image:
         """Lease the memory of the image of a step or path; see :func:`lease_image`."""
         return lease_image(
@@ -95,8 +95,8 @@ class CaptureResources:
             self._staging,
             timeout_secs=self.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
-            tail_bytes=tail_bytes,
-            step=target if isinstance(target, int) else None,
+            spare_bytes=spare_bytes,
+            step=step_of(target),
         )
 
     def slot_timeout_secs(self, nbytes: int) -> float:
@@ -109,7 +109,7 @@ class CaptureResources:
             self._has_logged_waves = True
             log_step(
                 logging.WARNING,
-                target if isinstance(target, int) else None,
+                step_of(target),
                 self._ctx.rank,
                 "%s: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
                 "is captured, which takes as long as the storage needs for the others%s; raise budget_bytes where "
@@ -121,20 +121,20 @@ class CaptureResources:
             )
 
     def map_ahead(
-        self, plan: ImagePlan, objects: ObjectBytes, *, arenas: int, tail_bytes: int = 0
+        self, plan: ImagePlan, objects: ObjectBytes, *, arenas: int, spare_bytes: int = 0
     ) -> Future[None] | None:
         """Map an arena for the next save in the background; see :meth:`LifetimeManager.map_ahead`."""
         kind, budget_bytes = self._staging.kind(plan.source), self.lifetime.budget_bytes
-        spec = arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes, tail_bytes=tail_bytes)
+        spec = arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes, spare_bytes=spare_bytes)
         return self.lifetime.map_ahead(spec, arenas=arenas)
 
-    def map_next(self, plan: ImagePlan, objects: ObjectBytes, tail_bytes: int) -> None:
+    def map_next(self, plan: ImagePlan, objects: ObjectBytes, spare_bytes: int) -> None:
         """Map the arena of the next save ahead, if saves may overlap. A failure is logged."""
         arenas = self._ctx.config.max_in_flight
         if arenas == 1:
             return
         with contextlib.suppress(EngineClosedError):
-            mapped = self.map_ahead(plan, objects, arenas=arenas, tail_bytes=tail_bytes)
+            mapped = self.map_ahead(plan, objects, arenas=arenas, spare_bytes=spare_bytes)
             if mapped is not None:
                 mapped.add_done_callback(_log_failure)
 

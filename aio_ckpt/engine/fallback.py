@@ -72,7 +72,7 @@ async def newest_good(
                         name_checkpoint(error, candidate.path)
                         raise
                 else:
-                    return candidate, await search.skip_damaged(), value
+                    return candidate, await search.report_skipped(), value
         except ChangedError as error:
             _log.info("%s was deleted or replaced while it was read: looking again", error)
         except Exception as error:
@@ -157,7 +157,7 @@ class FallbackSearch:
             raise ChangedError(str(candidate.path))
         return value
 
-    async def skip_damaged(self) -> tuple[SkippedCheckpoint, ...]:
+    async def report_skipped(self) -> tuple[SkippedCheckpoint, ...]:
         """Log and return the checkpoints passed by, once an older one was good. Those proven damaged are set aside."""
         ctx = self.ctx
         proven = (

@@ -59,8 +59,8 @@ class FilePipeline:
         job.begin(f"waiting for another save that renames files in {folder}")
         job.round.advance(SaveState.VOTED)
         is_plain = job.content.index is None and not job.path.name.endswith(SUFFIX)
-        turn = contextlib.nullcontext() if is_plain else only_writer(storage, folder)
-        async with self.writer.committing(job, turn):
+        lock = contextlib.nullcontext() if is_plain else only_writer(storage, folder)
+        async with self.writer.committing(job, lock):
             written = [part.name for part in job.parts]
             names = await publish_files(storage, job.temporary, job.path, written, index=job.content.index)
             await self.trash.delete(job.temporary)

@@ -305,7 +305,7 @@ class LoadMember:
         """Return the loaded checkpoint; raise the error if none was loaded."""
         if instruction.action is _Action.DONE and self._candidate is not None and self._loaded is not None:
             self._learn_newest(instruction)
-            return self._candidate, await self.search.skip_damaged(), self._loaded
+            return self._candidate, await self.search.report_skipped(), self._loaded
         if instruction.action is _Action.APART:
             ctx = self.search.ctx
             raise ctx.members.different_roots(self._wanted.path or ctx.root, instruction.rank, instruction.text)

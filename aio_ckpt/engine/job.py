@@ -28,7 +28,7 @@ from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.save_ledger import ContentSums
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.remote_path import RemotePath, check_place
-from aio_ckpt.reports import Progress, Stage, StageTimings, Target, title
+from aio_ckpt.reports import Progress, Stage, StageTimings, Target, step_of, title
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.runtime.log_records import is_logged, log_step
@@ -198,7 +198,7 @@ class Job:
     """Name of the target in messages: ``step 5``, or its path."""
 
     def __post_init__(self) -> None:
-        self.step = None if isinstance(self.target, Path) else self.target
+        self.step = step_of(self.target)
         self.title = title(self.target)
 
     @property

@@ -43,8 +43,8 @@ class JobWriter:
         )
 
     @contextlib.asynccontextmanager
-    async def committing(self, job: WriteJob, turn: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:
-        """Let the block make a job visible, by renames, while this job has its ``turn``.
+    async def committing(self, job: WriteJob, lock: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:
+        """Let the block make a job visible, by renames, while it holds ``lock``.
 
         The block is shielded from cancellation: renames that have begun are completed or undone.
 
@@ -52,7 +52,7 @@ class JobWriter:
             StallError: the block did not end within ``stall_timeout_secs``. The job is in doubt.
         """
         limit_secs = self.ctx.config.stall_timeout_secs
-        async with turn:
+        async with lock:
             await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation may have been accepted since the last wait
             job.round.advance(SaveState.COMMITTING)
             job.begin("making it visible (rename, fsync)", stage="commit")

@@ -20,7 +20,7 @@ from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob, WriteJob
 from aio_ckpt.errors import AioCkptError, SaveCancelledError
-from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, Target, amount, title
+from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, Target, amount, step_of, title
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.runtime.portal import Lock
 from aio_ckpt.storage.local import names_in
@@ -37,7 +37,7 @@ def log_commit(report: SaveReport, target: Target, *, rank: int, world_size: int
         return
     log_step(
         level,
-        _step_of(target),
+        step_of(target),
         rank,
         "%s committed: %s durable after %s; save() blocked %s, staged after %s",
         title(target),
@@ -80,7 +80,7 @@ def log_failure(error: BaseException, target: Target, *, stage: str, rank: int, 
         good = "no step is committed yet" if newest is None else f"the newest committed step is {newest}"
     log_step(
         logging.ERROR,
-        _step_of(target),
+        step_of(target),
         rank,
         "the save of %s failed: %s (rank %d, stage %s); %s%s",
         title(target),
@@ -130,10 +130,6 @@ def named(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001
         return f"{type(error).__name__} (its text cannot be shown)"
-
-
-def _step_of(target: Target) -> int | None:
-    return None if isinstance(target, Path) else target
 
 
 def duration(secs: float) -> str:

@@ -202,24 +202,24 @@ class StatePipeline:
         await anyio.lowlevel.checkpoint_if_cancelled()
         return result if job.trusted_file is None else result.moved(job.plan.layout.frozen_chunks), frozen
 
-    async def _renew_frozen(self, job: SaveJob, part: Part, known: FrozenFile, writer: FileWriter) -> FrozenFile:
+    async def _renew_frozen(self, job: SaveJob, part: Part, trusted: FrozenFile, writer: FileWriter) -> FrozenFile:
         """Clone or copy the frozen file, whose leaves were not captured.
 
-        If the step of ``known`` is deleted meanwhile, a newer one has the same bytes. If none has them, the next save
+        If the step of ``trusted`` is deleted meanwhile, a newer one has the same bytes. If none has them, the next save
         captures the leaves.
         """
         shared, layout = job.clone_source, job.plan.layout
         while True:
-            may_clone = shared is not None and shared.sharers is known.sharers
+            may_clone = shared is not None and shared.sharers is trusted.sharers
             try:
-                return await write_trusted(part, layout, job.write_dir, job.final, known, writer, may_clone=may_clone)
+                return await write_trusted(part, layout, job.write_dir, job.final, trusted, writer, may_clone=may_clone)
             except ReadError as error:
                 newest = self.newest_frozen.newest
-                if newest is None or newest is known or not newest.holds(known.result):
+                if newest is None or newest is trusted or not newest.holds(trusted.result):
                     self.newest_frozen.forget()
                     error.strerror = f"{error.strerror}, and {NOT_CAPTURED}"
                     raise
-                known = newest
+                trusted = newest
             except Exception as error:
                 if not is_disk_full(first_cause(error)):
                     self.newest_frozen.forget()

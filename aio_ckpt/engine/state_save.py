@@ -179,7 +179,7 @@ class StateSaves(LockedCalls):
                 chunks=CapturedChunks(len(image.chunks), job.stall),
             )
             # Before the capture: an error after it would be raised while the save goes on.
-            self.resources.map_next(leased.planned.plan, objects, leased.tail_bytes)
+            self.resources.map_next(leased.planned.plan, objects, leased.spare_bytes)
             self.capturer.capture(job, self.pipeline, [(leased.planned, part)])
         except Exception:
             image.lease.close()  # again: without memory, capture() may have failed to close it

@@ -13,7 +13,7 @@ from aio_ckpt.errors import ReadError, StallError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.save_plan import Plan, PlannedImage, PlannedSave, parameters_of
 from aio_ckpt.plan.trusted_plan import TrustedPlan, Versions
-from aio_ckpt.reports import Target, title
+from aio_ckpt.reports import Target, step_of, title
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import Portal
@@ -33,7 +33,7 @@ class Leased:
     planned: PlannedImage
     """Leaves to capture: all of the rank's share, or those of the main data file alone."""
     image: Image
-    tail_bytes: int = 0
+    spare_bytes: int = 0
     """Bytes of the arena behind the image."""
     versions: Versions | None = None
     """Versions of the frozen leaves; None if they are not trusted."""
@@ -65,11 +65,11 @@ class TrustedLeaves:
         needed = image_bytes_of(trusted.main, len(objects.region)) + SAMPLE_BYTES
         if known is not None and needed <= self.resources.lifetime.budget_bytes:
             main = PlannedImage(plan=trusted.main, tensors=planned.tensors, objects=planned.objects)
-            image = lease(main, tail_bytes=SAMPLE_BYTES)
+            image = lease(main, spare_bytes=SAMPLE_BYTES)
             try:
                 if self._is_unchanged(planned, known, image, target):
                     return Leased(
-                        planned=main, image=image, tail_bytes=SAMPLE_BYTES, versions=versions, trusted_file=known
+                        planned=main, image=image, spare_bytes=SAMPLE_BYTES, versions=versions, trusted_file=known
                     )
             except BaseException:
                 image.lease.close()
@@ -106,7 +106,7 @@ class TrustedLeaves:
         if item is not None:
             log_step(
                 logging.ERROR,
-                target if isinstance(target, int) else None,
+                step_of(target),
                 self.ctx.rank,
                 "%s: %r was changed by something that torch does not count in its _version, so that frozen='trusted' "
                 "did not see it: this save writes it, but earlier ones, up to %s, may hold older values of it. "

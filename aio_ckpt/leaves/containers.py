@@ -28,7 +28,13 @@ import torch
 from aio_ckpt._torch import PYTREE_NODES
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, SourceChangedError
 from aio_ckpt.leaves.objects import decode_object, encode_object, type_name
-from aio_ckpt.leaves.pickle_allow_list import FACTORIES, ClassNotImportedError, find_class, is_named_tuple, named_tuple
+from aio_ckpt.leaves.pickle_allow_list import (
+    FACTORIES,
+    ClassNotImportedError,
+    imported_class,
+    is_named_tuple,
+    named_tuple,
+)
 
 Notes: TypeAlias = "tuple[tuple[str, Any], ...]"
 """Notes of a container in a skeleton, such as its type: (name, value) pairs in a fixed order.
@@ -277,7 +283,7 @@ def named_type(notes: Mapping[str, Any], *, trusted: bool) -> Any:
         except Exception:  # noqa: BLE001 - whatever importing a module raises
             return None
     try:
-        return _UNNAMED.get(qualname) or find_class(module, qualname)
+        return _UNNAMED.get(qualname) or imported_class(module, qualname)
     except ClassNotImportedError:
         return None
 

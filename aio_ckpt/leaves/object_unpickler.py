@@ -22,7 +22,7 @@ from aio_ckpt.leaves.pickle_allow_list import (
     HARMLESS,
     ClassNotImportedError,
     enum_member,
-    find_class,
+    imported_class,
     is_enum,
     is_named_tuple,
     named_tuple,
@@ -88,7 +88,7 @@ class _ObjectUnpickler(RestrictedUnpickler):
         if found is not None:
             return found
         try:
-            kind = find_class(module, name)
+            kind = imported_class(module, name)
         except ClassNotImportedError:
             is_known = name.partition(".")[0] in namespace(sys.modules.get(module))
             raise RefusedError(full_name if is_known else f"{full_name}, which is not imported here") from None

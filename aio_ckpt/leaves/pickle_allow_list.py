@@ -300,7 +300,7 @@ def namespace(owner: object) -> Mapping[str, object]:
     return type.__dict__["__dict__"].__get__(owner) if isinstance(owner, type) else {}
 
 
-def find_class(module: object, qualname: object) -> type:
+def imported_class(module: object, qualname: object) -> type:
     """Return the imported class of this name. No code runs, not even a module's ``__getattr__``.
 
     Raises:

@@ -24,7 +24,7 @@ from aio_ckpt.match.fills import Fill, Fills
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.rename import branches_of_rank, stored_branch
 from aio_ckpt.match.takers import AnyLeaf, LeavesTaker, ReplacedArray
-from aio_ckpt.match.tensors import exact_addresses, has_other_shape, template_fault
+from aio_ckpt.match.tensors import exact_addresses, fill_fault, has_other_shape
 from aio_ckpt.state.flatten import Template
 from aio_ckpt.state.names import below_each, find_named, skeleton_names
 
@@ -64,7 +64,7 @@ def match_leaves(
             tensor = cast("Target", value) if kind is LeafKind.TENSOR else as_tensor(value, kind)
             if options.skip_mismatched and kind is not LeafKind.SCALAR_ARRAY and has_other_shape(tensor, shards):
                 mismatched.append(name)
-            elif fault := template_fault(tensor, shards, casts=options.cast):
+            elif fault := fill_fault(tensor, shards, casts=options.cast):
                 if kind is LeafKind.SCALAR_ARRAY:
                     _add_any(taker, fills, name, [name], checkpoint.stored_name(name))
                 else:

@@ -29,7 +29,7 @@ from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import branches_of_rank, stored_branch
 from aio_ckpt.match.takers import StatefulTaker
-from aio_ckpt.match.tensors import exact_addresses, full_shape, has_other_shape, template_fault
+from aio_ckpt.match.tensors import exact_addresses, fill_fault, full_shape, has_other_shape
 from aio_ckpt.state.flatten import Template, leaves_of
 from aio_ckpt.state.names import NamedNode, below_each, find_named, is_below, is_extra_state, listed
 
@@ -147,9 +147,7 @@ def _add_fills(
         name: address
         for (name, tensor), address in zip(held.items(), addresses, strict=True)
         if address
-        or (
-            template_fault(tensor, catalog.shards[name], casts=casts) is None and not overlaps_itself(memory_of(tensor))
-        )
+        or (fill_fault(tensor, catalog.shards[name], casts=casts) is None and not overlaps_itself(memory_of(tensor)))
     }
     below = [name for taker in takers for name in taker.names if name not in taker.kept]
     stored = {name: catalog.shards[name] for name in below if name in catalog.shards}

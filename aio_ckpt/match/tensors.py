@@ -64,7 +64,7 @@ def _are_exact(values: Sequence[Any], stored: Sequence[Shards | None]) -> bool:
     )
 
 
-def template_fault(tensor: Target, shards: Shards, *, casts: bool) -> str | None:
+def fill_fault(tensor: Target, shards: Shards, *, casts: bool) -> str | None:
     """Return why a tensor of the template does not take the stored one; None if it does."""
     bare = tensor.tensor if isinstance(tensor, Shard) else tensor
     if is_lazy(bare) or bare.is_nested or bare.layout is not torch.strided or bare.is_quantized:

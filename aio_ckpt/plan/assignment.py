@@ -96,10 +96,10 @@ def assign_replicas(writers: Writers, boxes: IntArray, candidates: Candidates, *
     boxes, nbytes = boxes[order], nbytes[order]
     load = writers.load_bytes()
     for equals in np.split(boxes, np.flatnonzero(np.diff(nbytes)) + 1):
-        _assign_equal_replicas(writers, *candidates.of_boxes(equals), load=load)
+        _assign_of_one_length(writers, *candidates.of_boxes(equals), load=load)
 
 
-def _assign_equal_replicas(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
+def _assign_of_one_length(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
     """Assign boxes of equal length. ``rows``: their candidates, box by box; ``counts``: number of them per box.
 
     Boxes that share a rank must be assigned one after the other. If every box is the k-th one for all of its ranks (a
@@ -115,10 +115,10 @@ def _assign_equal_replicas(writers: Writers, rows: IntArray, counts: IntArray, *
         return
     order = np.argsort(occurrence[begins], kind="stable")
     for step in np.split(order, np.flatnonzero(np.diff(occurrence[begins][order])) + 1):
-        _to_least_loaded(writers, rows[_ranges(begins[step], counts[step])], counts[step], load=load)
+        _many_to_least_loaded(writers, rows[_ranges(begins[step], counts[step])], counts[step], load=load)
 
 
-def _to_least_loaded(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
+def _many_to_least_loaded(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
     """Assign boxes that share no rank: each to the rank that has least to write, the lowest of several such ranks."""
     held, begins = writers.held, np.cumsum(counts) - counts
     mine = load[held.rank[rows]]

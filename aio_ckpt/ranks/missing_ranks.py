@@ -134,7 +134,7 @@ class RankWait:
         groups: dict[tuple[bool, str], list[int]] = {}  # ranks alike, by whether they are in the call, and notes
         for rank in self._missing[:SHOWN]:
             groups.setdefault(self._state(rank, heard), []).append(rank)
-        lines = [self._line(is_in_call, notes, ranks, waited) for (is_in_call, notes), ranks in groups.items()]
+        lines = [self._line_of_group(is_in_call, notes, ranks, waited) for (is_in_call, notes), ranks in groups.items()]
         if len(self._missing) > SHOWN:
             lines.append(f"{len(self._missing) - SHOWN} more ranks are missing")
         remedy = REMEDY if is_first and call is not None and not all(is_in_call for is_in_call, _ in groups) else ""
@@ -151,7 +151,7 @@ class RankWait:
         ]
         return is_in_call, " and ".join(filter(None, notes))
 
-    def _line(self, is_in_call: bool, notes: str, ranks: Sequence[int], waited: str) -> str:
+    def _line_of_group(self, is_in_call: bool, notes: str, ranks: Sequence[int], waited: str) -> str:
         if self.call is not None:
             lack = f"finished the part of {self.call.text}" if is_in_call else f"called {self.call.text}"
         else:

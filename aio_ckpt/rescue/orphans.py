@@ -140,7 +140,7 @@ def decide(found: Sequence[OrphanSegment], committed: Mapping[int, str]) -> Deci
     saves: list[RescuableSave] = []
     taken: dict[int, bool] = {}  # by step, whether its last save is committed now, or may be when its trainer is dead
     for save in sorted(whole, key=_last_first):
-        refusal = _refusal(save, committed, taken)
+        refusal = _why_refused(save, committed, taken)
         if refusal is None:
             saves.append(save)
         else:
@@ -182,7 +182,7 @@ def _replaces(record: SnapshotRecord, save_id: str) -> bool:
     return save_id == record.replaces or (bool(save_id) and is_earlier)
 
 
-def _refusal(save: RescuableSave, committed: Mapping[int, str], taken: Mapping[int, bool]) -> Refusal | None:
+def _why_refused(save: RescuableSave, committed: Mapping[int, str], taken: Mapping[int, bool]) -> Refusal | None:
     """Return why a snapshot is not committed, or None if it is.
 
     ``taken`` holds the steps of later snapshots that may be committed: True if now, False if its trainer is still

@@ -27,7 +27,7 @@ from aio_ckpt.restore.apply import prepare_apply
 from aio_ckpt.restore.fetch_values import fetch_values
 from aio_ckpt.restore.load_progress import NO_METER, Meter
 from aio_ckpt.restore.page_cache import share_page_cache
-from aio_ckpt.restore.plan_fills import FillPlan, plan_reads
+from aio_ckpt.restore.plan_fills import FillPlan, plan_fills
 from aio_ckpt.runtime.portal import run_blocking
 
 _MAY_NEED_MORE = (
@@ -165,7 +165,7 @@ async def _open_and_match(
     fetched = Fetched(skip_untrusted=options.skip_untrusted)
     # Objects are read before a tensor is touched: one that is damaged or needs trust refuses the load.
     if found.fills.objects:
-        plan = await plan_reads(ctx, files, checkpoint, Fills(objects=found.fills.objects))
+        plan = await plan_fills(ctx, files, checkpoint, Fills(objects=found.fills.objects))
         await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
-    plan = await plan_reads(ctx, files, checkpoint, replace(found.fills, objects=[]), tied=found.tied)
+    plan = await plan_fills(ctx, files, checkpoint, replace(found.fills, objects=[]), tied=found.tied)
     return Matched(ctx=ctx, files=files, meter=meter, checkpoint=checkpoint, found=found, fetched=fetched, plan=plan)

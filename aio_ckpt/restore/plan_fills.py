@@ -46,7 +46,7 @@ class FillPlan:
     """Memory that the objects are read into."""
 
 
-async def plan_reads(
+async def plan_fills(
     ctx: ReadContext,
     files: Files,
     checkpoint: Checkpoint,

@@ -16,7 +16,7 @@ from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.restore.fetch_values import fetch_values
 from aio_ckpt.restore.load_progress import NO_METER, Meter
-from aio_ckpt.restore.plan_fills import HostMemory, plan_reads
+from aio_ckpt.restore.plan_fills import HostMemory, plan_fills
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.state.build import build
 from aio_ckpt.state.dcp_paths import unflatten_dcp
@@ -126,7 +126,7 @@ async def read_leaves(
     async with ctx.files(checkpoint.path) as files:
         fills = Fills()
         fills.add_new(checkpoint.catalog, names)
-        plan = await plan_reads(ctx, files, checkpoint, fills, memory=memory)
+        plan = await plan_fills(ctx, files, checkpoint, fills, memory=memory)
         await meter.begin_reading(plan.requests)
         fetched = Fetched(skip_untrusted=skip_untrusted)
         await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)

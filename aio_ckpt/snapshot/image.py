@@ -29,7 +29,7 @@ class Image:
 
     lease: Lease
     chunks: tuple[Chunk, ...]
-    """Chunks of the image, with those of the objects; see :meth:`part`."""
+    """Chunks of the image, with those of the objects; see :meth:`only`."""
     chunk_bytes: int
     slots: int
     written: tuple[Future[None], ...]
@@ -49,7 +49,7 @@ class Image:
         """Length of the data files."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
-    def part(self, chunks: slice) -> Image:
+    def only(self, chunks: slice) -> Image:
         """Return these chunks alone, which are those of one data file."""
         return replace(self, chunks=self.chunks[chunks])
 
@@ -88,16 +88,16 @@ def ring_slots(image_bytes: int, chunk_bytes: int, budget_bytes: int) -> int | N
 
 
 def arena_spec(
-    plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int, tail_bytes: int
+    plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int, spare_bytes: int
 ) -> ArenaSpec:
     """Return the requirements on the arena of a save of ``plan`` with ``objects_bytes`` of objects.
 
-    ``tail_bytes``: bytes behind the image.
+    ``spare_bytes``: bytes behind the image.
     """
     image_bytes = image_bytes_of(plan, objects_bytes)
     slots = ring_slots(image_bytes, plan.layout.chunk_bytes, budget_bytes)
     nbytes = image_bytes if slots is None else min(image_bytes, slots * plan.layout.chunk_bytes)
-    return ArenaSpec(nbytes=nbytes + tail_bytes, kind=kind, source=plan.source)
+    return ArenaSpec(nbytes=nbytes + spare_bytes, kind=kind, source=plan.source)
 
 
 def image_bytes_of(plan: ImagePlan, objects_bytes: int) -> int:
@@ -115,12 +115,12 @@ def lease_image(
     *,
     timeout_secs: float,
     limit_secs: float,
-    tail_bytes: int = 0,
+    spare_bytes: int = 0,
     step: int | None = None,
 ) -> Image:
     """Lease an arena for the image of one save. Block while earlier saves hold the budget; log lines name ``step``.
 
-    ``staging`` chooses the kind of the arena, which has ``tail_bytes`` more behind the image.
+    ``staging`` chooses the kind of the arena, which has ``spare_bytes`` more behind the image.
 
     Raises:
         BudgetExceededError: the image exceeds the budget, or the system lacks the memory.
@@ -129,7 +129,7 @@ def lease_image(
     plan, layout, budget_bytes = planned.plan, planned.plan.layout, lifetime.budget_bytes
 
     def acquire(kind: ArenaKind) -> Lease:
-        spec = arena_spec(plan, objects_bytes, kind, budget_bytes=budget_bytes, tail_bytes=tail_bytes)
+        spec = arena_spec(plan, objects_bytes, kind, budget_bytes=budget_bytes, spare_bytes=spare_bytes)
         return lifetime.acquire(spec, timeout_secs=timeout_secs, limit_secs=limit_secs, step=step)
 
     chunks = file_chunks(layout, image_bytes_of(plan, objects_bytes))

@@ -50,28 +50,28 @@ async def write_frozen(
     part: Part,
     directory: Path,
     place: Path,
-    known: FrozenFile | None,
+    clone_source: FrozenFile | None,
     writer: FileWriter,
 ) -> FrozenFile:
     """Make the frozen file of ``part`` in ``directory``, durable once that is synced.
 
     Args:
         place: directory of the checkpoint once it is committed.
-        known: file that may be cloned. An image in waves is written, as it is never in memory as a whole.
+        clone_source: file that may be cloned. An image in waves is written, as it is never in memory as a whole.
     """
-    image, path = part.image.part(slice(part.layout.frozen_chunks)), directory / part.frozen_name
+    image, path = part.image.only(slice(part.layout.frozen_chunks)), directory / part.frozen_name
     preparer = ChunkPreparer(part.layout, b"", renders_constants=part.renders_constants, is_frozen=True)
 
     async def captured(chunk: Chunk) -> None:
         await part.chunks.wait(chunk.index, writer.executor)
 
-    if known is None or not image.is_whole:
+    if clone_source is None or not image.is_whole:
         result = await writer.write_image(image, preparer, path, issued=part.chunks.wait_issued, captured=captured)
         return await _written(path, place, result, writer.storage)
     await writer.sum_image(image, preparer, captured=captured)
-    if known.holds(preparer.result(image, known.result.mode, frozenset())):
+    if clone_source.holds(preparer.result(image, clone_source.result.mode, frozenset())):
         writer.on_activity("cloning its frozen file")
-        cloned = await _clone(known, path, place, writer.storage)
+        cloned = await _clone(clone_source, path, place, writer.storage)
         if cloned is not None:
             writer.on_written(image.nbytes)
             return cloned
@@ -83,12 +83,12 @@ async def write_trusted(
     layout: ImageLayout,
     directory: Path,
     place: Path,
-    known: FrozenFile,
+    trusted: FrozenFile,
     writer: FileWriter,
     *,
     may_clone: bool,
 ) -> FrozenFile:
-    """Make a frozen file in ``directory`` that holds the bytes of ``known``, which were not captured.
+    """Make a frozen file in ``directory`` that holds the bytes of ``trusted``, which were not captured.
 
     It is a clone, or a copy, of which each byte is verified.
 
@@ -96,22 +96,22 @@ async def write_trusted(
         part: part of the main data file. There is room for a chunk behind its image.
         layout: layout of both files.
         place: see :func:`write_frozen`.
-        known: frozen file of a committed checkpoint.
+        trusted: frozen file of a committed checkpoint.
         may_clone: whether one checkpoint more may share its bytes.
 
     Raises:
-        ReadError: ``known`` cannot be read.
+        ReadError: ``trusted`` cannot be read.
         CorruptCheckpointError: its bytes are not those that were written.
     """
     path, storage = directory / part.frozen_name, writer.storage
     if may_clone:
         writer.on_activity("cloning its frozen file")
-        cloned = await _clone(known, path, place, storage)
+        cloned = await _clone(trusted, path, place, storage)
         if cloned is not None:
             return cloned
     image = part.image.behind(layout.chunks[: layout.frozen_chunks], layout.chunk_bytes)
     preparer = ChunkPreparer(layout, b"", renders_constants=False, is_frozen=True)
-    source = await storage.open_data_file(known.path)
+    source = await storage.open_data_file(trusted.path)
 
     async def read(chunk: Chunk) -> None:
         if chunk.index >= image.slots:
@@ -123,19 +123,19 @@ async def write_trusted(
     finally:
         with anyio.CancelScope(shield=True):
             await source.close()
-    if not known.holds(result):
+    if not trusted.holds(result):
         raise CorruptCheckpointError(
-            f"{known.path}: its bytes are not those that were written, and {NOT_CAPTURED}; look at older steps, which "
-            "share the file, by `aio-ckpt verify ROOT`"
+            f"{trusted.path}: its bytes are not those that were written, and {NOT_CAPTURED}; look at older steps, "
+            "which share the file, by `aio-ckpt verify ROOT`"
         )
     return await _written(path, place, result, storage)
 
 
-async def _clone(known: FrozenFile, path: Path, place: Path, storage: Storage) -> FrozenFile | None:
-    stamp = await storage.clone(known.path, path, known.stamp)
+async def _clone(source: FrozenFile, path: Path, place: Path, storage: Storage) -> FrozenFile | None:
+    stamp = await storage.clone(source.path, path, source.stamp)
     if stamp is None:
         return None
-    return FrozenFile(path=place / path.name, result=known.result, stamp=stamp, is_clone=True, sharers=known.sharers)
+    return FrozenFile(path=place / path.name, result=source.result, stamp=stamp, is_clone=True, sharers=source.sharers)
 
 
 async def _written(path: Path, place: Path, result: WriteResult, storage: Storage) -> FrozenFile:

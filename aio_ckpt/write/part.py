@@ -38,7 +38,7 @@ async def write_part(part: Part, path: Path, writer: FileWriter) -> WriteResult:
         WriteError: see :meth:`FileWriter.write_image`.
     """
     return await writer.write_image(
-        part.image.part(slice(part.layout.frozen_chunks, None)),
+        part.image.only(slice(part.layout.frozen_chunks, None)),
         ChunkPreparer(part.layout, part.tail, renders_constants=part.renders_constants, render_tail=part.render_tail),
         path,
         issued=part.chunks.wait_issued,

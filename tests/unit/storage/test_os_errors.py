@@ -37,7 +37,9 @@ def test_an_error_with_a_known_way_out_names_it(
     assert remedy in caught.value.strerror
 
 
-@pytest.mark.parametrize(("code", "text"), [(errno.EXDEV, os.strerror(errno.EXDEV)), (errno.EROFS, "said in other words")])
+@pytest.mark.parametrize(
+    ("code", "text"), [(errno.EXDEV, os.strerror(errno.EXDEV)), (errno.EROFS, "said in other words")]
+)
 def test_another_error_keeps_its_text(tmp_path: Path, code: int, text: str) -> None:
     with pytest.raises(WriteError) as caught, translate_errors(WriteError, tmp_path):
         raise OSError(code, text)
