@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from aio_ckpt.argument_checks import check_callback, check_flag, check_kind, shown
+from aio_ckpt.checkpoint.load_progress import metered
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.loader import load_report, read_report, selection
@@ -24,7 +25,6 @@ from aio_ckpt.match.rename import Rename
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress
 from aio_ckpt.restore.load import load_checkpoint
-from aio_ckpt.restore.load_progress import Meter, metered
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.one_call import call_on_own_threads
@@ -87,8 +87,8 @@ def load(
     )
     options.check()
 
-    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint) -> LoadReport:
-        outcome = await load_checkpoint(ctx, found.path, state, step=None, options=options, meter=meter)
+    async def use(ctx: ReadContext, found: CommittedCheckpoint) -> LoadReport:
+        outcome = await load_checkpoint(ctx, found.path, state, step=None, options=options)
         report = load_report(found, (), outcome)
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return report
@@ -126,8 +126,8 @@ def read(
     check_flag("with_report", with_report)
     names, began = selection(only), time.perf_counter()
 
-    async def use(ctx: ReadContext, meter: Meter, found: CommittedCheckpoint) -> Any:
-        outcome = await read_state(ctx, found.path, step=None, only=names, skip_untrusted=skip_untrusted, meter=meter)
+    async def use(ctx: ReadContext, found: CommittedCheckpoint) -> Any:
+        outcome = await read_state(ctx, found.path, step=None, only=names, skip_untrusted=skip_untrusted)
         report = read_report(found, (), outcome)
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return (outcome.state, report) if with_report else outcome.state
@@ -144,7 +144,7 @@ def _run(
     path: str | os.PathLike[str],
     config: EngineConfig | None,
     progress: OnProgress | None,
-    use: Callable[[ReadContext, Meter, CommittedCheckpoint], Awaitable[T]],
+    use: Callable[[ReadContext, CommittedCheckpoint], Awaitable[T]],
     rank: int,
     world_size: int,
 ) -> T:
@@ -156,13 +156,14 @@ def _run(
 
     async def work(executor: Executor) -> T:
         storage = AnyStorage(executor, settings.direct_io)
-        ctx = ReadContext(config=settings, storage=storage, executor=executor, rank=rank, world_size=world_size)
+        alone = ReadContext(config=settings, storage=storage, executor=executor, rank=rank, world_size=world_size)
         found = await checkpoint_at(storage, directory, StepNames(settings.step_dir))
         async with metered(progress, executor) as meter:
+            ctx = replace(alone, meter=meter)
             try:
-                return await use(ctx, meter, found)
+                return await use(ctx, found)
             except CorruptCheckpointError:  # the transfer may have been bad, so the disk is read once more
                 with naming_checkpoint(found.path):
-                    return await use(replace(ctx, past_page_cache=True), meter, found)
+                    return await use(replace(ctx, past_page_cache=True), found)
 
     return call_on_own_threads(work, settings.workers)

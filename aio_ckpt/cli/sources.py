@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from aio_ckpt.argument_checks import is_path
+from aio_ckpt.checkpoint.load_progress import metered
 from aio_ckpt.checkpoint.torch_file import TorchFile, check_is_torch_file, check_torch_file
 from aio_ckpt.cli.access import call, use_newest
 from aio_ckpt.cli.console import OnProgress
@@ -36,7 +37,6 @@ from aio_ckpt.leaves.object_unpickler import read_object_pickle
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount
-from aio_ckpt.restore.load_progress import metered
 from aio_ckpt.restore.plan_fills import HostMemory
 from aio_ckpt.restore.read import assemble, read_leaves, stored_names
 from aio_ckpt.runtime.error_notes import naming_checkpoint
@@ -171,9 +171,8 @@ async def _read_leaves(
     nbytes = sum(align_up(size, RAW_ALIGN_BYTES) for size in sizes.values())
     memory = await run_blocking(executor, _mapped_memory, directory, nbytes)
     async with metered(lambda now: on_progress(now.bytes_done, now.bytes_total), executor) as meter:
-        fetched = await read_leaves(
-            ctx, checkpoint, [name for name in names if name in tensors], memory=memory, meter=meter
-        )
+        chosen = [name for name in names if name in tensors]
+        fetched = await read_leaves(replace(ctx, meter=meter), checkpoint, chosen, memory=memory)
     fetched.values |= objects.values
     state = assemble(ctx, checkpoint, fetched, only=only).state
     return Source(state=state, step=step, path=path)

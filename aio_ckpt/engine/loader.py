@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, TypeVar
 import anyio
 
 from aio_ckpt.argument_checks import check_one_of, shown
+from aio_ckpt.checkpoint.load_progress import Meter, metered
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number
@@ -40,7 +41,6 @@ from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, load_checkpoint, match_checkpoint
-from aio_ckpt.restore.load_progress import metered
 from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.ticket import PendingCall
@@ -83,10 +83,10 @@ class Loader:
         name, wanted = await self._accept(options, before)  # on all ranks, or on none
         async with metered(options.progress, ctx.executor) as meter:
             if ctx.members.are_several:  # no rank fetches before all have matched, nor applies before all have decoded
-                match = self._with(functools.partial(match_checkpoint, state=state, options=options, meter=meter))
+                match = self._with(functools.partial(match_checkpoint, state=state, options=options), meter)
                 found = await newest_good_for_all(ctx, quarantine, name, wanted, match, fallback=options.fallback)
             else:
-                load = self._with(functools.partial(load_checkpoint, state=state, options=options, meter=meter))
+                load = self._with(functools.partial(load_checkpoint, state=state, options=options), meter)
                 found = await newest_good(ctx, quarantine, wanted, load, fallback=options.fallback)
         chosen, skipped, loaded = found
         return load_report(chosen, skipped, loaded)
@@ -105,13 +105,13 @@ class Loader:
         await before()
         ctx, began = self.ctx, time.perf_counter()
         async with metered(progress, ctx.executor) as meter:
-            read = self._with(functools.partial(read_state, only=only, skip_untrusted=skip_untrusted, meter=meter))
+            read = self._with(functools.partial(read_state, only=only, skip_untrusted=skip_untrusted), meter)
             chosen, skipped, outcome = await newest_good(ctx, self.quarantine, wanted, read, fallback=True)
         report = read_report(chosen, skipped, outcome)
         self._end(report, wanted.path, began)
         return (outcome.state, report) if with_report else outcome.state
 
-    def _with(self, call: Callable[..., T]) -> Callable[[CommittedCheckpoint, bool], T]:
+    def _with(self, call: Callable[..., T], meter: Meter) -> Callable[[CommittedCheckpoint, bool], T]:
         """Return ``call``, which reads a checkpoint, as a function of the checkpoint that a search has found."""
 
         def use(candidate: CommittedCheckpoint, past_page_cache: bool) -> T:
@@ -124,6 +124,7 @@ class Loader:
                 world_size=ctx.world_size,
                 ranks_on_host=ctx.members.on_host,
                 past_page_cache=past_page_cache,
+                meter=meter,
             )
             return call(reading, candidate.path, step=candidate.expected_step)
 

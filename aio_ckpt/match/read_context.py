@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.load_progress import NO_METER, Meter
 from aio_ckpt.checkpoint.open import Checkpoint, RankSubset, open_checkpoint
 from aio_ckpt.checkpoint.rank_names import as_one_state
 from aio_ckpt.config import EngineConfig
@@ -16,7 +17,7 @@ from aio_ckpt.storage.local import Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadContext:
-    """The rank that reads, and its settings."""
+    """The rank that reads, its settings, and who is told of its progress."""
 
     config: EngineConfig
     storage: Storage
@@ -29,6 +30,8 @@ class ReadContext:
     """Number of those ranks on this host, which share its page cache."""
     past_page_cache: bool = False
     """Whether all data is read from the disk itself, for a second reading after a mismatch."""
+    meter: Meter = NO_METER
+    """Counts the bytes that are read."""
 
     @property
     def verify(self) -> bool:

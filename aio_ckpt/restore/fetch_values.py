@@ -15,7 +15,6 @@ from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.leaves.objects import decode_object, is_immutable
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
-from aio_ckpt.restore.load_progress import Meter
 from aio_ckpt.restore.plan_fills import FillPlan
 from aio_ckpt.runtime.portal import run_blocking
 
@@ -24,7 +23,7 @@ _SHOWN = 5
 
 
 async def fetch_values(
-    ctx: ReadContext, files: Files, checkpoint: Checkpoint, plan: FillPlan, fetched: Fetched, meter: Meter
+    ctx: ReadContext, files: Files, checkpoint: Checkpoint, plan: FillPlan, fetched: Fetched
 ) -> None:
     """Run the requests of ``plan``, decode the objects, and add the values to ``fetched``.
 
@@ -39,7 +38,7 @@ async def fetch_values(
         readers=ctx.config.workers,
         verify=ctx.verify,
         devices=plan.reads.devices,
-        on_fetched=meter.add,
+        on_fetched=ctx.meter.add,
     )
     await run_blocking(ctx.executor, _decode, ctx, checkpoint, plan, fetched)
 

@@ -25,7 +25,6 @@ from aio_ckpt.match.rename import renamed
 from aio_ckpt.match.takers import Fetched, target_modified
 from aio_ckpt.restore.apply import prepare_apply
 from aio_ckpt.restore.fetch_values import fetch_values
-from aio_ckpt.restore.load_progress import NO_METER, Meter
 from aio_ckpt.restore.page_cache import share_page_cache
 from aio_ckpt.restore.plan_fills import FillPlan, plan_fills
 from aio_ckpt.runtime.portal import run_blocking
@@ -47,7 +46,6 @@ class LoadOutcome:
     """Result of a fetch: tensors are filled, objects and Stateful values are as they were."""
 
     ctx: ReadContext
-    meter: Meter
     checkpoint: Checkpoint
     found: Match
     fetched: Fetched
@@ -56,7 +54,7 @@ class LoadOutcome:
 
     async def apply(self) -> None:
         """Set the objects and call every ``load_state_dict``. Its errors have ``target_modified`` if any was set."""
-        await self.meter.begin("apply")
+        await self.ctx.meter.begin("apply")
         await run_blocking(self.ctx.executor, self.put)
 
 
@@ -66,7 +64,6 @@ class Matched:
 
     ctx: ReadContext
     files: Files
-    meter: Meter
     checkpoint: Checkpoint
     found: Match
     fetched: Fetched
@@ -81,31 +78,20 @@ class Matched:
             ReadError: the operating system could not read.
         """
         ctx = self.ctx
-        await self.meter.begin_reading(self.plan.requests)
+        await ctx.meter.begin_reading(self.plan.requests)
         with target_modified():
-            await fetch_values(ctx, self.files, self.checkpoint, self.plan, self.fetched, meter=self.meter)
+            await fetch_values(ctx, self.files, self.checkpoint, self.plan, self.fetched)
             put = await run_blocking(ctx.executor, prepare_apply, ctx, self.checkpoint, self.found, self.fetched)
             await self.files.close()  # inside of the block, because an error of it comes after tensors were filled
         asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, id, self.checkpoint)  # drops the last reference
-        return LoadOutcome(
-            ctx=ctx, meter=self.meter, checkpoint=self.checkpoint, found=self.found, fetched=self.fetched, put=put
-        )
+        return LoadOutcome(ctx=ctx, checkpoint=self.checkpoint, found=self.found, fetched=self.fetched, put=put)
 
 
 @asynccontextmanager
 async def match_checkpoint(
-    ctx: ReadContext,
-    path: Path,
-    state: object,
-    *,
-    step: int | None,
-    options: LoadOptions,
-    meter: Meter = NO_METER,
+    ctx: ReadContext, path: Path, state: object, *, step: int | None, options: LoadOptions
 ) -> AsyncIterator[Matched]:
     """Compare ``state`` with the checkpoint at ``path`` and yield the match. The data files are open in the block.
-
-    Args:
-        meter: counts the bytes that are read.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.checkpoint.open.open_checkpoint`.
@@ -115,7 +101,7 @@ async def match_checkpoint(
         ReadError: the operating system could not read.
     """
     async with ctx.files(path) as files:
-        match = functools.partial(_open_and_match, ctx, files, state, step, options, meter)
+        match = functools.partial(_open_and_match, ctx, files, state, step, options)
         part = ctx.part if options.rename is None and not ctx.past_page_cache else None
         matched: Matched | None = None
         if part is not None:
@@ -132,16 +118,10 @@ async def match_checkpoint(
 
 
 async def load_checkpoint(
-    ctx: ReadContext,
-    path: Path,
-    state: object,
-    *,
-    step: int | None,
-    options: LoadOptions,
-    meter: Meter = NO_METER,
+    ctx: ReadContext, path: Path, state: object, *, step: int | None, options: LoadOptions
 ) -> LoadOutcome:
     """Load the checkpoint at ``path`` into ``state``. See :func:`match_checkpoint`, :class:`Matched`."""
-    async with match_checkpoint(ctx, path, state, step=step, options=options, meter=meter) as matched:
+    async with match_checkpoint(ctx, path, state, step=step, options=options) as matched:
         outcome = await matched.fetch()
     await outcome.apply()
     return outcome
@@ -153,11 +133,10 @@ async def _open_and_match(
     state: object,
     step: int | None,
     options: LoadOptions,
-    meter: Meter,
     part: RankSubset | None,
 ) -> Matched:
     """Compare ``state`` with the checkpoint of ``files``, of which ``part`` is opened, or all."""
-    meter.restart()
+    ctx.meter.restart()
     checkpoint = await ctx.open(files.directory, step=step, part=part)
     if options.rename is not None:
         checkpoint = await run_blocking(ctx.executor, renamed, checkpoint, options.rename, ctx.rank)
@@ -166,6 +145,6 @@ async def _open_and_match(
     # Objects are read before a tensor is touched: one that is damaged or needs trust refuses the load.
     if found.fills.objects:
         plan = await plan_fills(ctx, files, checkpoint, Fills(objects=found.fills.objects))
-        await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
+        await fetch_values(ctx, files, checkpoint, plan, fetched)
     plan = await plan_fills(ctx, files, checkpoint, replace(found.fills, objects=[]), tied=found.tied)
-    return Matched(ctx=ctx, files=files, meter=meter, checkpoint=checkpoint, found=found, fetched=fetched, plan=plan)
+    return Matched(ctx=ctx, files=files, checkpoint=checkpoint, found=found, fetched=fetched, plan=plan)

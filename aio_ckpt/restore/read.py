@@ -15,7 +15,6 @@ from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.restore.fetch_values import fetch_values
-from aio_ckpt.restore.load_progress import NO_METER, Meter
 from aio_ckpt.restore.plan_fills import HostMemory, plan_fills
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.state.build import build
@@ -43,20 +42,17 @@ async def read_state(
     step: int | None,
     only: Collection[str] | None,
     skip_untrusted: bool = False,
-    meter: Meter = NO_METER,
 ) -> ReadOutcome:
     """Return the nested state, or the part of it that ``only`` names, in new host memory. Tied names share a tensor.
-
-    ``meter`` counts the bytes that are read.
 
     Raises:
         MissingNameError: one of ``only`` selects nothing, or a PerRank value of a rank that the checkpoint lacks.
         CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.match_checkpoint`.
     """
-    meter.restart()
+    ctx.meter.restart()
     checkpoint = await ctx.open(path, step=step)
     names = await run_blocking(ctx.executor, stored_names, ctx, checkpoint, only)
-    fetched = await read_leaves(ctx, checkpoint, names, skip_untrusted=skip_untrusted, meter=meter)
+    fetched = await read_leaves(ctx, checkpoint, names, skip_untrusted=skip_untrusted)
     return assemble(ctx, checkpoint, fetched, only=only)
 
 
@@ -113,7 +109,6 @@ async def read_leaves(
     names: Sequence[str],
     *,
     skip_untrusted: bool = False,
-    meter: Meter = NO_METER,
     memory: HostMemory | None = None,
 ) -> Fetched:
     """Return the values of stored leaves by name, in new host memory. Tied names share a tensor.
@@ -127,7 +122,7 @@ async def read_leaves(
         fills = Fills()
         fills.add_new(checkpoint.catalog, names)
         plan = await plan_fills(ctx, files, checkpoint, fills, memory=memory)
-        await meter.begin_reading(plan.requests)
+        await ctx.meter.begin_reading(plan.requests)
         fetched = Fetched(skip_untrusted=skip_untrusted)
-        await fetch_values(ctx, files, checkpoint, plan, fetched, meter=meter)
+        await fetch_values(ctx, files, checkpoint, plan, fetched)
         return fetched

@@ -20,10 +20,10 @@ from watched_writes import WatchedStorage, Write, watched_engine
 
 import aio_ckpt
 from aio_ckpt import CheckpointEngine, Progress, SaveTicket, SyncCheckpointEngine
+from aio_ckpt.checkpoint import load_progress as restore_progress
 from aio_ckpt.checkpoint import read_plan
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import ConfigError, MissingNameError, SaveCancelledError
-from aio_ckpt.restore import load_progress as restore_progress
 from aio_ckpt.storage import data_file
 
 COUNT = 6
