@@ -21,9 +21,11 @@ from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.root_writer import writing
 from aio_ckpt.copying import copy_as_writer, make_root
 from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.root_names import ENGINE_DIR, StepNames
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.object_store import AnyStorage
+from aio_ckpt.storage.root_lock import root_is_gone
 from aio_ckpt.storage.small_files import save_of
 
 _log = logging.getLogger("aio_ckpt")
@@ -44,18 +46,19 @@ class StepCopier:
     """Newest steps that the mirror keeps; None: all."""
     stale_after_secs: float
 
-    async def copy(self, step: int, advance: Callable[[int], None], *, replaces: bool) -> Path:
+    async def copy(self, step: int, advance: Callable[[int], None], *, replaces: bool, is_known: bool) -> Path:
         """Copy a step, unless the mirror holds it. Return the directory of the copy.
 
         ``advance`` is called with the bytes done since, in any thread: each is copied, then read back. If ``replaces``,
-        another save of the step is deleted in the mirror, once the step was verified in the root.
+        another save of the step is deleted in the mirror, once the step was verified in the root. If ``is_known``, the
+        mirror has held a copy, and is not made anew.
 
         Raises:
             CheckpointNotFoundError: the root does not hold the step any more.
             CheckpointExistsError: the mirror holds another save of the step.
             CorruptCheckpointError: the step does not verify; nothing becomes visible, and no copy is deleted.
             ProtectedStepError: the mirror holds another save of the step, which is protected there.
-            RootError, ReadError, WriteError: another writer holds the mirror, or the system failed.
+            RootError, ReadError, WriteError: another writer holds the mirror, it is gone, or the system failed.
         """
         committed = await discovery.discover(self.storage, self.root, self.names)
         source = next((found for found in committed if found.step == step), None)
@@ -64,6 +67,12 @@ class StepCopier:
         save_id = await save_of(self.storage, source.path)
         if (copied := await self._copy_of(step, save_id)) is not None:
             return copied
+        if (
+            is_known
+            and not isinstance(self.place, RemotePath)
+            and not await self.storage.exists(self.place / ENGINE_DIR)
+        ):
+            raise root_is_gone(self.place)  # its file system may be unmounted, and the disk below it is none of another
         await make_root(self.executor, self.place)
         here = Owner.of_this_process()
         async with writing(self.storage, self.place, self.names, here, stale_after_secs=self.stale_after_secs) as claim:

@@ -277,7 +277,8 @@ class Mirroring:
 
         async def copy() -> None:
             nonlocal path
-            path = await copier.copy(step, self._advance, replaces=wanted.replaces)
+            is_known = self.newest is not None
+            path = await copier.copy(step, self._advance, replaces=wanted.replaces, is_known=is_known)
             watch.cancel_scope.cancel()
 
         try:

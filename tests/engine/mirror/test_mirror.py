@@ -547,6 +547,21 @@ async def refuse(self: Storage, path: Path, *parts: bytes) -> None:
     raise WriteError(5, "disk", str(path))
 
 
+def test_a_mirror_that_vanishes_is_not_made_anew(root: Path, place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its file system was unmounted: a copy would fill the disk below, and be lost with the root's."""
+    with opened(root, place) as engine:
+        mirrored(engine, 1)
+        place.rename(place.with_name("elsewhere"))
+        ticket = engine.save(weights(2))
+        until(lambda: bool(lines(caplog, "step 2 was not copied")))
+        assert not place.exists()
+        place.with_name("elsewhere").rename(place)
+        engine.close()
+        assert ticket.mirrored.result(TIMEOUT) == place / "step_000000002"
+    (line,) = lines(caplog, "step 2 was not copied")
+    assert "removed or unmounted" in line
+
+
 def test_a_step_that_is_gone_is_not_tried_again(root: Path, place: Path, copies: GatedCopies) -> None:
     with opened(root, place) as engine:
         first = engine.save(weights(1), 1)
