@@ -72,7 +72,7 @@ class StepCopier:
             and not isinstance(self.place, RemotePath)
             and not await self.storage.exists(self.place / ENGINE_DIR)
         ):
-            raise root_is_gone(self.place)  # its file system may be unmounted, and the disk below it is none of another
+            raise root_is_gone(self.place)  # perhaps unmounted: a copy on the disk below would be lost with that
         await make_root(self.executor, self.place)
         here = Owner.of_this_process()
         async with writing(self.storage, self.place, self.names, here, stale_after_secs=self.stale_after_secs) as claim:
