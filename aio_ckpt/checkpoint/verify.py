@@ -422,7 +422,7 @@ def _unparsed_item_of(entry: TensorEntry, file: str) -> UnparsedItem:
 
 
 def _by_bytes(objects: Sequence[StoredObject]) -> Iterator[list[StoredObject]]:
-    """Yield runs of objects of about ``_OBJECT_BYTES`` together; a longer object ends its run."""
+    """Yield runs of objects of about ``_OBJECT_BYTES`` together, beside one longer object."""
     ends = itertools.accumulate(stored.nbytes for stored in objects)
     for _, run in itertools.groupby(zip(ends, objects, strict=True), lambda pair: pair[0] // _OBJECT_BYTES):
         yield [stored for _, stored in run]

@@ -109,8 +109,8 @@ async def torn_among(
 def passing_by_unreadable(path: Path, passed: list[ReadError]) -> Iterator[None]:
     """Pass by an entry of a root that this user may not look into, a loop of links, or a file. The log names it once.
 
-    Its error is added to ``passed``. Any other error is raised: a disk that fails at the newest step must not make a
-    load take an older one.
+    Its error is added to ``passed``. Any other error is raised: a disk that fails now must not make a load take an
+    older step, nor a rollback leave a later one.
     """
     try:
         yield
@@ -129,48 +129,34 @@ def _warn_once(path: Path, why: str) -> None:
 async def step_directories(
     storage: Storage, root: Path, names: StepNames
 ) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
-    """Return the step directories with ``.metadata``, and those without, which may be foreign.
-
-    Raises:
-        ReadError: the root cannot be read, or its newest step cannot be looked at. An older one is passed by.
-    """
+    """Return the step directories with ``.metadata``, and those without, which may be foreign."""
     found: list[CommittedCheckpoint] = []
     bare: list[CommittedCheckpoint] = []
     passed: list[ReadError] = []
-    failed: dict[Path, ReadError] = {}
 
     async def look(path: Path) -> None:
         step = names.step(path.name)
         if step is None or step > MAX_STEP:
             return
-        try:
-            with passing_by_unreadable(path, passed):
-                status = await storage.status(path / METADATA_FILE)
-                if status is not None:
-                    found.append(CommittedCheckpoint(step=step, path=path, identity=status.identity))
-                else:
-                    if not await storage.exists(path) and await storage.is_link(path):  # it never was a step
-                        _warn_once(path, "the symbolic link leads nowhere")
-                    bare.append(CommittedCheckpoint(step=step, path=path))
-        except ReadError as error:
-            failed[path] = error
+        with passing_by_unreadable(path, passed):
+            status = await storage.status(path / METADATA_FILE)
+            if status is not None:
+                found.append(CommittedCheckpoint(step=step, path=path, identity=status.identity))
+            else:
+                if not await storage.exists(path) and await storage.is_link(path):  # it never was a step
+                    _warn_once(path, "the symbolic link leads nowhere")
+                bare.append(CommittedCheckpoint(step=step, path=path))
 
     for _ in range(MAX_RETRIES):
         found.clear()
         bare.clear()
         passed.clear()
-        failed.clear()
         await asyncio.gather(*(look(root / name) for name in await names_in(storage, root)))
         found.sort(key=lambda each: each.path.name)
         # A client of a shared file system looks into a directory of this name even after another host has renamed it to
         # trash, for a minute. It asks the server for the names of the root.
         if not bare or {each.path.name for each in bare} <= {*await names_in(storage, root)}:
             break  # a step that vanished was deleted by a writer, so newer steps may not be in this listing
-    newest = max((checkpoint.step for checkpoint in found), default=-1)
-    for path, error in failed.items():
-        if (names.step(path.name) or 0) >= newest:
-            raise error
-        _warn_once(path, error.strerror or str(error))
     if not found and (refused := [error for error in passed if error.errno != errno.ELOOP]):
         raise refused[0]  # a root of another user is not an empty root
     return found, bare

@@ -18,7 +18,7 @@ the steps that were set aside, which people delete."""
 
 
 @contextlib.contextmanager
-def naming_mirror(way_on: str) -> Iterator[None]:
+def _naming_mirror(way_on: str) -> Iterator[None]:
     """Say in an error of the block that it comes from the mirror, and how to go on."""
     try:
         yield
@@ -29,7 +29,9 @@ def naming_mirror(way_on: str) -> Iterator[None]:
 
 async def counting_copies(storage: Storage, root: Path, mirror: Path, names: StepNames) -> list[CommittedCheckpoint]:
     """Return the committed checkpoints of a mirror, ascending, without those that the root has abandoned."""
-    saves, copies = await _abandoned_saves(storage, root), await discover(storage, mirror, names)
+    with _naming_mirror("a newer step may be there: try again, or leave mirror= out"):
+        copies = await discover(storage, mirror, names)
+    saves = await _abandoned_saves(storage, root)
     return [copy for copy in copies if not saves or await read_save_id(storage, copy.path) not in saves]
 
 
@@ -59,7 +61,7 @@ async def record_rollback(storage: Storage, root: Path, mirror: Path, names: Ste
     Raises:
         ReadError, WriteError: the mirror cannot be read, or the record not be written. Nothing was rolled back.
     """
-    with naming_mirror("without it, later steps would come back: call rollback() again, or open without mirror="):
+    with _naming_mirror("without it, later steps would come back: call rollback() again, or open without mirror="):
         later = [copy for copy in await discover(storage, mirror, names) if copy.step > step]
     saves = [await read_save_id(storage, copy.path) for copy in later]
     if saves:

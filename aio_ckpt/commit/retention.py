@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from aio_ckpt.errors import (
     CheckpointNotFoundError,
     ProtectedStepError,
     StepOrderError,
-    WriteError,
 )
 from aio_ckpt.format.root_names import TRASH_DIR, StepNames, protected_name
 from aio_ckpt.storage.durability import sync_parents
@@ -296,13 +294,7 @@ class Retention:
         """Rename a step to trash. Returns its new path; None if it is protected, and so was put back."""
         trash = self._root / TRASH_DIR / checkpoint.path.name
         self._has_trash = True  # if this call is cancelled, the next pass restores or deletes it
-        try:
-            await self._storage.rename(checkpoint.path, trash)
-        except WriteError as error:
-            if error.errno != errno.ENOENT or not await self._storage.exists(trash.parents[1]):
-                raise
-            await self._storage.make_dirs(trash.parent)  # somebody has removed empty directories
-            await self._storage.rename(checkpoint.path, trash)
+        await self._storage.rename(checkpoint.path, trash)
         is_protected = True  # until the mark was looked for
         try:
             is_protected = await self._storage.exists(self._root / protected_name(checkpoint.step))

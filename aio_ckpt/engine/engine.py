@@ -206,6 +206,7 @@ class BaseEngine:
             rescue=self._rescue,
             must_wait=lambda: preemption.is_on or not (mirroring is None or mirroring.is_ready),
             held=(lambda: ()) if mirroring is None else mirroring.held_steps,
+            newest_copy=lambda: None if mirroring is None else mirroring.newest,
         )
         writer, renames = JobWriter(ctx=ctx, throttle=self._throttle), self._quarantine.renames
         self._call_lock = call_lock = CallLock(portal)

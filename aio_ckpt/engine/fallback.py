@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from aio_ckpt.argument_checks import command_line
 from aio_ckpt.commit import discovery
-from aio_ckpt.commit.mirror_copies import counting_copies, naming_mirror
+from aio_ckpt.commit.mirror_copies import counting_copies
 from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import (
@@ -247,8 +247,7 @@ async def copies_or_none(ctx: EngineContext, *, is_needed: bool) -> list[discove
             return await counting_copies(ctx.storage, ctx.root, ctx.mirror, ctx.names)
     except (ReadError, RootError) as error:
         if is_needed:
-            with naming_mirror("a step may be there, as the root holds none: try again, or leave mirror= out"):
-                raise
+            raise
         _log.warning("%s: the mirror cannot be read, and a newer step may be there: %s", ctx.mirror, error)
         return []
 

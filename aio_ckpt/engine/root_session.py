@@ -177,8 +177,12 @@ class RootSession:
         rescue: Rescue,
         must_wait: Callable[[], bool],
         held: Callable[[], Collection[int]],
+        newest_copy: Callable[[], int | None],
     ) -> None:
-        """While ``must_wait()`` is True, nothing is deleted. Steps that ``held()`` returns do not expire."""
+        """While ``must_wait()`` is True, nothing is deleted. Steps that ``held()`` returns do not expire.
+
+        ``newest_copy()`` is the newest step that this engine has copied to the mirror.
+        """
         self._ctx = ctx
         self._claim = claim
         self._heartbeat: Future[None] | None = None
@@ -188,6 +192,7 @@ class RootSession:
         self._rescue = rescue
         self._portal = portal
         self._must_wait = must_wait
+        self._newest_copy = newest_copy
         config = ctx.config
         policy = retention.Policy(keep_last=config.keep_last, keep_every=config.keep_every, keep_best=config.keep_best)
         self._retention = retention.Retention(
@@ -311,10 +316,10 @@ class RootSession:
 
     def release_claim(self) -> None:
         """Remove the claim, before the loop ends. The lock is released afterwards, by :meth:`release`. Idempotent."""
-        heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is not None:
-            heartbeat.cancel()
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
             self._portal.call(self._claim.release, timeout=STOP_SECS, what="releasing the claim")
+            self._heartbeat = None
 
     def _take_lock(self, take: Callable[[], RootLock], deadline: Deadline) -> RootLock:
         """Return ``take()``, from a thread. One runs at a time, also if a wait for it was given up.
@@ -371,6 +376,7 @@ class RootSession:
     def give_way(self) -> None:
         """Let the next engine write: the saves of this one have ended, and its copies to the mirror may take long."""
         with contextlib.suppress(StallError, EngineClosedError):  # the end of the engine releases both, too
+            self.last_passes()
             self._await_passes("close()")
             self.release_claim()
             self.release()
@@ -444,10 +450,14 @@ class RootSession:
         return [copy.step for copy in copies]
 
     def _known_copies(self, deadline: Deadline) -> Sequence[int]:
-        """Return the steps of the mirror as they were read last: one that does not answer keeps no further call."""
+        """Return the steps of the mirror, as they were read last, and the newest that was copied since.
+
+        A mirror that does not answer so keeps no further call.
+        """
         if self._copies is None:
             self._copies = self._mirror_steps(deadline, is_needed=False)
-        return self._copies
+        newest = self._newest_copy()
+        return self._copies if newest is None else [*self._copies, newest]
 
     def learn_steps(self, deadline: Deadline) -> None:
         """Read the steps after which the next one is numbered, as the leader sees them, if they are not known.

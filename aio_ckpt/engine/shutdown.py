@@ -115,9 +115,11 @@ class Shutdown:
         warning.wait_for(self._begin())
         if self._queue.take_unreported(MAX_CALLS) is not None:  # it was logged when it failed
             fail_at_exit()
-        give_way()
-        warning.wait_for(self._background())
-        self._release_here()
+        try:
+            give_way()
+            warning.wait_for(self._background())
+        finally:
+            self._release_here()
 
     def abandon(self, timeout_secs: float) -> None:
         """Cancel pending saves and release.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -20,12 +21,11 @@ from aio_ckpt.commit.rollback import abandon
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.root_writer import writing
 from aio_ckpt.copying import copy_as_writer, make_root
-from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
+from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, RootError
 from aio_ckpt.format.root_names import ENGINE_DIR, StepNames
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.object_store import AnyStorage
-from aio_ckpt.storage.root_lock import root_is_gone
 from aio_ckpt.storage.small_files import save_of
 
 _log = logging.getLogger("aio_ckpt")
@@ -67,12 +67,9 @@ class StepCopier:
         save_id = await save_of(self.storage, source.path)
         if (copied := await self._copy_of(step, save_id)) is not None:
             return copied
-        if (
-            is_known
-            and not isinstance(self.place, RemotePath)
-            and not await self.storage.exists(self.place / ENGINE_DIR)
-        ):
-            raise root_is_gone(self.place)  # perhaps unmounted: a copy on the disk below would be lost with that
+        if is_known and not await self._is_there():
+            text = "the mirror is gone (its directory was removed or unmounted): bring it back"
+            raise RootError(errno.ENOENT, text, str(self.place))  # a copy on the disk below would be lost with that
         await make_root(self.executor, self.place)
         here = Owner.of_this_process()
         async with writing(self.storage, self.place, self.names, here, stale_after_secs=self.stale_after_secs) as claim:
@@ -85,6 +82,11 @@ class StepCopier:
             )
             await retention.enforce(step)
         return path
+
+    async def _is_there(self) -> bool:
+        if isinstance(self.place, RemotePath) or await self.storage.exists(self.place / ENGINE_DIR):
+            return True
+        return bool(await self._copies())  # made by hand
 
     async def _copies(self) -> list[discovery.CommittedCheckpoint]:
         return await discovery.discover(self.storage, self.place, self.names)

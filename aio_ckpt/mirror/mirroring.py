@@ -107,6 +107,7 @@ class Mirroring:
         self._lock = Lock()
         self._wanted: _WantedCopy | None = None
         self._copied_now: _WantedCopy | None = None
+        self._has_copied = False
         self.is_ready = False
         """Whether :meth:`held_steps` knows what earlier engines have left to be copied."""
         self._is_closing = False
@@ -262,6 +263,7 @@ class Mirroring:
             level = logging.INFO if is_busy and not is_last else logging.WARNING
             _log.log(level, "step %d was not copied to %s: %s", wanted.step, self._place, error)
             return False
+        self._has_copied = True
         self.newest = max(wanted.step, self.newest or 0)
         with self._lock:
             self._copied_now = None
@@ -277,8 +279,7 @@ class Mirroring:
 
         async def copy() -> None:
             nonlocal path
-            is_known = self.newest is not None
-            path = await copier.copy(step, self._advance, replaces=wanted.replaces, is_known=is_known)
+            path = await copier.copy(step, self._advance, replaces=wanted.replaces, is_known=self._has_copied)
             watch.cancel_scope.cancel()
 
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -20,6 +19,7 @@ from aio_ckpt.ranks.messages import Call, Heartbeat, Topic
 from aio_ckpt.ranks.missing_ranks import HEARTBEATS_A_STALL, LostPeer, RankWait
 from aio_ckpt.ranks.store import StoreClient, StoreKeys
 from aio_ckpt.runtime import waiting
+from aio_ckpt.runtime.error_notes import copy_to_raise
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.waiting import WaitWarning
 
@@ -189,7 +189,7 @@ class Liveness(Coordinator):
         lost = wait.look(ranks, beats, self._own_beat(), is_met=self._is_met)
         if lost is not None:
             self._lost[lost.error.rank] = lost
-            raise copy.copy(lost.error)  # kept, it must not keep the frames of the caller, and so the engine
+            raise copy_to_raise(lost.error)  # kept, it must not keep the frames of the caller, and so the engine
 
     def _is_undecidable(self, topic: Topic) -> bool:
         """Return whether the leader closed its engine before it began the call that ``topic`` is part of."""

@@ -44,7 +44,13 @@ def copy_to_raise(error: BaseException) -> BaseException:
         copied = copy.copy(error)
     except Exception:  # noqa: BLE001 - a type's own __reduce__ raises any error
         return error
-    copied.__notes__ = [*getattr(error, "__notes__", ())]
+    copied.args = error.args  # a type's own __init__ may have changed them
+    if isinstance(error, OSError):  # the remedy in its text was set later
+        for name in ("errno", "strerror", "filename", "filename2"):
+            if (value := getattr(error, name)) is not None:
+                setattr(copied, name, value)
+    if hasattr(error, "__notes__"):
+        copied.__notes__ = [*error.__notes__]
     copied.__cause__, copied.__context__ = error.__cause__, error.__context__
     copied.__suppress_context__ = error.__suppress_context__
     return copied.with_traceback(error.__traceback__)

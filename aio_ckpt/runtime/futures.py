@@ -61,7 +61,7 @@ async def run_cancellable(given_up: Future[None], work: Callable[[], Awaitable[T
     finally:
         with anyio.CancelScope(shield=True):
             await threads.wait()
-    raise SaveCancelledError("the load was given up")
+    raise SaveCancelledError("the call was given up")
 
 
 def _cancel(loop: asyncio.AbstractEventLoop, scope: anyio.CancelScope) -> None:

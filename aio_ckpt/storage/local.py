@@ -29,7 +29,7 @@ from aio_ckpt.storage.data_file import DataFile, ReadFile, open_regular_file, tr
 from aio_ckpt.storage.direct_io import NOT_SUPPORTED, PageCache
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.freshness import found_afresh
-from aio_ckpt.storage.paths import make_dirs
+from aio_ckpt.storage.paths import make_dirs, remade
 from aio_ckpt.storage.root_lock import RootLock
 
 T = TypeVar("T")
@@ -149,8 +149,8 @@ class Storage:
         try:
             await self.make_dir(pending)
         except WriteError as error:
-            if error.errno == errno.ENOENT and await self.exists(pending.parents[1]):
-                await self.make_dirs(pending)  # somebody has removed empty directories
+            if error.errno == errno.ENOENT and await self._run(WriteError, pending, remade, pending.parent):
+                await self.make_dir(pending)
             elif error.errno != errno.EEXIST:
                 raise
 
@@ -214,7 +214,7 @@ class Storage:
 
     def rename(self, src: Path, dst: Path) -> Coro[None]:
         """Rename a file or directory. Raises WriteError (EEXIST) if ``dst`` exists, of whatever type."""
-        return self._run(WriteError, dst, _rename_no_replace, src, dst)
+        return self._run(WriteError, dst, _rename, src, dst)
 
     def exchange(self, a: Path, b: Path) -> Coro[None]:
         """Swap two names in one step. Raises RootError if the file system cannot."""
@@ -337,6 +337,15 @@ def _renameat2(src: Path, dst: Path, flags: int) -> None:
             return
         code = ctypes.get_errno()
     raise OSError(code, os.strerror(code), str(src), None, str(dst))
+
+
+def _rename(src: Path, dst: Path) -> None:
+    try:
+        _rename_no_replace(src, dst)
+    except FileNotFoundError:
+        if not remade(dst.parent):
+            raise
+        _rename_no_replace(src, dst)
 
 
 def _rename_no_replace(src: Path, dst: Path) -> None:

@@ -72,6 +72,8 @@ def as_os_error(error: Exception, path: Path) -> OSError:
     """Return an error of obstore about ``path`` as an error of the system."""
     code = code_of(error)
     text = os.strerror(code) if code else text_of(error)
+    if code == errno.ESTALE:
+        text = "another process has changed this object meanwhile"
     if code == errno.EACCES:
         answer = _ANSWER.search(str(error))  # a HEAD has none
         detail = f" ({answer['message']}, {answer['code']})" if answer else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from aio_ckpt.argument_checks import is_path, local_name, shown, without_secrets
 from aio_ckpt.errors import RootError
+from aio_ckpt.format.root_names import ENGINE_DIR
 from aio_ckpt.storage.durability import sync_dir
 
 LINKED = "is a symbolic link, and what it leads to is never changed: remove the link"
@@ -60,6 +61,17 @@ def device_of(path: Path) -> int:
         except (FileNotFoundError, NotADirectoryError):
             continue
     return -1
+
+
+def remade(directory: Path) -> bool:
+    """Make one of the engine's own directories again, if somebody has removed it while it was empty; else return False.
+
+    A root that is gone is not made.
+    """
+    is_removed = directory.parent.name == ENGINE_DIR and directory.parent.is_dir() and not directory.exists()
+    if is_removed:
+        make_dirs(directory)
+    return is_removed
 
 
 def make_dirs(*paths: Path) -> None:

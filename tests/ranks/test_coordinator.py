@@ -397,8 +397,9 @@ def test_a_line_about_a_missing_rank_costs_one_reading_of_its_heartbeat(monkeypa
         False,
         False,
     ]
-    assert read == [[1]] * len(read)
-    assert len(read) <= told + 2  # one for its own first heartbeat, one for a line that came to nothing
+    by_leader = [ranks for ranks in read if list(ranks) != [0]]  # on a slow machine, the other rank looks, too
+    assert by_leader == [[1]] * len(by_leader)
+    assert len(by_leader) <= told + 2  # one for its own first heartbeat, one for a line that came to nothing
 
 
 @pytest.mark.parametrize("leaving", [0, 1])

@@ -281,7 +281,7 @@ async def test_an_object_that_was_replaced_after_it_was_opened_is_not_read_as_if
     put(str(path), b"new" * 100)
     with pytest.raises(ReadError) as caught:
         await file.read_into(0, view)
-    assert "Stale" in str(caught.value)
+    assert "changed this object" in str(caught.value)
 
 
 # -- what users see if something is wrong ---------------------------------------------------------------

@@ -239,7 +239,7 @@ def test_an_overwrite_replaces_no_checkpoint_but_the_one_that_it_has_seen(bucket
             return ""
 
         bucket.choose = stand_still
-        with pytest.raises(WriteError, match="Stale"):
+        with pytest.raises(WriteError, match="changed this object"):
             engine.save(state(2.0), step=1, overwrite=True).result(TIMEOUT)
     assert bucket.get(key) == others
 

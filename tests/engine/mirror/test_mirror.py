@@ -518,10 +518,13 @@ def test_a_mirror_is_read_once_and_keeps_no_later_call(
             patched.setattr(Storage, "write_file", refuse)
             with pytest.raises(WriteError):
                 engine.save(weights(3)).result(TIMEOUT)
-        assert engine.save(weights(3)).result(TIMEOUT).step == 3
+        assert engine.save(weights(3)).mirrored.result(TIMEOUT) == place / "step_000000003"
         engine.delete(1)
         assert not asked
-        assert engine.latest_step() == 3
+        engine.delete(3, allow_newest=True)
+        assert engine.save(weights(4)).result(TIMEOUT).step == 4, "the mirror holds a copy of step 3"
+        assert not asked
+        assert engine.latest_step() == 4
         assert asked
 
 
@@ -559,7 +562,16 @@ def test_a_mirror_that_vanishes_is_not_made_anew(root: Path, place: Path, caplog
         engine.close()
         assert ticket.mirrored.result(TIMEOUT) == place / "step_000000002"
     (line,) = lines(caplog, "step 2 was not copied")
-    assert "removed or unmounted" in line
+    assert "the mirror is gone (its directory was removed or unmounted)" in line
+
+
+def test_a_mirror_that_was_made_by_hand_is_one(root: Path, place: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(weights(1)).result(TIMEOUT)
+    shutil.copytree(root / "step_000000001", place / "step_000000001")
+    with opened(root, place) as engine:
+        until(lambda: engine.stats().mirrored_step == 1)
+        assert engine.save(weights(2)).mirrored.result(TIMEOUT) == place / "step_000000002"
 
 
 def test_a_step_that_is_gone_is_not_tried_again(root: Path, place: Path, copies: GatedCopies) -> None:

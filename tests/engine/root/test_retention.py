@@ -32,7 +32,7 @@ from aio_ckpt.commit.retention import Policy, best, expired
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
 from aio_ckpt.format.checkpoint_files import TRAILER_BYTES
 from aio_ckpt.format.root_manifest import decode_root
-from aio_ckpt.format.root_names import ABANDONED_DIR, PENDING_DIR, PROTECTED_DIR, TRASH_DIR, protected_name
+from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIRS, PROTECTED_DIR, TRASH_DIR, protected_name
 
 LOSS = KeepBest(metric="loss")
 
@@ -828,10 +828,15 @@ def test_empty_directories_that_somebody_removed_are_made_again(root: Path, capl
     """As ``find -type d -empty -delete`` does beside a run."""
     with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
         save(engine, 1)
-        for name in (PENDING_DIR, TRASH_DIR):
+        for name in ENGINE_DIRS:
             (root / name).rmdir()
         save(engine, 2)
     assert committed(root) == [2]
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 3)
+        for name in (ABANDONED_DIR, TRASH_DIR):
+            (root / name).rmdir()
+        assert engine.rollback(2) == [3]
     assert not caplog.records
 
 

@@ -50,10 +50,12 @@ def test_a_ticket_whose_failure_was_raised_keeps_no_engine(root: Path) -> None:
     executor = Executor("broken", 4)
     storage = GatedStorage(executor)
     engine = SyncCheckpointEngine(root, storage=storage)
-    storage.fail("rename", "pending/*", broken())
+    failure = broken()
+    failure.strerror += ": buy another one"  # as a full disk's remedy comes
+    storage.fail("rename", "pending/*", failure)
     ticket = engine.save(weights(1))
     until(ticket.committed.done)
-    with pytest.raises(WriteError, match="the disk is gone") as caught:
+    with pytest.raises(WriteError, match="the disk is gone: buy another one: '/x'") as caught:
         engine.save(weights(2))
     assert "which nobody awaited" in caught.value.__notes__[0]
     del caught
