@@ -156,10 +156,11 @@ def _run(
 
     async def work(executor: Executor) -> T:
         storage = AnyStorage(executor, settings.direct_io)
-        alone = ReadContext(config=settings, storage=storage, executor=executor, rank=rank, world_size=world_size)
         found = await checkpoint_at(storage, directory, StepNames(settings.step_dir))
         async with metered(progress, executor) as meter:
-            ctx = replace(alone, meter=meter)
+            ctx = ReadContext(
+                config=settings, storage=storage, executor=executor, rank=rank, world_size=world_size, meter=meter
+            )
             try:
                 return await use(ctx, found)
             except CorruptCheckpointError:  # the transfer may have been bad, so the disk is read once more

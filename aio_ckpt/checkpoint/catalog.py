@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -16,7 +16,14 @@ from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.dtypes import DTYPES
 from aio_ckpt.format.rank_manifest import FileTable, RankManifest
 
+
+class _Stored(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
 V = TypeVar("V")
+S = TypeVar("S", bound=_Stored)
 _box = attrgetter("offsets", "shape")
 
 
@@ -220,3 +227,17 @@ def items_of(table: FileTable) -> list[Item]:
         Item(name, name_of_file, dtype, shape, stride, begin, 0, raw_offset, raw_bytes, block_bytes, sums, None, whole)
         for name, (dtype, shape, stride, _, whole), begin, raw_offset, raw_bytes, sums in rows
     ]
+
+
+def batches(stored: Iterable[S], most_bytes: int) -> Iterator[list[S]]:
+    """Yield runs of values that have at most ``most_bytes`` together. A longer one is a run of its own."""
+    batch: list[S] = []
+    nbytes = 0
+    for each in stored:
+        if batch and nbytes + each.nbytes > most_bytes:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(each)
+        nbytes += each.nbytes
+    if batch:
+        yield batch

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from aio_ckpt.checkpoint.catalog import StoredObject, UnparsedItem
+from aio_ckpt.checkpoint.catalog import StoredObject, UnparsedItem, batches
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
 from aio_ckpt.checkpoint.foreign_items import check_zip, parse_item, parse_or_object
@@ -45,7 +45,7 @@ from aio_ckpt.storage.small_files import read_root_of, read_small_file, saves_in
 _PART_BYTES = 2 << 20
 """Most bytes of a file that are summed at once."""
 _OBJECT_BYTES = 64 << 20
-"""Bytes of the objects of plain DCP that are in memory at once, beside one longer object."""
+"""Most bytes of the objects of plain DCP that are in memory at once, unless one is longer."""
 _ITEMS_AT_ONCE = 1024
 """Most items of plain DCP whose ends are in memory at once: 40 KiB each."""
 
@@ -326,7 +326,7 @@ class _Verification:
             with _collecting(self.faults, file, stored.name):
                 check_inside(stored.name, file, stored.offset, stored.nbytes, self.files.sizes)
                 inside.append(stored)
-        for few in _by_bytes(inside):
+        for few in batches(inside, _OBJECT_BYTES):
             plan = ReadPlan()
             memory = plan.add_objects(few)
             requests = plan.requests(self.readers)
@@ -419,13 +419,6 @@ def _unparsed_item_of(entry: TensorEntry, file: str) -> UnparsedItem:
         offsets=entry.offsets,
         is_transformed=False,
     )
-
-
-def _by_bytes(objects: Sequence[StoredObject]) -> Iterator[list[StoredObject]]:
-    """Yield runs of objects of about ``_OBJECT_BYTES`` together, beside one longer object."""
-    ends = itertools.accumulate(stored.nbytes for stored in objects)
-    for _, run in itertools.groupby(zip(ends, objects, strict=True), lambda pair: pair[0] // _OBJECT_BYTES):
-        yield [stored for _, stored in run]
 
 
 def _checked_ranges(table: FileTable) -> list[_CheckedRange]:

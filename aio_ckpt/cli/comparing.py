@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +189,7 @@ async def _compare_values(
     leaves: Sequence[LeafRow],
     on_progress: OnProgress,
 ) -> tuple[ValueChange, ...]:
+    from aio_ckpt.checkpoint.catalog import batches
     from aio_ckpt.match.read_context import ReadContext
     from aio_ckpt.restore.read import read_leaves
     from aio_ckpt.runtime.error_notes import naming_checkpoint
@@ -197,7 +198,7 @@ async def _compare_values(
     ctx = ReadContext(config=EngineConfig(), storage=storage, executor=executor)
     total, done = sum(leaf.nbytes for leaf in leaves), 0
     changes: list[ValueChange] = []
-    for batch in _batches(leaves):
+    for batch in batches(leaves, _BATCH_BYTES):
         tensors = [leaf.name for leaf in batch if leaf.kind == "tensor"]
         read: list[Mapping[str, Any]] = []
         for checkpoint in opened:
@@ -213,19 +214,6 @@ async def _compare_values(
         done += sum(leaf.nbytes for leaf in batch)
         on_progress(done, total)
     return tuple(changes)
-
-
-def _batches(leaves: Sequence[LeafRow]) -> Iterator[list[LeafRow]]:
-    batch: list[LeafRow] = []
-    nbytes = 0
-    for leaf in leaves:
-        if batch and nbytes + leaf.nbytes > _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(leaf)
-        nbytes += leaf.nbytes
-    if batch:
-        yield batch
 
 
 async def object_change(

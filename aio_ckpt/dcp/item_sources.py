@@ -18,14 +18,13 @@ from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_pickle
 from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.rank_manifest import ObjectEntry
+from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.fingerprint import check_sources, fingerprint_of
 from aio_ckpt.plan.save_plan import PlannedImage, placement_of, plan_image
 from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.plan.tied_tensors import partition, tied_names
 from aio_ckpt.state.flatten import FlatState
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +116,7 @@ def collect_sources(
 def is_plain(data: object) -> bool:
     """Return whether ``data`` is a tensor that raw bytes, dtype, shape and stride describe completely."""
     return (
-        type(data) in _PLAIN_TYPES
+        type(data) in PLAIN_TYPES
         and isinstance(data, torch.Tensor)
         and data.layout is torch.strided
         and not (data.is_quantized or data.is_meta)

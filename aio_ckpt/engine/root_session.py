@@ -452,8 +452,10 @@ class RootSession:
     def _known_copies(self, deadline: Deadline) -> Sequence[int]:
         """Return the steps of the mirror, as they were read last, and the newest that was copied since.
 
-        A mirror that does not answer so keeps no further call.
+        A mirror that does not answer so keeps no further call. Without the lock, this returns none.
         """
+        if self._lock is None:
+            return ()
         if self._copies is None:
             self._copies = self._mirror_steps(deadline, is_needed=False)
         newest = self._newest_copy()
@@ -468,8 +470,7 @@ class RootSession:
         if self._known_steps.are_known:
             return
         if members.is_leader:
-            read_copies = (lambda: ()) if self._lock is None else functools.partial(self._known_copies, deadline)
-            self._known_steps.learn(lambda: [*self.steps(deadline), *read_copies()])
+            self._known_steps.learn(lambda: [*self.steps(deadline), *self._known_copies(deadline)])
         else:
             # Another rank may see the disk late (NFS). The leader knows all steps and refuses one that this rank lacks.
             self._known_steps.learn(lambda: [] if members.newest_step is None else [members.newest_step])

@@ -27,9 +27,9 @@ from aio_ckpt._torch import (
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.leaves.containers import Notes, named_type
 from aio_ckpt.leaves.objects import decode_object, encode_object
-from aio_ckpt.leaves.tensor_memory import has_own_memory
+from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES, has_own_memory
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+_WHOLE_TYPES = PLAIN_TYPES | {DTensor}
 _COO = "sparse_coo"
 _COMPARED = ("layout", "shape", "stride", "dtype")
 """Notes that must be equal in the template and in the checkpoint."""
@@ -54,7 +54,7 @@ class CompoundTensor:
 def is_compound(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is stored by its parts."""
     kind = type(tensor)
-    if kind in _PLAIN_TYPES:
+    if kind in _WHOLE_TYPES:
         return kind is not DTensor and tensor.layout is torch.sparse_coo
     if issubclass(kind, (DTensor, AsyncCollectiveTensor, ShardedTensor)) or is_lazy(tensor) or tensor.is_nested:
         return False
@@ -74,7 +74,7 @@ def take_apart(tensor: Any, name: str) -> CompoundTensor:
     """
     kind = type(tensor)
     notes: list[tuple[str, Any]]
-    if kind not in _PLAIN_TYPES:
+    if kind not in _WHOLE_TYPES:
         notes = [("type", f"{kind.__module__}:{kind.__qualname__}")]
         if _is_wrapper(kind):
             notes += [("shape", tuple(tensor.shape)), ("stride", tuple(tensor.stride()))]
@@ -92,9 +92,9 @@ def take_apart(tensor: Any, name: str) -> CompoundTensor:
 def _parts(tensor: Any) -> dict[str, torch.Tensor]:
     """Return the parts of a compound tensor by name."""
     kind = type(tensor)
-    if kind not in _PLAIN_TYPES and _is_wrapper(kind):
+    if kind not in _WHOLE_TYPES and _is_wrapper(kind):
         return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
-    if kind not in _PLAIN_TYPES:
+    if kind not in _WHOLE_TYPES:
         return {_DATA: bare_tensor(tensor)}
     return dict(zip(("indices", "values"), sparse_coo_parts(tensor.detach()), strict=True))
 

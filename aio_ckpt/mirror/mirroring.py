@@ -108,6 +108,7 @@ class Mirroring:
         self._wanted: _WantedCopy | None = None
         self._copied_now: _WantedCopy | None = None
         self._has_copied = False
+        """Whether this engine has seen a copy in the mirror, also one that a rollback has abandoned since."""
         self.is_ready = False
         """Whether :meth:`held_steps` knows what earlier engines have left to be copied."""
         self._is_closing = False

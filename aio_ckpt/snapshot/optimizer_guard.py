@@ -12,14 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt.errors import ConfigError, EngineClosedError
 from aio_ckpt.leaves.compound import plain_tensors
-from aio_ckpt.leaves.tensor_memory import local_memory, span_of
+from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES, local_memory, span_of
 from aio_ckpt.memory.cuda import is_capturing_graph
 from aio_ckpt.memory.image_copies import CopyEvent
 from aio_ckpt.plan.fingerprint import fingerprint_of
 from aio_ckpt.plan.structure import Structure
 
-_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-_SHARDED_TYPES = _PLAIN_TYPES | {DTensor}
+_SHARDED_TYPES = PLAIN_TYPES | {DTensor}
 
 
 class OptimizerLike(Protocol):
@@ -158,7 +157,7 @@ def _tensors_of(guarded: Any) -> list[torch.Tensor]:
         entries = (entry for entry in state.values() if type(entry) is dict or isinstance(entry, Mapping))
         values += chain.from_iterable(entry.values() for entry in entries)
     kinds = {*map(type, values)}
-    if kinds <= _PLAIN_TYPES:
+    if kinds <= PLAIN_TYPES:
         return values  # type: ignore[return-value]
     if not kinds <= _SHARDED_TYPES:
         values = [part for value in values if isinstance(value, torch.Tensor) for part in plain_tensors(value)]

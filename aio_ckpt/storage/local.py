@@ -29,7 +29,7 @@ from aio_ckpt.storage.data_file import DataFile, ReadFile, open_regular_file, tr
 from aio_ckpt.storage.direct_io import NOT_SUPPORTED, PageCache
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.freshness import found_afresh
-from aio_ckpt.storage.paths import make_dirs, remade
+from aio_ckpt.storage.paths import make_dirs, remaking
 from aio_ckpt.storage.root_lock import RootLock
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class Storage:
 
     def make_dir(self, path: Path) -> Coro[None]:
         """Create a directory, which must not exist. Its name is not durable yet."""
-        return self._run(WriteError, path, os.mkdir, path)
+        return self._run(WriteError, path, remaking, path.parent, functools.partial(os.mkdir, path))
 
     def make_dirs(self, *paths: Path) -> Coro[None]:
         """Create directories and their missing parents, durably. A directory may exist."""
@@ -149,9 +149,7 @@ class Storage:
         try:
             await self.make_dir(pending)
         except WriteError as error:
-            if error.errno == errno.ENOENT and await self._run(WriteError, pending, remade, pending.parent):
-                await self.make_dir(pending)
-            elif error.errno != errno.EEXIST:
+            if error.errno != errno.EEXIST:
                 raise
 
     async def has_begun(self, pending: Path) -> bool:
@@ -214,7 +212,7 @@ class Storage:
 
     def rename(self, src: Path, dst: Path) -> Coro[None]:
         """Rename a file or directory. Raises WriteError (EEXIST) if ``dst`` exists, of whatever type."""
-        return self._run(WriteError, dst, _rename, src, dst)
+        return self._run(WriteError, dst, remaking, dst.parent, functools.partial(_rename_no_replace, src, dst))
 
     def exchange(self, a: Path, b: Path) -> Coro[None]:
         """Swap two names in one step. Raises RootError if the file system cannot."""
@@ -337,15 +335,6 @@ def _renameat2(src: Path, dst: Path, flags: int) -> None:
             return
         code = ctypes.get_errno()
     raise OSError(code, os.strerror(code), str(src), None, str(dst))
-
-
-def _rename(src: Path, dst: Path) -> None:
-    try:
-        _rename_no_replace(src, dst)
-    except FileNotFoundError:
-        if not remade(dst.parent):
-            raise
-        _rename_no_replace(src, dst)
 
 
 def _rename_no_replace(src: Path, dst: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 
@@ -63,15 +64,19 @@ def device_of(path: Path) -> int:
     return -1
 
 
-def remade(directory: Path) -> bool:
-    """Make one of the engine's own directories again, if somebody has removed it while it was empty; else return False.
+def remaking(directory: Path, act: Callable[[], None]) -> None:
+    """Call ``act``, which makes a name in ``directory``.
 
-    A root that is gone is not made.
+    If that is one of the engine's own directories, and somebody has removed it while it was empty, it is made again. A
+    root that is gone is not made.
     """
-    is_removed = directory.parent.name == ENGINE_DIR and directory.parent.is_dir() and not directory.exists()
-    if is_removed:
+    try:
+        act()
+    except FileNotFoundError:
+        if directory.parent.name != ENGINE_DIR or not directory.parent.is_dir():
+            raise
         make_dirs(directory)
-    return is_removed
+        act()
 
 
 def make_dirs(*paths: Path) -> None:
