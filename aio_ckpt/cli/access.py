@@ -5,6 +5,7 @@ Commands import this module in their bodies, because ``--help`` and the completi
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from aio_ckpt.storage.small_files import saves_in
 T = TypeVar("T")
 READERS = 4
 """Reads in flight at once of a command that has no ``--workers``."""
+REFUSED = (errno.EACCES, errno.EPERM)
 _HOUSEKEEPING_THREADS = 2
 _CLOSE_SECS = 5.0
 
@@ -69,6 +71,19 @@ async def all_steps(storage: Storage, root: Path, names: StepNames) -> list[Comm
     """Return each committed checkpoint, and each that has lost its ``.metadata``, ascending by step."""
     committed, torn = await discover_all(storage, root, names)
     return sorted([*committed, *torn], key=lambda checkpoint: checkpoint.step)
+
+
+async def refused_steps(storage: Storage, root: Path, names: StepNames) -> list[Path]:
+    """Return the step directories of a root that this user may not look into, and a listing passes by."""
+    refused: list[Path] = []
+    for name in sorted(await names_in(storage, root)):
+        if names.step(name) is not None:
+            try:
+                await storage.status(root / name / METADATA_FILE)
+            except ReadError as error:
+                if error.errno in REFUSED:  # a file or a loop of links never was a step
+                    refused.append(root / name)
+    return refused
 
 
 async def _is_checkpoint(storage: Storage, path: Path) -> bool:

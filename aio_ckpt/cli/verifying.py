@@ -48,21 +48,23 @@ class _Verified(msgspec.Struct, frozen=True, kw_only=True):
 def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool) -> int:
     """Read every byte of a checkpoint, or of all of a root.
 
-    Exit code 1 if any byte is not as it was written.
+    Exit code 1 if any byte is not as it was written, or may not be read.
     """
-    from aio_ckpt.cli.access import call, locate
+    from aio_ckpt.cli.access import REFUSED, call, locate, refused_steps
 
     screen = Screen(as_json=as_json)
     results: list[_Verified] = []
 
     async def work(storage: Storage, executor: Executor) -> None:
         found = await locate(storage, path, names)
+        if path not in found:
+            found = [*found, *await refused_steps(storage, path, names)]
         sizes: list[int] = []
         for checkpoint in found:
             try:
                 sizes.append(sum((await storage.lengths(checkpoint)).values()))
             except ReadError as error:  # deleted since it was listed, or to be reported by verify
-                if error.errno not in (errno.ENOENT, errno.EACCES, errno.EPERM):
+                if error.errno not in (errno.ENOENT, *REFUSED):
                     raise
                 sizes.append(0)
         total, done = sum(sizes), 0

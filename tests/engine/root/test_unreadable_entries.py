@@ -129,6 +129,27 @@ def test_a_step_whose_directory_cannot_be_listed_is_named_and_hides_no_other(
         assert called(capsys, "prune", root, "--keep-last", "1", "--yes")[:2] == (0, "nothing to delete\n")
 
 
+def test_verify_of_a_root_counts_a_step_that_it_may_not_look_into_as_a_fault(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2)
+    real = Storage.status
+
+    async def status(self: Storage, path: Path) -> FileStatus | None:
+        if path.parent == steps_dir(root, 2):
+            raise ReadError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return await real(self, path)
+
+    monkeypatch.setattr(Storage, "status", status)
+    code, out, _ = called(capsys, "verify", root)
+    assert code == 1
+    assert "step_000000001: good" in out
+    assert "Permission denied" in out
+    assert "2 checkpoints, 1 with faults" in out
+    assert "delete" not in out, "whoever may read it may find it good"
+
+
 @pytest.mark.parametrize(
     "command", [("ls",), ("du",), ("verify",), ("inspect",), ("prune", "--keep-last", "1", "--yes"), ("rollback", "1")]
 )
