@@ -22,6 +22,7 @@ import torch
 from aio_ckpt.argument_checks import MAX_SECS, check_wait, shown
 from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.reports import Progress, SaveReport, title
+from aio_ckpt.runtime.ctrl_c import new_future
 
 __all__ = ["Milestone", "PendingCall", "SaveTicket", "finish", "resolve_with"]
 
@@ -41,7 +42,7 @@ class Milestone(Generic[T]):
         """``name`` is used in errors. ``portal_check(what)`` raises on the engine's threads and in a forked child."""
         self.name = name
         self._check = portal_check
-        self._future: Future[T] = Future()
+        self._future: Future[T] = new_future()
         self._traceback: TracebackType | None = None
         self._observed = False
 
@@ -170,6 +171,8 @@ class PendingCall(Milestone[T]):
     wait is given up, the call goes on. If it is used as a value, a TypeError names ``await``. If nobody waits for it,
     a RuntimeWarning does.
     """
+
+    _was_waited_for = True  # of an instance whose constructor Ctrl-C ended
 
     def __init__(self, name: str, portal_check: Callable[[str], None], work: Future[T]) -> None:
         """The outcome is that of ``work``."""

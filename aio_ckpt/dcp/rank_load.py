@@ -37,6 +37,7 @@ from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.rank_manifest import FileTable, ObjectEntry
 from aio_ckpt.leaves.tensor_memory import span_of
 from aio_ckpt.restore.page_cache import share_page_cache
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import run_blocking
 
@@ -82,7 +83,7 @@ class RankLoad:
 
     def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``work``. After Ctrl-C, this raises once no thread fills a target any more."""
-        given_up: Future[None] = Future()
+        given_up: Future[None] = new_future()
         return cancellable_result_blocking(self.runtime.portal.submit(run_cancellable, given_up, work), given_up)
 
     def _files(self) -> Files:

@@ -69,6 +69,7 @@ from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_gr
 from aio_ckpt.remote_path import Place, RemotePath
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
 from aio_ckpt.rescue import Rescue
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Executor, Portal, await_at_exit, start_beside
 from aio_ckpt.runtime.priority import lower_priority
@@ -724,7 +725,7 @@ class CheckpointEngine(BaseEngine):
             Exception: any error of a ``load_state_dict``. All tensors are filled by then; ``target_modified`` is False
                 if there was nothing to fill.
         """
-        given_up: Future[None] = Future()
+        given_up: Future[None] = new_future()
         options = LoadOptions(
             step=step,
             path=path,

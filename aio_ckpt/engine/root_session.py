@@ -33,6 +33,7 @@ from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, EngineClosedEr
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.remote_path import Place, RemotePath, check_place, find_remote, place_of
 from aio_ckpt.rescue import Rescue
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import follow
@@ -658,7 +659,7 @@ class _LockTaking:
         self._mutex = Lock()
         self.has_begun = self._is_given_up = False
         self._taken: RootLock | None = None
-        self.ended: Future[None] = Future()
+        self.ended: Future[None] = new_future()
         """Done once the thread has ended."""
 
     def __call__(self) -> RootLock:

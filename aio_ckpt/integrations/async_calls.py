@@ -30,6 +30,7 @@ from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure
 from aio_ckpt.ranks.polls import AgreedWork, Work, work_failure
 from aio_ckpt.ranks.store_coordinator import default_coordinator
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.futures import follow, outcome_of, run_cancellable
 from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
@@ -168,7 +169,7 @@ class AsyncCallsQueue:
         self._shared = shared or self.shared or SaverResources(config or EngineConfig())
         self._calls: deque[_Call] = deque()
         self._members: Membership | None = None
-        self._given_up: Future[None] = Future()
+        self._given_up: Future[None] = new_future()
         """Done once the meeting of the ranks, if they have not met yet, is given up."""
         self.queues.append(weakref.ref(self))
 
@@ -259,7 +260,7 @@ class AsyncCallsQueue:
             members = self._members = Membership(
                 default_coordinator("queues of async calls"), owner, stall_secs=stall_secs
             )
-            self._given_up = Future()
+            self._given_up = new_future()
             if members.are_several:
                 coordinator, name = members.coordinator, "the queue of async calls"
                 coordinator.register(name, stall_secs=stall_secs)

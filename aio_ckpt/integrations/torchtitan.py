@@ -30,6 +30,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.patch_points import Expected, moved_names
 from aio_ckpt.reports import SaveReport
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import Milestone, SaveTicket
 
@@ -163,7 +164,7 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if async_mode == "disabled":
             ticket.result()
             return None
-        future: Future[None] = Future()
+        future: Future[None] = new_future()
 
         def finish(committed: Milestone[SaveReport | None]) -> None:
             error = committed.peek()

@@ -20,6 +20,7 @@ import torch
 from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, SharedMemoryFactory, arena_capacity, map_arena
 from aio_ckpt.memory.available import default_budget_bytes
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.portal import Condition, Executor, Lock
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
 
@@ -66,7 +67,7 @@ class Lease:
         self.arena = arena
         self.waited_secs = waited_secs
         """Seconds that ``acquire`` waited for earlier leases."""
-        self.ended: Future[None] = Future()
+        self.ended: Future[None] = new_future()
         self._on_end = on_end
         self._lock = Lock()
         self._holders: set[object] = set()

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from torch.distributed import DistStoreError
 
 from aio_ckpt.ranks.store_values import Store
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.portal import Executor, Lock
 
 _WAIT = datetime.timedelta(days=1)
@@ -51,7 +52,7 @@ class FlagWatch:
 
         The future raises the error of the store if it is gone.
         """
-        future: Future[None] = Future()
+        future: Future[None] = new_future()
         with self._lock:
             self._wanted[flag] = future
             if self._error is not None:

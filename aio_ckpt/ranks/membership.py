@@ -25,6 +25,7 @@ from aio_ckpt.memory.available import ranks_on_host
 from aio_ckpt.ranks.exchange import CallEnd, Coordinator, Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.storage.local import Storage
@@ -97,7 +98,7 @@ class Membership:
         """Whether this rank sends checksums of tensors in its next save, as the leader said."""
         self.sent = SentExtents()
         self._loads = 0
-        self.opened: Future[None] = Future()
+        self.opened: Future[None] = new_future()
         """Done when all ranks have met; its exception says why they have not."""
         if not self.are_several:
             self.opened.set_result(None)

@@ -19,6 +19,7 @@ from aio_ckpt.errors import AioCkptError, StallError
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure, Topic
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.futures import first_cause, follow
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.signals import Preemption
@@ -71,7 +72,7 @@ class AgreedPoll:
         self._polls = 0
         self._is_held = False
         self._first: int | None = None
-        self._decided: Future[None] = Future()
+        self._decided: Future[None] = new_future()
         self._is_watched = False
 
     @property

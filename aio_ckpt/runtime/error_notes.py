@@ -6,9 +6,12 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
-from aio_ckpt.ticket import SaveTicket
+
+if TYPE_CHECKING:
+    from aio_ckpt.ticket import SaveTicket
 
 
 def note_stage(error: BaseException, stage: str) -> None:

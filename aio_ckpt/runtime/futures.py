@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol, TypeVar
 
 import anyio
 
 from aio_ckpt.errors import SaveCancelledError
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.portal import watch_submissions
 
 T = TypeVar("T")
@@ -79,8 +80,8 @@ def cancellable_result_blocking(work: Future[T], given_up: Future[None]) -> T:
     finally:
         given_up.set_result(None)
         while not work.done():
-            with contextlib.suppress(KeyboardInterrupt):
-                wait([work])
+            with contextlib.suppress(KeyboardInterrupt, CancelledError):
+                work.exception()
 
 
 class Ending(Protocol):
@@ -93,7 +94,7 @@ class Ending(Protocol):
 
 def follow(future: Ending) -> Future[None]:
     """Return a future that is resolved when ``future`` is. A cancelled await cancels it, but never ``future``."""
-    follower: Future[None] = Future()
+    follower: Future[None] = new_future()
 
     def follow(_: object) -> None:
         if follower.set_running_or_notify_cancel():
@@ -105,7 +106,7 @@ def follow(future: Ending) -> Future[None]:
 
 def failed(error: BaseException) -> Future[Any]:
     """Return a future that holds ``error``."""
-    future: Future[Any] = Future()
+    future: Future[Any] = new_future()
     future.set_exception(error)
     return future
 
@@ -116,6 +117,6 @@ def outcome_of(work: Callable[[], object], errors: tuple[type[BaseException], ..
         work()
     except errors as error:
         return failed(error)
-    done: Future[None] = Future()
+    done: Future[None] = new_future()
     done.set_result(None)
     return done

@@ -46,6 +46,7 @@ from aio_ckpt.errors import (
     ThreadDiedError,
     WrongThreadError,
 )
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.limits import opening_refusal, thread_refusal, threads_remedy
 
 P = ParamSpec("P")
@@ -156,7 +157,7 @@ class Executor(concurrent.futures.Executor):
         """
         if os.getpid() != self._pid:
             raise _fork_refusal(self._pid, self._name)
-        future: Future[T] = Future()
+        future: Future[T] = new_future()
         work = future, functools.partial(fn, *args, **kwargs)
         with self._lock:
             if self._is_closed:
@@ -249,7 +250,7 @@ def start_beside_or_here(fn: Callable[[], T]) -> Future[T]:
     try:
         return start_beside(fn)
     except SystemLimitError:
-        future: Future[T] = Future()
+        future: Future[T] = new_future()
         _run_one(future, fn)
         return future
 
@@ -311,13 +312,13 @@ class Portal:
         self.name = name
         self._threads, self._thread_init = threads, thread_init
         self._pid = os.getpid()
-        self._is_closing = False
+        self._is_closing = self._has_ended = False
         self._executor: Executor | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: contextvars.Context | None = None
         self._group: anyio.abc.TaskGroup | None = None
-        self._ready: Future[None] = Future()
+        self._ready: Future[None] = new_future()
         self._unresolved: set[Future[Any]] = set()
         self._forget_exit: Callable[[], object] = _nothing
 
@@ -376,7 +377,8 @@ class Portal:
     @property
     def is_closed(self) -> bool:
         """Whether submissions are refused, because the portal was closed or never started, or its loop died."""
-        return self._is_closing or self._thread is None or not self._thread.is_alive()
+        # Not is_alive(): Ctrl-C in it makes Python 3.11 and 3.12 take a thread that lives for one that ended.
+        return self._is_closing or self._thread is None or self._has_ended
 
     def check_thread(self, what: str) -> None:
         """Refuse a wait on a thread of this portal, which would wait for itself.
@@ -405,7 +407,7 @@ class Portal:
         """
         if os.getpid() != self._pid:
             raise _fork_refusal(self._pid, self.name)
-        future: Future[T] = Future()
+        future: Future[T] = new_future()
         if on_done is not None:
             future.add_done_callback(on_done)
         # The future is added before its task is scheduled, so that a loop that ends in between resolves it.
@@ -498,6 +500,7 @@ class Portal:
             else:
                 _logger.exception("%s: the loop died", self.name)
         finally:
+            self._has_ended = True
             self._resolve_rest(cause)
 
     async def _main(self) -> None:

@@ -17,6 +17,7 @@ from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.chunks import Chunk
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
+from aio_ckpt.runtime.ctrl_c import new_future
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class Image:
             chunks=chunks,
             chunk_bytes=chunk_bytes,
             slots=slots,
-            written=tuple(Future() for _ in chunks[slots:]),
+            written=tuple(new_future() for _ in chunks[slots:]),
             base=base,
         )
 
@@ -141,7 +142,7 @@ def lease_image(
             chunks=chunks,
             chunk_bytes=layout.chunk_bytes,
             slots=slots,
-            written=tuple(Future() for _ in chunks[slots:]),
+            written=tuple(new_future() for _ in chunks[slots:]),
             has_constants=lease.arena.take_constants(layout) and slots >= len(chunks),
         )
     except BaseException:

@@ -18,6 +18,7 @@ from typing import Self
 
 from aio_ckpt.errors import RootError
 from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.limits import files_remedy
 from aio_ckpt.storage.durability import sync_dir
 from aio_ckpt.storage.os_errors import DISK_FULL
@@ -59,7 +60,7 @@ class RootLock:
         """Whether the file system has granted the lock. False: it has no locks."""
         self.is_forsaken = False
         """Whether its engine is being closed because nobody refers to it."""
-        self._released: Future[None] = Future()
+        self._released: Future[None] = new_future()
         self._entry = (self._pid, weakref.ref(self))
         try:
             self._claim()
