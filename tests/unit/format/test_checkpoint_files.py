@@ -58,9 +58,17 @@ def test_what_stock_dcp_wrote_has_no_trailer(data: bytes) -> None:
     assert save_of_metadata(data) is None
 
 
-@pytest.mark.parametrize("bit", range(8 * TRAILER_BYTES))
-def test_a_flipped_bit_of_the_trailer_is_found(bit: int) -> None:
-    data = bytearray(trailer(SAVE))
-    data[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(MismatchError, match="its last"):
-        save_of_metadata(bytes(data))
+def refusal_of(data: bytes) -> str:
+    try:
+        save_of_metadata(data)
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_flipped_bit_of_the_trailer_is_found() -> None:
+    whole = trailer(SAVE)
+    for bit in range(8 * TRAILER_BYTES):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        assert "its last" in refusal_of(bytes(data)), bit
