@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -113,8 +112,7 @@ def test_a_run_that_is_killed_goes_on_with_equal_losses(bucket: str) -> None:
 @pytest.mark.parametrize("count", [1, slow(25)])
 def test_a_short_process_that_saves_to_a_store_exits_cleanly(bucket: str, count: int) -> None:
     for number in range(count):
-        command = [sys.executable, "-c", TRAINER, f"{bucket}/exits", str(number + 1), "0"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240.0, check=False)
+        done = run_warm(TRAINER, f"{bucket}/exits", str(number + 1), "0", is_end_tested=True, timeout=240.0)
         assert (done.returncode, done.stderr) == (0, "")
 
 
