@@ -38,16 +38,16 @@ def values(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 3, 1000, 100_003])
-def test_a_sum_depends_on_the_content_alone_and_on_every_part_of_it(dtype: torch.dtype, count: int) -> None:
-    tensor = values(count, dtype)
-    found, same = sums(tensor, tensor.clone())
-    assert found == same
-    raw = tensor.view(torch.uint8)
-    for place in {0, raw.numel() // 2, raw.numel() - 1}:
-        raw[place] ^= 1
-        assert sums(tensor) != [found], place
-        raw[place] ^= 1
+def test_a_sum_depends_on_the_content_alone_and_on_every_part_of_it(dtype: torch.dtype) -> None:
+    for count in (1, 3, 1000, 100_003):
+        tensor = values(count, dtype)
+        found, same = sums(tensor, tensor.clone())
+        assert found == same, count
+        raw = tensor.view(torch.uint8)
+        for place in {0, raw.numel() // 2, raw.numel() - 1}:
+            raw[place] ^= 1
+            assert sums(tensor) != [found], (count, place)
+            raw[place] ^= 1
 
 
 def test_an_order_is_seen() -> None:
