@@ -14,7 +14,7 @@ from aio_ckpt.checkpoint.boxes import Box, check_boxes, overlapping_boxes
 from aio_ckpt.errors import CorruptCheckpointError
 
 SIZES = st.integers(0, 3)
-SHARDS = 200_000
+SHARDS = 60_000
 
 
 def elements(box: Box) -> set[tuple[int, ...]]:
@@ -43,7 +43,7 @@ def test_the_time_grows_as_that_of_sorting_with_the_number_of_shards(side: int) 
     boxes: list[Box] = [((number // side, number % side), (1, 1)) for number in range(SHARDS)]
     began = time.perf_counter()
     assert overlapping_boxes(boxes) is None
-    assert time.perf_counter() - began < 30, "all pairs would take an hour"
+    assert time.perf_counter() - began < 30, "all pairs would take minutes"
 
 
 def test_tensors_that_are_cut_alike_are_looked_at_once() -> None:
