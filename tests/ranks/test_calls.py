@@ -317,8 +317,11 @@ def save_on(
     return raised, held
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: next(iter(refused)))
+@pytest.mark.parametrize(
+    ("refused", "in_flight"),
+    [(REFUSED[0], 1), *((refused, 2) for refused in REFUSED), *(slow(refused, 1) for refused in REFUSED[1:])],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else None,
+)
 def test_no_checkpoint_mixes_iterations_after_one_rank_was_refused_an_argument(
     two: Ranks, tmp_path: Path, refused: dict[str, Any], in_flight: int
 ) -> None:
