@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from aio_ckpt.checkpoint.catalog import Shards, global_shape
+from aio_ckpt.checkpoint.rank_names import empty_containers
 from aio_ckpt.leaves.objects import type_name
 from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.leaves.values import Target
@@ -46,8 +47,15 @@ class ModuleDifferences:
         prefix, options, stored = taker.name, taker.options, taker.checkpoint.catalog.shards
         mine = {*own}
         given = {part for name in taker.names for part in branches_of(name)}
-        missing = [name for name in own if name not in given and not is_extra_state(name)]
-        unexpected = [name for name in taker.names if name in stored and mine.isdisjoint(branches_of(name))]
+        missing = [name for name in own if name not in given]
+        if extra := {*filter(is_extra_state, missing)}:
+            extra &= empty_containers(taker.checkpoint, extra, taker.ctx.rank)
+            missing = [name for name in missing if name not in extra]
+        unexpected = [
+            name
+            for name in taker.names
+            if mine.isdisjoint(branches_of(name)) and (name in stored or any(map(is_extra_state, branches_of(name))))
+        ]
         if missing and not options.allow_missing:
             self.missing += missing
             start = len(prefix_of(prefix or None))

@@ -394,6 +394,31 @@ def test_a_module_takes_back_an_extra_state_that_is_a_tensor_of_another_length(
     assert not report.mismatched
 
 
+@pytest.mark.parametrize("extra", [{"scale": torch.ones(2), "recipe": "fp8"}, {"recipe": "fp8"}, torch.ones(2), None])
+def test_an_extra_state_that_the_module_has_no_place_for_is_refused_and_the_remedy_works(
+    engine: SyncCheckpointEngine, extra: Any
+) -> None:
+    saved, plain = nn.Sequential(Extra(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    saved[0].extra, before = extra, plain[0].weight.detach().clone()
+    engine.save({"m": saved}).result(SECS)
+    with pytest.raises(TemplateMismatchError, match=r"rename=\{'m.0._extra_state': None\} leaves them out"):
+        engine.load({"m": plain})
+    assert torch.equal(plain[0].weight, before), "nothing was touched"
+    engine.load({"m": plain}, rename={"m.0._extra_state": None})
+    assert torch.equal(plain[0].weight, saved[0].weight)
+
+
+def test_an_extra_state_that_is_not_stored_is_missing(engine: SyncCheckpointEngine) -> None:
+    saved, other = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(Extra(2, 2))
+    before = other[0].weight.detach().clone()
+    engine.save({"m": saved}).result(SECS)
+    with pytest.raises(MissingNameError, match=r"'m.0._extra_state'; allow_missing=True"):
+        engine.load({"m": other})
+    assert torch.equal(other[0].weight, before), "nothing was touched"
+    engine.load({"m": other}, allow_missing=True)
+    assert torch.equal(other[0].weight, saved[0].weight)
+
+
 def test_a_module_that_takes_other_names_than_it_has_decides_for_itself(engine: SyncCheckpointEngine) -> None:
     """A hook of torch's weight_norm reads the names that older versions wrote."""
     old = {"weight_g": torch.full((2, 1), 3.0), "weight_v": torch.eye(2), "bias": torch.zeros(2)}
