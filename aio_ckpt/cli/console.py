@@ -124,8 +124,8 @@ class Screen:
     def progress(self, label: str, total: int, *, quiet_secs: float = 0.0) -> Iterator[Advance]:
         """Show the progress towards ``total``: a bar on a terminal, some lines on standard error otherwise.
 
-        The first line comes after ``quiet_secs``. Any one thread may call the yielded function. Lines that are
-        written meanwhile stand above the bar.
+        The first line comes ``quiet_secs`` after the first call. Any one thread may call the yielded function. Lines
+        that are written meanwhile stand above the bar.
         """
         stream = next((each for each in (self._stream, sys.stderr) if _is_terminal(each)), None)
         if stream is None:
@@ -149,10 +149,11 @@ class Screen:
 
 
 def _plain_advance(label: str, total: int, quiet_secs: float) -> Advance:
-    said, begin = 0, time.monotonic()
+    said, begin = 0, None
 
     def advance(done: int, words: str) -> None:
-        nonlocal said
+        nonlocal said, begin
+        begin = begin or time.monotonic()
         part = _PLAIN_LINES * done // max(total, 1)
         if part > said and time.monotonic() - begin >= quiet_secs:
             said = part
@@ -190,12 +191,19 @@ def _cells(text: str) -> int:
 
 @contextmanager
 def bytes_progress(screen: Screen, label: str) -> Iterator[OnProgress]:
-    """Show a progress. The yielded function takes the bytes done so far, and those in all."""
+    """Show a progress. The yielded function takes the bytes done so far, and those in all.
+
+    The rate is that since its first call: before it, the command imports torch and looks at the files.
+    """
     with screen.progress(label, _PARTS, quiet_secs=_QUIET_SECS) as advance:
-        begin = time.monotonic()
+        first: tuple[float, int] | None = None
 
         def on_progress(done: int, total: int) -> None:
-            words = pace_words(done, total, time.monotonic() - begin)
+            nonlocal first
+            now = time.monotonic()
+            first = first or (now, done)
+            secs, moved = now - first[0], done - first[1]
+            words = pace_words(done, total, moved / secs if secs > 0 else 0.0)
             advance(_PARTS * done // total if total else _PARTS, words)
 
         yield on_progress
@@ -216,9 +224,8 @@ def counted(begin: int, most: int, total: int, on_progress: OnProgress) -> Calla
     return on_read
 
 
-def pace_words(done: int, total: int, secs: float) -> str:
+def pace_words(done: int, total: int, rate: float) -> str:
     """Return how much of how much, how fast, and how long it will still take: ``1 GB of 3 GB, 1 GB/s, 2 s left``."""
-    rate = done / secs if secs > 0 else 0.0
     said = f"{amount(done)} of {amount(total)}, {amount(rate)}/s"
     return f"{said}, {clock_text((total - done) / rate)} left" if rate else said
 

@@ -68,6 +68,7 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
                     raise
                 sizes.append(0)
         total, done = sum(sizes), 0
+        on_progress(done, total)
         sound: set[SharedFile] = set()
         for checkpoint, nbytes in zip(found, sizes, strict=True):
             on_read = counted(done, nbytes, total, on_progress)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from command_line import called
 
+from aio_ckpt.cli import console
 from aio_ckpt.cli.console import Screen, age_text, bytes_progress, clock_text, pace_words, plural
 
 ROWS = [("x" * 100, "a b", "10"), ("日本", "c", "9")]
@@ -91,9 +93,23 @@ def test_a_bar_of_nothing_ends_full(capsys, terminal):
 
 
 def test_the_words_of_a_progress_tell_rate_and_remaining_time():
-    assert pace_words(10**9, 3 * 10**9, 2.0) == "1 GB of 3 GB, 500 MB/s, 4 s left"
+    assert pace_words(10**9, 3 * 10**9, 5e8) == "1 GB of 3 GB, 500 MB/s, 4 s left"
     assert pace_words(0, 3 * 10**9, 0.0) == "0 B of 3 GB, 0 B/s"
     assert [*map(clock_text, (0.2, 59, 125, 3720))] == ["0 s", "59 s", "2:05 min", "1:02 h"]
+
+
+def test_the_time_before_the_first_byte_counts_for_no_rate_and_no_quiet_second(capsys, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now))
+    with bytes_progress(Screen(as_json=False), "verify") as on_progress:
+        now += 60  # torch is imported
+        on_progress(10**6, 10**9)
+        now += 2
+        on_progress(4 * 10**8, 10**9)
+        assert capsys.readouterr().err == ""
+        now += 2
+        on_progress(801 * 10**6, 10**9)
+    assert capsys.readouterr().err == "verify: 801 MB of 1 GB, 200 MB/s, 1 s left\n"
 
 
 def test_an_age_has_one_unit():
