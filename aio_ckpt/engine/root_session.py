@@ -147,8 +147,8 @@ def _check_directory(path: Path) -> int:
         try:
             status = place.stat()
         except FileNotFoundError:
-            if place.is_symlink():  # to nothing
-                raise
+            if place.is_symlink():
+                raise FileNotFoundError(errno.ENOENT, f"the symbolic link {place} leads nowhere", str(place)) from None
             continue
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))

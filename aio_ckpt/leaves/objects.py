@@ -224,7 +224,7 @@ class ObjectEncoder:
             self._add_if_unsafe(name, data, frozenset({name}), unsafe)
         if unsafe:
             self._warned.update(unsafe.values())
-            _warn([f"{name!r} (a {refused})" for name, refused in unsafe.items()])
+            _warn([f"{name!r} ({refused})" for name, refused in unsafe.items()])
         return ObjectBytes(region=b"".join(parts), spans=tuple(spans))
 
     def _add_if_unsafe(self, name: str, data: bytes, names: frozenset[str], unsafe: dict[str, str]) -> None:

@@ -382,6 +382,12 @@ def test_a_root_that_cannot_be_made_is_refused(read_only: Path) -> None:
         CheckpointEngine(read_only / "sub" / "ckpt")
 
 
+def test_a_root_that_is_a_link_to_nothing_is_refused_as_one(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to("scratch")
+    with refused(tmp_path, RootError, OSError, "the symbolic link .*/runs leads nowhere"):
+        CheckpointEngine(tmp_path / "runs")
+
+
 def test_a_second_writer_is_refused_and_reading_is_not(root: Path) -> None:
     with SyncCheckpointEngine(root) as first, SyncCheckpointEngine(root) as second:
         first.save({"w": torch.ones(2)}).result(TIMEOUT)
