@@ -243,10 +243,11 @@ def loads_of_ours(trainer: Trainer, root: Path) -> int:
 
     from aio_ckpt.integrations.async_calls import SaverResources
     from aio_ckpt.integrations.megatron.names import core
-    from aio_ckpt.integrations.megatron.strategies import our_reader, placed
+    from aio_ckpt.integrations.megatron.strategies import our_reader
+    from aio_ckpt.integrations.patch_points import replaced
 
     ours = functools.partial(our_reader, SaverResources(EngineConfig()), core.reader.value)
-    with placed(core.reader, ours), placed(core.common_reader, ours):
+    with replaced(core.reader, ours), replaced(core.common_reader, ours):
         return newest_of(trainer, root)
 
 

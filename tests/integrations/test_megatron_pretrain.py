@@ -11,7 +11,7 @@ import pytest
 import torch
 from child_python import child_environment
 from megatron_stubs import has_training
-from saved_files import root_manifest
+from saved_files import ROOT_MANIFEST
 from torchrun import run_logged, torchrun
 
 import aio_ckpt
@@ -70,7 +70,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def is_ours(folder: Path, iteration: int) -> bool:
     """Whether this package has written the checkpoint."""
-    return root_manifest(folder / f"iter_{iteration:07d}").is_file()
+    return bool(list((folder / f"iter_{iteration:07d}").glob(ROOT_MANIFEST)))
 
 
 def files_in(folder: Path, iteration: int) -> int:

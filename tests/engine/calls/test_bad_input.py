@@ -384,7 +384,7 @@ def test_a_root_that_cannot_be_made_is_refused(read_only: Path) -> None:
 
 def test_a_root_that_is_a_link_to_nothing_is_refused_as_one(tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to("scratch")
-    with pytest.raises(RootError, match="the symbolic link .*/runs leads nowhere"):
+    with pytest.raises(RootError, match=r"the symbolic link .*/runs leads nowhere"):
         CheckpointEngine(tmp_path / "runs")
 
 

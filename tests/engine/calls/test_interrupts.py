@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dis
 import gc
 import os
@@ -23,7 +24,7 @@ from aio_ckpt.engine.job import SaveJob, WriteJob
 from aio_ckpt.errors import SaveCancelledError
 from aio_ckpt.memory import lifetime
 from aio_ckpt.plan import save_plan as plan
-from aio_ckpt.runtime import deadline, futures, portal
+from aio_ckpt.runtime import ctrl_c, deadline, futures, portal
 from aio_ckpt.snapshot import capture as snapshot
 from aio_ckpt.snapshot import captured_chunks, image, stall_timer
 from aio_ckpt.storage import root_lock as rootlock
@@ -36,6 +37,8 @@ TRACED = {
     for module in (
         agreement,
         capture_resources,
+        concurrent.futures._base,
+        ctrl_c,
         deadline,
         futures,
         engine,
@@ -56,7 +59,7 @@ TRACED = {
 }
 FOREIGN = {"Condition.__enter__", "Condition.__exit__"}
 """Of the standard library, in Python: a lock that is taken there is lost when they are interrupted. Nothing of ours
-enters a Condition; a Future does, where nobody can help it."""
+enters a Condition, nor does a future of ours."""
 EVERY = [pytest.param(29, id="every 29th place"), slow(1, id="every place")]
 NEVER = 1 << 60
 """A place that no call reaches. CPython 3.12 traces the opcodes of a function only if its first call was traced."""
