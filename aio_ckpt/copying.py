@@ -130,6 +130,7 @@ async def copy_checkpoint(
         done = min(done + more, total)
         on_progress(done, total)
 
+    advance(0)
     wanted = _CopyRequest(source=source, files=files, step=number, names=names)
     if isinstance(root, RemotePath):
         await _check_free(storage, root, names, number)

@@ -15,6 +15,7 @@ from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.object_store import AnyStorage
@@ -76,6 +77,8 @@ async def all_steps(storage: Storage, root: Path, names: StepNames) -> list[Comm
 async def refused_steps(storage: Storage, root: Path, names: StepNames) -> list[Path]:
     """Return the step directories of a root that this user may not look into, and a listing passes by."""
     refused: list[Path] = []
+    if isinstance(root, RemotePath):  # its places have no permissions of their own
+        return refused
     for name in sorted(await names_in(storage, root)):
         if names.step(name) is not None:
             try:

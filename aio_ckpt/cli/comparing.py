@@ -198,6 +198,7 @@ async def _compare_values(
     ctx = ReadContext(config=EngineConfig(), storage=storage, executor=executor)
     total, done = sum(leaf.nbytes for leaf in leaves), 0
     changes: list[ValueChange] = []
+    on_progress(done, total)
     for batch in batches(leaves, _BATCH_BYTES):
         tensors = [leaf.name for leaf in batch if leaf.kind == "tensor"]
         read: list[Mapping[str, Any]] = []

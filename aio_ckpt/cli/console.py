@@ -201,7 +201,7 @@ def bytes_progress(screen: Screen, label: str) -> Iterator[OnProgress]:
         def on_progress(done: int, total: int) -> None:
             nonlocal first
             now = time.monotonic()
-            first = first or (now, done)
+            first = first if first and first[1] <= done else (now, done)  # it begins anew if a step was replaced
             secs, moved = now - first[0], done - first[1]
             words = pace_words(done, total, moved / secs if secs > 0 else 0.0)
             advance(_PARTS * done // total if total else _PARTS, words)

@@ -118,7 +118,10 @@ async def _verify(
         except AioCkptError as error:  # an unreadable checkpoint must not hide the faults of the others
             return (verify.fault_of(error, file=checkpoint.name, tensor=None),)
 
-    faults = await unless_replaced(storage, checkpoint, faults_now, lambda found: not found)
+    try:
+        faults = await unless_replaced(storage, checkpoint, faults_now, lambda found: not found)
+    except ReadError as error:  # of the directory itself
+        faults = (verify.fault_of(error, file=checkpoint.name, tensor=None),)
     secs = time.perf_counter() - begin
     return _Verified(path=str(checkpoint), nbytes=nbytes, secs=secs, faults=faults or (), is_gone=faults is None)
 

@@ -5,7 +5,7 @@ Torch itself copies what agrees in name and shape and raises for the rest, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -48,14 +48,10 @@ class ModuleDifferences:
         mine = {*own}
         given = {part for name in taker.names for part in branches_of(name)}
         missing = [name for name in own if name not in given]
-        if extra := {*filter(is_extra_state, missing)}:
-            extra &= empty_containers(taker.checkpoint, extra, taker.ctx.rank)
-            missing = [name for name in missing if name not in extra]
-        unexpected = [
-            name
-            for name in taker.names
-            if mine.isdisjoint(branches_of(name)) and (name in stored or any(map(is_extra_state, branches_of(name))))
-        ]
+        if extra := [name for name in missing if is_extra_state(name)]:
+            held_empty = _stored_empty(taker, extra)
+            missing = [name for name in missing if name not in held_empty]
+        unexpected = [name for name in taker.names if mine.isdisjoint(branches_of(name)) and _is_refused(taker, name)]
         if missing and not options.allow_missing:
             self.missing += missing
             start = len(prefix_of(prefix or None))
@@ -77,6 +73,30 @@ class ModuleDifferences:
                     self.faults.append(f"{name!r} {shape_fault(tensor, shards)}")
             elif memory_of(tensor).dtype is not shards[0].dtype:
                 self.converted.append((name, memory_of(tensor).dtype))
+
+
+def _stored_empty(taker: StatefulTaker, names: Sequence[str]) -> Set[str]:
+    """Return those of ``names``, below which no leaf is stored, that were saved as an empty container."""
+    if taker.branch is None:
+        return frozenset()
+    start, prefix = len(prefix_of(taker.name or None)), prefix_of(taker.branch or None)
+    stored = {prefix + name[start:]: name for name in names}
+    return {stored[name] for name in empty_containers(taker.checkpoint, stored.keys(), taker.ctx.rank)}
+
+
+def _is_refused(taker: StatefulTaker, name: str) -> bool:
+    """Return whether the module refuses the stored ``name``, which its ``state_dict()`` lacks.
+
+    A module may take an extra state and give none.
+    """
+    place = next((branch for branch in branches_of(name) if is_extra_state(branch)), None)
+    if place is None:
+        return name in taker.checkpoint.catalog.shards
+    try:
+        owner = taker.value.get_submodule(place[len(prefix_of(taker.name or None)) :].rpartition(".")[0])
+    except AttributeError:
+        return True
+    return type(owner).set_extra_state is torch.nn.Module.set_extra_state
 
 
 def _tops(unexpected: Sequence[str], names: Iterable[str], *, below: str) -> list[str]:

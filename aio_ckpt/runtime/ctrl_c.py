@@ -27,13 +27,26 @@ class _Condition(RLock):  # type: ignore[misc]  # typeshed calls the class final
             self.release()
             waiter.acquire(timeout=-1 if timeout is None else max(timeout, 0))
         finally:
-            if not self._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may have come before the release
-                self.acquire()
+            interrupt, is_back = None, False
+            while not is_back:
+                try:
+                    if not self._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may have come before the release
+                        self.acquire()
+                    if waiter in self._waiters:
+                        self._waiters.remove(waiter)
+                    is_back = True
+                except KeyboardInterrupt as error:
+                    interrupt = error
+            if interrupt is not None:
+                raise interrupt
 
     def notify_all(self) -> None:
         """Wake every thread that waits. The caller holds the lock."""
         while self._waiters:
-            self._waiters.pop().release()
+            waiter = self._waiters[-1]
+            if waiter.locked():  # else Ctrl-C came after the release
+                waiter.release()
+            self._waiters.pop()  # last: a waiter off the list that was not released would wait for ever
 
 
 def new_future() -> Future[Any]:

@@ -78,10 +78,17 @@ def cancellable_result_blocking(work: Future[T], given_up: Future[None]) -> T:
     try:
         return work.result()
     finally:
-        given_up.set_result(None)
-        while not work.done():
-            with contextlib.suppress(KeyboardInterrupt, CancelledError):
+        is_over = False
+        while not is_over:
+            try:
+                if not given_up.done():
+                    given_up.set_result(None)
                 work.exception()
+                is_over = True
+            except CancelledError:
+                is_over = True
+            except KeyboardInterrupt:
+                pass
 
 
 class Ending(Protocol):

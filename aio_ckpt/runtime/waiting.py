@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,10 +139,16 @@ class WaitWarning:
 
     def wait_for(self, futures: Iterable[Future[Any]], timeout_secs: float = MAX_SECS) -> bool:
         """Block until all ``futures`` are done, and log the lines meanwhile; False after ``timeout_secs``."""
-        left, deadline = set(futures), time.monotonic() + timeout_secs
-        while left := wait(left, self.pause_secs(max(0.0, deadline - time.monotonic()))).not_done:
-            if time.monotonic() >= deadline:
-                return False
+        deadline = time.monotonic() + timeout_secs
+        for future in futures:  # one by one: Ctrl-C in concurrent.futures.wait() would leave them locked
+            while not future.done():
+                try:
+                    future.exception(self.pause_secs(max(0.0, deadline - time.monotonic())))
+                except CancelledError:
+                    pass
+                except TimeoutError:
+                    if time.monotonic() >= deadline:
+                        return False
         return True
 
 

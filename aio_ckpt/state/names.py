@@ -25,7 +25,7 @@ def is_below(name: str, prefix: str) -> bool:
 def is_extra_state(name: str) -> bool:
     """Return whether ``name`` is that of what ``get_extra_state`` of a module of torch returns.
 
-    It need not be a tensor, nor be stored, and ``set_extra_state`` takes a tensor of any shape.
+    It need not be a tensor, and ``set_extra_state`` takes a tensor of any shape.
     """
     return name.rpartition(".")[2] == "_extra_state"
 

@@ -408,6 +408,29 @@ def test_an_extra_state_that_the_module_has_no_place_for_is_refused_and_the_reme
     assert torch.equal(plain[0].weight, saved[0].weight)
 
 
+def test_an_empty_extra_state_is_there_under_another_name_too(engine: SyncCheckpointEngine) -> None:
+    saved, other = (nn.Sequential(Extra(2, 2)) for _ in range(2))
+    saved[0].extra, other[0].extra = {}, {"old": 1}
+    engine.save({"before": saved}).result(SECS)
+    engine.load({"m": other}, rename={"before": "m"})
+    assert other[0].extra == {}
+
+
+def test_a_module_may_take_an_extra_state_and_give_none(engine: SyncCheckpointEngine) -> None:
+    class Takes(nn.Linear):
+        taken: Any = None
+
+        def set_extra_state(self, state: Any) -> None:
+            self.taken = state
+
+    saved, other = nn.Sequential(Extra(2, 2)), nn.Sequential(Takes(2, 2))
+    saved[0].extra = {"scale": torch.ones(2), "recipe": "fp8"}
+    engine.save({"m": saved}).result(SECS)
+    engine.load({"m": other})
+    assert other[0].taken["recipe"] == "fp8"
+    assert torch.equal(other[0].taken["scale"], torch.ones(2))
+
+
 def test_an_extra_state_that_is_not_stored_is_missing(engine: SyncCheckpointEngine) -> None:
     saved, other = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(Extra(2, 2))
     before = other[0].weight.detach().clone()

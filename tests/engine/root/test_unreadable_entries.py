@@ -129,15 +129,17 @@ def test_a_step_whose_directory_cannot_be_listed_is_named_and_hides_no_other(
         assert called(capsys, "prune", root, "--keep-last", "1", "--yes")[:2] == (0, "nothing to delete\n")
 
 
+@pytest.mark.parametrize("is_link", [False, True])
 def test_verify_of_a_root_counts_a_step_that_it_may_not_look_into_as_a_fault(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_link: bool
 ) -> None:
+    """A link may lead into a directory of which not even that it is there may be seen."""
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2)
     real = Storage.status
 
     async def status(self: Storage, path: Path) -> FileStatus | None:
-        if path.parent == steps_dir(root, 2):
+        if path.parent == steps_dir(root, 2) or (is_link and path == steps_dir(root, 2)):
             raise ReadError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return await real(self, path)
 

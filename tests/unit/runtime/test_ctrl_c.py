@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
+from typing import Any
 
 import pytest
 from gated_storage import TIMEOUT
 
 from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.runtime.waiting import WaitWarning
 
 
 def interrupted_at(event: int, call: Callable[[], object]) -> bool:
@@ -32,11 +34,15 @@ def interrupted_at(event: int, call: Callable[[], object]) -> bool:
     sys.setprofile(profile)
     try:
         call()
-    except (KeyboardInterrupt, TimeoutError, RuntimeError):  # RuntimeError: the lock was not held at the end of `with`
+    except (KeyboardInterrupt, TimeoutError):
         pass
     finally:
         sys.setprofile(None)
     return left <= 0
+
+
+def wait_for(future: Future[object]) -> bool:
+    return WaitWarning(None).wait_for([future], 0.001)
 
 
 CALLS: dict[str, Callable[[Future[object]], object]] = {
@@ -45,6 +51,7 @@ CALLS: dict[str, Callable[[Future[object]], object]] = {
     "result": lambda future: future.result(0.001),
     "callback": lambda future: future.add_done_callback(lambda _: None),
     "cancel": lambda future: future.cancel(),
+    "wait_for": wait_for,
 }
 
 
@@ -76,6 +83,26 @@ def test_a_wait_ends_with_the_result_and_with_its_time() -> None:
     for waiter in waiters:
         waiter.join()
     assert results == [7, 7, 7]
+
+
+def test_ctrl_c_while_threads_are_woken_loses_none_of_them() -> None:
+    event, is_reached = 0, True
+    while is_reached:
+        event += 1
+        future = new_future()
+        condition: Any = future._condition
+        others = [threading.Thread(target=future.exception, daemon=True) for _ in range(2)]
+        for other in others:
+            other.start()
+        while len(condition._waiters) < len(others):
+            pass
+        with condition:
+            is_reached = interrupted_at(event, condition.notify_all)
+        future.set_result(None)  # wakes the rest
+        for other in others:
+            other.join(TIMEOUT)
+            assert not other.is_alive(), f"a waiter is lost after Ctrl-C at event {event}"
+    assert event > 2
 
 
 def test_a_portal_serves_on_after_ctrl_c_at_any_point_of_a_submission() -> None:
