@@ -163,6 +163,8 @@ def test_wherever_ctrl_c_comes_in_save_nothing_stays_pending_or_leased(
 @pytest.mark.parametrize("stride", EVERY)
 def test_wherever_ctrl_c_comes_in_the_first_save_the_root_and_the_memory_are_free(tmp_path: Path, stride: int) -> None:
     config = EngineConfig(stall_timeout_secs=5.0, workers=1)
+    with SyncCheckpointEngine(tmp_path / "traced", config) as opened:
+        Interrupt(NEVER).run(lambda: opened.save({"a": torch.zeros(COUNT)}).result(TIMEOUT))
     at, is_over = 1 - stride, False
     while not is_over:
         at += stride
