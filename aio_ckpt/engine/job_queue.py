@@ -34,7 +34,7 @@ from aio_ckpt.ranks.save_round import Room, SaveState
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import SaveReport, title
 from aio_ckpt.runtime.deadline import Deadline
-from aio_ckpt.runtime.error_notes import copy_to_raise, note_ticket
+from aio_ckpt.runtime.error_notes import copy_to_raise
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
@@ -450,7 +450,8 @@ def raise_failure(failed: SaveTicket, *, made: SaveTicket | None = None) -> None
         error = copy_to_raise(kept)
         error.add_note(f"this is the background save of {title(failed.path or failed.step)}, which nobody awaited")
         if made is not None:
-            note_ticket(error, made)
+            with contextlib.suppress(AttributeError):  # a type with slots
+                error.ticket = made  # type: ignore[attr-defined]
         raise error
 
 

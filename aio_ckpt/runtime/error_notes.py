@@ -1,4 +1,4 @@
-"""Notes on errors: the stage of a save, the save made beside the error, a modified template, the checkpoint."""
+"""Notes on errors: the stage of a save, a modified template, the checkpoint."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from aio_ckpt.ticket import SaveTicket
 
 
 def note_stage(error: BaseException, stage: str) -> None:
@@ -57,12 +53,6 @@ def copy_to_raise(error: BaseException) -> BaseException:
     copied.__cause__, copied.__context__ = error.__cause__, error.__context__
     copied.__suppress_context__ = error.__suppress_context__
     return copied.with_traceback(error.__traceback__)
-
-
-def note_ticket(error: BaseException, ticket: SaveTicket) -> None:
-    """Set ``error.ticket``, on an error of any type: the save that the call made before it raised ``error``."""
-    with contextlib.suppress(AttributeError):  # a type with slots
-        error.ticket = ticket  # type: ignore[attr-defined]
 
 
 def mark_modified(error: Exception) -> None:
