@@ -39,10 +39,10 @@ from aio_ckpt.reports import CopyReport
 from aio_ckpt.runtime.one_call import call_on_own_threads
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import translate_errors
+from aio_ckpt.storage.directories import make_dirs
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.object_store import AnyStorage, ObjectStorage, Unpublished
-from aio_ckpt.storage.paths import make_dirs
 from aio_ckpt.storage.small_files import read_root, save_of
 
 __all__ = ["copy"]

@@ -25,7 +25,7 @@ from aio_ckpt.match.rename import Rename
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress
 from aio_ckpt.restore.load import load_checkpoint
-from aio_ckpt.restore.read import read_state
+from aio_ckpt.restore.read_state import read_state
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.one_call import call_on_own_threads
 from aio_ckpt.runtime.portal import Executor

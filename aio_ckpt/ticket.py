@@ -167,7 +167,7 @@ class Milestone(Generic[T]):
 class PendingCall(Milestone[T]):
     """Result of a call of the async engine that waits for the disk or for other ranks: ``await engine.latest_step()``.
 
-    The call has begun, in a thread of its own. ``await`` it, or call :meth:`result` in a thread without a loop. If a
+    The call has begun, in another thread. ``await`` it, or call :meth:`result` in a thread without a loop. If a
     wait is given up, the call goes on. If it is used as a value, a TypeError names ``await``. If nobody waits for it,
     a RuntimeWarning does.
     """

@@ -5,7 +5,7 @@ copied to their targets; the faults of a checkpoint that does not verify. ``open
 lists the names, ``rank_names`` those of one rank; ``locate`` finds the bytes of an item, ``foreign_items`` those of
 stock DCP, ``boxes`` shards that overlap. ``data_files`` are opened at their first use. ``read_plan`` says which bytes
 go where, ``read_requests`` joins them to reads, over small gaps too, and ``fetch`` runs these (``load_progress`` tells
-how far); ``verified_copy`` checks the CRC32 of each piece and copies it, ``verify`` checks whole checkpoints (one fault
+how far); ``verify_pieces`` checks the CRC32 of each piece and copies it, ``verify`` checks whole checkpoints (one fault
 for each block), and ``torch_file`` a ``torch.save`` file. Knows nothing of templates. Imports ``runtime``, ``format``,
 ``state``, ``memory`` and ``storage``; nothing that saves.
 """

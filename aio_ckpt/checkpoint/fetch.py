@@ -13,7 +13,7 @@ import torch
 
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.read_requests import ReadRequest, ReassemblyBuffer
-from aio_ckpt.checkpoint.verified_copy import copy_pieces, finish_buffers
+from aio_ckpt.checkpoint.verify_pieces import copy_pieces, finish_buffers
 from aio_ckpt.errors import AioCkptError, MismatchError
 from aio_ckpt.memory.cuda import begin_uploads, on_device, prefers_page_locked
 from aio_ckpt.memory.image_copies import Copies
@@ -112,7 +112,7 @@ class _Run:
                 await self.reading.acquire()  # a cancelled fetch stops here
                 # Shielded, because the caller may free or reuse the targets once a cancelled load has returned.
                 with anyio.CancelScope(shield=True):
-                    await self._report(request, buffer[: request.nbytes])
+                    await self._run_and_report(request, buffer[: request.nbytes])
 
         lines = disk_warning("reading", self.files.directory, idle_secs=lambda: time.monotonic() - self.last)
         with lines.on_loop():
@@ -120,7 +120,7 @@ class _Run:
                 for buffer in buffers[: len(requests)]:
                     group.start_soon(work, buffer)
 
-    async def _report(self, request: ReadRequest, view: memoryview) -> None:
+    async def _run_and_report(self, request: ReadRequest, view: memoryview) -> None:
         failure = None
         try:
             await self._run_request(request, view)

@@ -14,6 +14,7 @@ import anyio
 from aio_ckpt.checkpoint.read_requests import ReadRequest
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.reports import OnProgress, Progress, Stage
+from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Executor
 
@@ -95,7 +96,7 @@ class CallbackMeter(Meter):
             on_progress(now)
         except BaseException as error:  # noqa: BLE001 - no error of it ends a load, not even SystemExit
             self._on_progress = None
-            _log.warning("progress= raised, it is not called again: %s: %s", type(error).__name__, str(error))
+            _log.warning("progress= raised, it is not called again: %s", named(error))
 
 
 @contextlib.asynccontextmanager

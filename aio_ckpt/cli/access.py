@@ -5,7 +5,7 @@ Commands import this module in their bodies, because ``--help`` and the completi
 
 from __future__ import annotations
 
-import errno
+import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,6 @@ from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import StepNames
-from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.object_store import AnyStorage
@@ -24,7 +23,6 @@ from aio_ckpt.storage.small_files import saves_in
 T = TypeVar("T")
 READERS = 4
 """Reads in flight at once of a command that has no ``--workers``."""
-REFUSED = (errno.EACCES, errno.EPERM)
 _HOUSEKEEPING_THREADS = 2
 _CLOSE_SECS = 5.0
 
@@ -39,19 +37,22 @@ def call(work: Callable[[AnyStorage, Executor], Coroutine[Any, Any, T]], *, read
         portal.close(_CLOSE_SECS)
 
 
-async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Path]:
+async def locate(storage: Storage, path: Path, names: StepNames) -> tuple[Sequence[Path], Sequence[Path]]:
     """Return the checkpoint at ``path``, or the checkpoints of the root at ``path``, ascending by step.
+
+    The second sequence holds the entries of the root that this user may not look into.
 
     Raises:
         CheckpointNotFoundError: ``path`` is neither.
     """
     if await _is_checkpoint(storage, path):
-        return [path]
-    found = await all_steps(storage, path, names)
+        return [path], []
+    committed, torn, refused = await discover_all(storage, path, names)
+    found = _ascending(committed, torn)
     if not found:
         hint = await hint_below(storage, path)
         raise CheckpointNotFoundError(f"{path}: neither a checkpoint nor a root that holds one{hint}")
-    return [checkpoint.path for checkpoint in found]
+    return [checkpoint.path for checkpoint in found], refused
 
 
 async def hint_below(storage: Storage, path: Path) -> str:
@@ -70,23 +71,12 @@ async def hint_below(storage: Storage, path: Path) -> str:
 
 async def all_steps(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
     """Return each committed checkpoint, and each that has lost its ``.metadata``, ascending by step."""
-    committed, torn = await discover_all(storage, root, names)
-    return sorted([*committed, *torn], key=lambda checkpoint: checkpoint.step)
+    committed, torn, _ = await discover_all(storage, root, names)
+    return _ascending(committed, torn)
 
 
-async def refused_steps(storage: Storage, root: Path, names: StepNames) -> list[Path]:
-    """Return the step directories of a root that this user may not look into, and a listing passes by."""
-    refused: list[Path] = []
-    if isinstance(root, RemotePath):  # its places have no permissions of their own
-        return refused
-    for name in sorted(await names_in(storage, root)):
-        if names.step(name) is not None:
-            try:
-                await storage.status(root / name / METADATA_FILE)
-            except ReadError as error:
-                if error.errno in REFUSED:  # a file or a loop of links never was a step
-                    refused.append(root / name)
-    return refused
+def _ascending(*found: list[CommittedCheckpoint]) -> list[CommittedCheckpoint]:
+    return sorted(itertools.chain(*found), key=lambda checkpoint: checkpoint.step)
 
 
 async def _is_checkpoint(storage: Storage, path: Path) -> bool:
@@ -106,7 +96,7 @@ async def use_newest(storage: Storage, path: Path, names: StepNames, use: Callab
     """
     is_given = await _is_checkpoint(storage, path)
     for _ in range(MAX_RETRIES):
-        newest = path if is_given else (await locate(storage, path, names))[-1]
+        newest = path if is_given else (await locate(storage, path, names))[0][-1]
         before = await storage.status(newest)
         try:
             return await use(newest)

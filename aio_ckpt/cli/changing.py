@@ -16,15 +16,16 @@ import click
 
 from aio_ckpt.argument_checks import command_line
 from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
-from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, counted, plural, printable
+from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, counted
 from aio_ckpt.cli.listing import best_rule
+from aio_ckpt.cli.texts import plural, printable
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ProtectedStepError, StepOrderError
 from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.root_table import RootRow
+    from aio_ckpt.cli.root_rows import RootRow
     from aio_ckpt.commit.retention import Policy
     from aio_ckpt.commit.root_claim import Claim
     from aio_ckpt.runtime.portal import Executor
@@ -211,7 +212,7 @@ def prune_command(
     give it EngineConfig(keep_last=...) instead.
     """
     from aio_ckpt.cli.access import call
-    from aio_ckpt.cli.root_table import metric_fault, rows_of
+    from aio_ckpt.cli.root_rows import metric_fault, rows_of
     from aio_ckpt.commit.protection import protected_steps
     from aio_ckpt.commit.retention import Policy
     from aio_ckpt.commit.root_writer import as_writer

@@ -14,7 +14,6 @@ import click
 from aio_ckpt._version import __version__
 from aio_ckpt.cli.changing import protect_command, prune_command, rm_command, rollback_command, unprotect_command
 from aio_ckpt.cli.comparing import diff_command
-from aio_ckpt.cli.console import printable
 from aio_ckpt.cli.converting import convert_command, export_command, import_command
 from aio_ckpt.cli.copying import cp_command
 from aio_ckpt.cli.demonstrating import demo_command
@@ -22,6 +21,7 @@ from aio_ckpt.cli.inspecting import inspect_command
 from aio_ckpt.cli.listing import du_command, ls_command
 from aio_ckpt.cli.probing import probe_command
 from aio_ckpt.cli.rescuing import rescue_command
+from aio_ckpt.cli.texts import printable
 from aio_ckpt.cli.verifying import verify_command
 from aio_ckpt.errors import AioCkptError, ConfigError
 

@@ -13,8 +13,9 @@ import click
 import msgspec
 
 from aio_ckpt.cli.arguments import Directory, json_option, step_dir_option
-from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, plural, printable
+from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress
 from aio_ckpt.cli.inspecting import LeafRow, leaves_of
+from aio_ckpt.cli.texts import plural, printable
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.format.root_names import StepNames
 
@@ -191,7 +192,7 @@ async def _compare_values(
 ) -> tuple[ValueChange, ...]:
     from aio_ckpt.checkpoint.catalog import batches
     from aio_ckpt.match.read_context import ReadContext
-    from aio_ckpt.restore.read import read_leaves
+    from aio_ckpt.restore.read_state import read_leaves
     from aio_ckpt.runtime.error_notes import naming_checkpoint
     from aio_ckpt.runtime.portal import run_blocking
 

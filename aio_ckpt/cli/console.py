@@ -1,4 +1,4 @@
-"""Output of the commands: coloured lines, tables and a bar on a terminal, plain lines otherwise; texts of values."""
+"""Output of the commands: coloured lines, tables and a bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import click
 
+from aio_ckpt.cli.texts import clock_text
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
@@ -212,9 +212,11 @@ def bytes_progress(screen: Screen, label: str) -> Iterator[OnProgress]:
 def counted(begin: int, most: int, total: int, on_progress: OnProgress) -> Callable[[int], None]:
     """Return a function that takes the number of bytes read since its last call, of one checkpoint.
 
-    It reports to ``on_progress``: ``begin`` bytes were done before this checkpoint, which has ``most``.
+    It reports to ``on_progress``, at once and then: ``begin`` bytes were done before this checkpoint, which has
+    ``most``.
     """
     done = 0
+    on_progress(begin, total)
 
     def on_read(more: int) -> None:
         nonlocal done
@@ -228,62 +230,3 @@ def pace_words(done: int, total: int, rate: float) -> str:
     """Return how much of how much, how fast, and how long it will still take: ``1 GB of 3 GB, 1 GB/s, 2 s left``."""
     said = f"{amount(done)} of {amount(total)}, {amount(rate)}/s"
     return f"{said}, {clock_text((total - done) / rate)} left" if rate else said
-
-
-# -- texts of values --------------------------------------------------------------------------------
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with control characters escaped: names come from files of others and could steer a terminal."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
-
-
-def clock_text(secs: float) -> str:
-    """Return a duration as ``3 s``, ``2:05 min`` or ``1:02 h``."""
-    whole = max(round(secs), 0)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
-
-
-def age_text(secs: float) -> str:
-    """Return a duration in its largest whole unit, with two at most digits up to days: ``3 h``."""
-    secs = max(secs, 0.0)
-    unit, length = next(((unit, length) for unit, length in _AGES if secs >= 2 * length), _AGES[-1])
-    return f"{secs // length:.0f} {unit}"
-
-
-def time_text(unix: float | None) -> str:
-    """Return a time in seconds since 1970 as local date and time; - for None."""
-    if unix is None:
-        return "-"
-    try:
-        return datetime.fromtimestamp(unix).astimezone().isoformat(" ", "seconds")
-    except (OverflowError, ValueError, OSError):  # a number that no clock ever showed
-        return "?"
-
-
-def metrics_text(metrics: Mapping[str, float | None]) -> str:
-    """Return what ``save(metrics=)`` was given as ``loss=0.25 acc=0.9``; - if it was given nothing."""
-    values = ((name, "not finite" if value is None else f"{value:.6g}") for name, value in metrics.items())
-    return printable(" ".join(f"{name}={value}" for name, value in values)) or "-"
-
-
-def extra_text(extra: Mapping[str, Any]) -> str:
-    """Return what ``save(extra=)`` was given as ``loss=1.23 epoch=4``; - if it was given nothing."""
-    return printable(" ".join(f"{name}={_extra_value(value)}" for name, value in extra.items())) or "-"
-
-
-def _extra_value(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
-def plural(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 leaf``, ``2 checkpoints``."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun[:-1] + 'ves' if noun.endswith('f') else noun + 's'}"

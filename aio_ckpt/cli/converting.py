@@ -14,7 +14,8 @@ import click
 
 from aio_ckpt.argument_checks import check_path
 from aio_ckpt.cli.arguments import Directory, MistypedPathError, json_option, step_dir_option
-from aio_ckpt.cli.console import Screen, bytes_progress, printable
+from aio_ckpt.cli.console import Screen, bytes_progress
+from aio_ckpt.cli.texts import printable
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
     BudgetExceededError,

@@ -12,16 +12,8 @@ import click
 
 from aio_ckpt.argument_checks import command_line
 from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
-from aio_ckpt.cli.console import (
-    Cells,
-    Screen,
-    age_text,
-    extra_text,
-    metrics_text,
-    plural,
-    printable,
-    time_text,
-)
+from aio_ckpt.cli.console import Cells, Screen
+from aio_ckpt.cli.texts import age_text, extra_text, metrics_text, plural, printable, time_text
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
@@ -30,7 +22,7 @@ from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.cli.root_table import RootRow, RootTable
+    from aio_ckpt.cli.root_rows import RootRow, RootTable
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
@@ -72,7 +64,7 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
     and lengths of files tell; verify reads every byte.
     """
     from aio_ckpt.cli.access import call, hint_below
-    from aio_ckpt.cli.root_table import list_root, metric_fault
+    from aio_ckpt.cli.root_rows import list_root, metric_fault
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
@@ -201,7 +193,7 @@ def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:
     share counts once, for the oldest of them.
     """
     from aio_ckpt.cli.access import call
-    from aio_ckpt.cli.root_table import use_of
+    from aio_ckpt.cli.root_rows import use_of
 
     check_root(root, names)
     screen = Screen(as_json=as_json)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from aio_ckpt.cli.arguments import Directory, json_option
-from aio_ckpt.cli.console import Screen, printable
+from aio_ckpt.cli.console import Screen
+from aio_ckpt.cli.texts import printable
 from aio_ckpt.config import MAX_WORKERS
 from aio_ckpt.errors import RootError
 

@@ -9,7 +9,8 @@ import click
 
 from aio_ckpt.argument_checks import check_seconds
 from aio_ckpt.cli.arguments import Directory, check_root, json_option, step_dir_option
-from aio_ckpt.cli.console import Screen, printable
+from aio_ckpt.cli.console import Screen
+from aio_ckpt.cli.texts import printable
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.reports import amount

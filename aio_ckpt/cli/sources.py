@@ -38,7 +38,7 @@ from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount
 from aio_ckpt.restore.plan_fills import HostMemory
-from aio_ckpt.restore.read import assemble, read_leaves, stored_names
+from aio_ckpt.restore.read_state import assemble, read_leaves, stored_names
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ import click
 import msgspec
 
 from aio_ckpt.cli.arguments import Directory, json_option, step_dir_option
-from aio_ckpt.cli.console import Screen, bytes_progress, counted, plural, printable
+from aio_ckpt.cli.console import Screen, bytes_progress, counted
 from aio_ckpt.cli.listing import advice
+from aio_ckpt.cli.texts import plural, printable
 from aio_ckpt.config import MAX_WORKERS
 from aio_ckpt.errors import AioCkptError, ReadError
 from aio_ckpt.format.root_names import StepNames
@@ -50,15 +52,14 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
 
     Exit code 1 if any byte is not as it was written, or may not be read.
     """
-    from aio_ckpt.cli.access import REFUSED, call, locate, refused_steps
+    from aio_ckpt.cli.access import call, locate
+    from aio_ckpt.commit.discovery import REFUSED
 
     screen = Screen(as_json=as_json)
     results: list[_Verified] = []
 
     async def work(storage: Storage, executor: Executor) -> None:
-        found = await locate(storage, path, names)
-        if path not in found:
-            found = [*found, *await refused_steps(storage, path, names)]
+        found = list(itertools.chain(*await locate(storage, path, names)))
         sizes: list[int] = []
         for checkpoint in found:
             try:
@@ -68,7 +69,6 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
                     raise
                 sizes.append(0)
         total, done = sum(sizes), 0
-        on_progress(done, total)
         sound: set[SharedFile] = set()
         for checkpoint, nbytes in zip(found, sizes, strict=True):
             on_read = counted(done, nbytes, total, on_progress)

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,9 @@ IS_FILE = (
     "no checkpoint: it is a file; give the directory of a checkpoint, or let torch.load or safetensors read the file"
 )
 """Text of the error of a path that is a file."""
-_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR)
+REFUSED = (errno.EACCES, errno.EPERM)
+"""Error numbers of a path that this user may not look into."""
+_UNREADABLE = (*REFUSED, errno.ELOOP, errno.ENOTDIR)
 _WARNED = 256
 """Most entries of roots whose warning is not repeated in this process."""
 _log = logging.getLogger("aio_ckpt")
@@ -57,21 +59,32 @@ class CommittedCheckpoint:
         return None if self.is_given else self.step
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDirectories:
+    """Entries of a root that have the name of a step. A step may have several."""
+
+    committed: list[CommittedCheckpoint]
+    """Those with ``.metadata``, by name."""
+    bare: list[CommittedCheckpoint]
+    """Those without, which may be foreign."""
+    refused: list[Path]
+    """Those that this user may not look into."""
+
+
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
     """Return the committed checkpoints under ``root``, ascending by step. A checkpoint has a ``.metadata``.
 
     If a step has two directories, the one with the engine's own name counts.
     """
-    committed, _ = await step_directories(storage, root, names)
-    return _chosen(committed, names)
+    return _chosen((await step_directories(storage, root, names)).committed, names)
 
 
 async def discover_all(
     storage: Storage, root: Path, names: StepNames
-) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
-    """Return :func:`discover`, and checkpoints of other steps that have lost their ``.metadata``."""
-    committed, bare = await step_directories(storage, root, names)
-    return _chosen(committed, names), await torn_among(storage, committed, bare)
+) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint], list[Path]]:
+    """Return :func:`discover`, checkpoints of other steps that have lost their ``.metadata``, and refused entries."""
+    entries = await step_directories(storage, root, names)
+    return _chosen(entries.committed, names), await torn_among(storage, entries), entries.refused
 
 
 def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[CommittedCheckpoint]:
@@ -82,23 +95,18 @@ def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[
     return [found[step] for step in sorted(found)]
 
 
-async def torn_among(
-    storage: Storage, committed: Iterable[CommittedCheckpoint], bare: Iterable[CommittedCheckpoint]
-) -> list[CommittedCheckpoint]:
-    """Return those of ``bare`` that are checkpoints of other steps than ``committed`` and have lost ``.metadata``.
+async def torn_among(storage: Storage, entries: StepDirectories) -> list[CommittedCheckpoint]:
+    """Return the bare entries that are checkpoints of other steps than the committed ones and have lost ``.metadata``.
 
     Such a directory has a root manifest of ours and no save in progress. A store has none.
-
-    Args:
-        committed, bare: as :func:`step_directories` returns them.
     """
     found: list[CommittedCheckpoint] = []
-    steps = {checkpoint.step for checkpoint in committed}
-    for checkpoint in bare:
+    steps = {checkpoint.step for checkpoint in entries.committed}
+    for checkpoint in entries.bare:
         # In a store, files of saves under way and of those set aside lie so.
         if checkpoint.step in steps or isinstance(checkpoint.path, RemotePath):
             continue
-        with passing_by_unreadable(checkpoint.path, []):
+        with _passing_by_unreadable(checkpoint.path, {}):
             files = await names_in(storage, checkpoint.path)  # none if its writer deleted it meanwhile
             if any(map(save_of_root_manifest, files)) and not any(file.startswith(METADATA_FILE) for file in files):
                 found.append(checkpoint)
@@ -106,7 +114,7 @@ async def torn_among(
 
 
 @contextlib.contextmanager
-def passing_by_unreadable(path: Path, passed: list[ReadError]) -> Iterator[None]:
+def _passing_by_unreadable(path: Path, passed: dict[Path, ReadError]) -> Iterator[None]:
     """Pass by an entry of a root that this user may not look into, a loop of links, or a file. The log names it once.
 
     Its error is added to ``passed``. Any other error is raised: a disk that fails now must not make a load take an
@@ -117,7 +125,7 @@ def passing_by_unreadable(path: Path, passed: list[ReadError]) -> Iterator[None]
     except ReadError as error:
         if error.errno not in _UNREADABLE:
             raise
-        passed.append(error)
+        passed[path] = error
         _warn_once(path, error.strerror or str(error))
 
 
@@ -126,19 +134,21 @@ def _warn_once(path: Path, why: str) -> None:
     _log.warning("%s has the name of a step and is passed by, because it cannot be looked into: %s", path, why)
 
 
-async def step_directories(
-    storage: Storage, root: Path, names: StepNames
-) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
-    """Return the step directories with ``.metadata``, and those without, which may be foreign."""
+async def step_directories(storage: Storage, root: Path, names: StepNames) -> StepDirectories:
+    """Return the entries of a root that have the name of a step.
+
+    Raises:
+        ReadError: the listing failed; or none is committed, and one may not be looked into.
+    """
     found: list[CommittedCheckpoint] = []
     bare: list[CommittedCheckpoint] = []
-    passed: list[ReadError] = []
+    passed: dict[Path, ReadError] = {}
 
     async def look(path: Path) -> None:
         step = names.step(path.name)
         if step is None or step > MAX_STEP:
             return
-        with passing_by_unreadable(path, passed):
+        with _passing_by_unreadable(path, passed):
             status = await storage.status(path / METADATA_FILE)
             if status is not None:
                 found.append(CommittedCheckpoint(step=step, path=path, identity=status.identity))
@@ -157,9 +167,10 @@ async def step_directories(
         # trash, for a minute. It asks the server for the names of the root.
         if not bare or {each.path.name for each in bare} <= {*await names_in(storage, root)}:
             break  # a step that vanished was deleted by a writer, so newer steps may not be in this listing
-    if not found and (refused := [error for error in passed if error.errno != errno.ELOOP]):
-        raise refused[0]  # a root of another user is not an empty root
-    return found, bare
+    if not found and (told := [error for error in passed.values() if error.errno != errno.ELOOP]):
+        raise told[0]  # a root of another user is not an empty root
+    refused = sorted(path for path, error in passed.items() if error.errno in REFUSED)
+    return StepDirectories(committed=found, bare=bare, refused=refused)
 
 
 async def checkpoint_at(storage: Storage, path: Path, names: StepNames) -> CommittedCheckpoint:

@@ -215,12 +215,12 @@ class Retention:
         storage, root = self._storage, self._root
         async with self._renames:
             left = [checkpoint.step for checkpoint in await self._committed()]
-            directories, _ = await step_directories(storage, root, self._names)  # a step may have several
+            committed = (await step_directories(storage, root, self._names)).committed  # a step may have several
             for step in sorted(steps):
                 is_protected = await storage.exists(root / protected_name(step))
                 check_deletion(step, left, is_protected=is_protected, allow_newest=allow_newest, root=root)
                 moved = []
-                for each in [directory for directory in directories if directory.step == step]:
+                for each in [directory for directory in committed if directory.step == step]:
                     await self._check()
                     moved.append(await self._move_to_trash(each))
                 if None in moved:  # protected since the check

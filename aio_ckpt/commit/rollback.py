@@ -26,12 +26,12 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
         CheckpointNotFoundError: ``step`` is not committed.
     """
     step = check_step_number(step)
-    committed, bare = await step_directories(storage, root, names)  # all directories: a step may have two
-    steps = sorted({checkpoint.step for checkpoint in committed})
+    entries = await step_directories(storage, root, names)  # all directories: a step may have two
+    steps = sorted({checkpoint.step for checkpoint in entries.committed})
     if step not in steps:
         raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
-    torn = await torn_among(storage, committed, bare)
-    found = sorted([*committed, *torn], key=lambda checkpoint: checkpoint.step, reverse=True)
+    found = [*entries.committed, *await torn_among(storage, entries)]
+    found.sort(key=lambda checkpoint: checkpoint.step, reverse=True)
     later = [checkpoint for checkpoint in found if checkpoint.step > step]
     await abandon(storage, root, later, tag, check)
     return sorted({checkpoint.step for checkpoint in later}, reverse=True)

@@ -39,8 +39,8 @@ from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.data_file import translate_errors
+from aio_ckpt.storage.directories import make_dirs
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.paths import make_dirs
 
 _log = logging.getLogger("aio_ckpt")
 

@@ -4,9 +4,9 @@ In: calls of ``save``, ``load`` and ``close``. Out: tickets and reports. Each sa
 packages below; the engine alone knows their order. ``engine`` wires it together:
 
 - a save: ``state_save`` on the caller's thread, ``state_pipeline`` on the loop; a file: ``file_save`` and
-  ``file_pipeline``; both: ``capture_job``, ``job_writer`` and ``job_runner``, which watches a job (cancellation, stall,
-  deadline, and the line about one that does not move); ``rollback()``, ``delete()``, ``remove()``: ``agreed_changes``,
-  and ``remove_pipeline`` for the last; ``job``: what passes between both threads
+  ``file_pipeline``; both: ``capture_job``, ``common_stages`` and ``job_runner``, which watches a job (cancellation,
+  stall, deadline, and the line about one that does not move); ``rollback()``, ``delete()``, ``remove()``:
+  ``agreed_changes``, and ``remove_pipeline`` for the last; ``job``: what passes between both threads
 - all of them: ``call_lock``: one call at a time; ``capture_resources``: plans and memory; ``trusted_leaves``: which
   frozen leaves need no capture; ``newest_frozen_file``: what the last commit tells of them; ``job_queue``: the pending
   jobs, their waits and their end; ``known_steps``: the newest step, which the default step follows; ``root_session``:

@@ -18,6 +18,7 @@ from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, PlannedSave
 from aio_ckpt.reports import Target, step_of, title
 from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.snapshot.capture import CopyEngines
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
@@ -147,4 +148,4 @@ class CaptureResources:
 def _log_failure(done: Future[None]) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
-        _log.info("no arena was mapped ahead, the next save will try: %s: %s", type(error).__name__, str(error))
+        _log.info("no arena was mapped ahead, the next save will try: %s", named(error))

@@ -29,12 +29,12 @@ from aio_ckpt.engine.agreement import Agreement
 from aio_ckpt.engine.call_lock import CallLock
 from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.capture_resources import CaptureResources
+from aio_ckpt.engine.common_stages import CommonStages
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import FilePipeline
 from aio_ckpt.engine.file_save import FileSaves
 from aio_ckpt.engine.job import SaveCall
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.engine.known_steps import EarlierSteps, KnownSteps
 from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkpoint
 from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
@@ -209,13 +209,14 @@ class BaseEngine:
             held=(lambda: ()) if mirroring is None else mirroring.held_steps,
             newest_copy=lambda: None if mirroring is None else mirroring.newest,
         )
-        writer, renames = JobWriter(ctx=ctx, throttle=self._throttle), self._quarantine.renames
+        stages, renames = CommonStages(ctx=ctx, throttle=self._throttle), self._quarantine.renames
         self._call_lock = call_lock = CallLock(portal)
         self._resources = resources = CaptureResources(ctx, self._throttle, self._rescue.shared_memory)
         newest_frozen = NewestFrozenFile(leaves=resources.frozen, relink_limit=ctx.config.relink_limit)
+        trusted = TrustedLeaves(ctx=ctx, portal=portal, resources=resources, newest_frozen=newest_frozen)
         pipeline = StatePipeline(
             ctx=ctx,
-            writer=writer,
+            stages=stages,
             root_session=self._root_session,
             claim=claim,
             renames=renames,
@@ -232,7 +233,7 @@ class BaseEngine:
             ctx=ctx,
             portal=portal,
             resources=resources,
-            trusted=TrustedLeaves(ctx=ctx, portal=portal, resources=resources, newest_frozen=newest_frozen),
+            trusted=trusted if ctx.config.frozen == "trusted" else None,
             root_session=self._root_session,
             queue=queue,
             agreement=Agreement(ctx=ctx, portal=portal, queue=queue, cache=resources.cache, trash=self._trash),
@@ -243,7 +244,7 @@ class BaseEngine:
             is_urgent=self._preemption.poll,
         )
         self._file_saves = FileSaves(
-            ctx, call_lock, queue, capturer, FilePipeline(ctx=ctx, writer=writer, trash=self._trash)
+            ctx, call_lock, queue, capturer, FilePipeline(ctx=ctx, stages=stages, trash=self._trash)
         )
         self._agreed_changes = AgreedChanges(
             call_lock=call_lock,

@@ -221,7 +221,7 @@ async def candidates(ctx: EngineContext, wanted: WantedCheckpoint) -> list[disco
         return [await discovery.checkpoint_at(ctx.storage, wanted.path, ctx.names)]
     step = wanted.step
     with disk_warning("looking for checkpoints", ctx.root, rank=ctx.rank).on_loop():
-        committed, torn = await discovery.discover_all(ctx.storage, ctx.root, ctx.names)
+        committed, torn, _ = await discovery.discover_all(ctx.storage, ctx.root, ctx.names)
     steps = [checkpoint.step for checkpoint in committed]
     chosen = [checkpoint for checkpoint in (*committed, *torn) if step in (None, checkpoint.step)]
     if step is None or not chosen:

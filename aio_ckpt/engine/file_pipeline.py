@@ -13,9 +13,9 @@ from pathlib import Path
 from aio_ckpt.commit.owner import owner_by_name
 from aio_ckpt.commit.publish_files import only_writer, publish_files
 from aio_ckpt.commit.trash import Trash, end_failed_save
+from aio_ckpt.engine.common_stages import CommonStages
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob
-from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.format.safetensors_file import SUFFIX
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
@@ -34,7 +34,7 @@ class FilePipeline:
     """Pipeline of the files of one call of ``save_file()``. :meth:`save` shows all of it."""
 
     ctx: EngineContext
-    writer: JobWriter
+    stages: CommonStages
     trash: Trash
     cleared: set[Path] = field(default_factory=set)
     """Directories in which the leftovers of dead processes were removed."""
@@ -47,7 +47,7 @@ class FilePipeline:
         await self._clear_leftovers(folder)
         await storage.make_dir(job.temporary)
         await storage.set_mode(job.temporary, 0o700)  # until its rename, nobody else may read a private file either
-        writer = self.writer.file_writer(job)
+        writer = self.stages.file_writer(job)
         results: list[WriteResult] = []
         for index in range(len(job.content.parts)):
             part = await job.part(index)
@@ -60,7 +60,7 @@ class FilePipeline:
         job.round.advance(SaveState.VOTED)
         is_plain = job.content.index is None and not job.path.name.endswith(SUFFIX)
         lock = contextlib.nullcontext() if is_plain else only_writer(storage, folder)
-        async with self.writer.committing(job, lock):
+        async with self.stages.committing(job, lock):
             written = [part.name for part in job.parts]
             names = await publish_files(storage, job.temporary, job.path, written, index=job.content.index)
             await self.trash.delete(job.temporary)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,8 +76,8 @@ class SaveCall:
     """Directory that the caller named, absolute; None for a save of a step, and for a refused call."""
     takes_step: bool = True
     """Whether the call takes a step number: no path was given."""
-    refuse: Callable[[], SaveCall] | None = None
-    """Raises the error of a refused call, after the other ranks were told; None if the call is accepted."""
+    refusal: Exception | None = None
+    """Error of a refused call, which is raised after the other ranks were told; None if the call is accepted."""
 
     @classmethod
     def of(
@@ -91,7 +91,7 @@ class SaveCall:
         extra: dict[str, Any] | None,
         files: Mapping[str, bytes] | None,
     ) -> SaveCall:
-        """Return the call that begins now. Raises nothing: bad arguments give a call with ``refuse``."""
+        """Return the call that begins now. Raises nothing: bad arguments give a call with a ``refusal``."""
         step = step_numbers.whole_number(step)
         started, began = time.perf_counter(), time.monotonic()
 
@@ -115,7 +115,7 @@ class SaveCall:
 
         try:
             return checked()
-        except Exception:  # noqa: BLE001 - ``refuse`` raises it again
+        except Exception as error:  # noqa: BLE001 - raised once the other ranks were told
             return cls(
                 step=step,
                 overwrite=False,
@@ -124,7 +124,7 @@ class SaveCall:
                 deadline=NO_DEADLINE,
                 started=started,
                 takes_step=path is None,
-                refuse=checked,
+                refusal=error,
             )
 
 
@@ -142,9 +142,10 @@ class NumberedCall:
         """Step or path that the caller gave."""
         return self.call.path or self.call.step
 
-    def accepted(self) -> NumberedCall:
-        """Return the call itself, or raise the error of a refused one."""
-        return self if self.call.refuse is None else replace(self, call=self.call.refuse())
+    def check_accepted(self) -> None:
+        """Raise the error of a refused call."""
+        if self.call.refusal is not None:
+            raise self.call.refusal
 
 
 Reached: TypeAlias = Literal["blocked", "staged", "written", "synced", "agreed", "dir_synced"]
@@ -235,7 +236,8 @@ class RemoveJob(Job):
 class WriteJob(Job):
     """One save between its call and its end: its ticket, its state and its progress.
 
-    The caller's thread changes it until the pipeline is submitted, then the loop's thread.
+    The caller's thread sets ``parts``, ``is_submitted`` and ``events``, and adds captured chunks until the pipeline is
+    submitted. Every other change is made on the loop.
     """
 
     place: Path
@@ -295,7 +297,7 @@ class WriteJob(Job):
         """Note, on the loop, the activity that begins now, and its stage if that changes."""
         self.activity = activity
         self.stage = stage or self.stage
-        self.stall.last = time.monotonic()
+        self.stall.touch()
         if is_logged(logging.DEBUG):
             self.debug(activity)
 

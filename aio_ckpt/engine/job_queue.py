@@ -22,7 +22,7 @@ from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import Job, RemoveJob, SaveJob, WriteJob
 from aio_ckpt.engine.known_steps import KnownSteps
-from aio_ckpt.engine.outcomes import OutcomeRecorder, logged_errors, named
+from aio_ckpt.engine.outcomes import OutcomeRecorder, logged_errors
 from aio_ckpt.engine.remove_pipeline import RemovePipeline
 from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError, PeerFailedError, SaveCancelledError
@@ -34,7 +34,7 @@ from aio_ckpt.ranks.save_round import Room, SaveState
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import SaveReport, title
 from aio_ckpt.runtime.deadline import Deadline
-from aio_ckpt.runtime.error_notes import copy_to_raise
+from aio_ckpt.runtime.error_notes import copy_to_raise, named
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitWarning, call_text

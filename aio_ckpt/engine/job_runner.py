@@ -10,11 +10,10 @@ import anyio.lowlevel
 
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import WriteJob
-from aio_ckpt.engine.outcomes import named
 from aio_ckpt.errors import SaveCancelledError, StallError
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
-from aio_ckpt.runtime.error_notes import note_stage
+from aio_ckpt.runtime.error_notes import named, note_stage
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import watch_submissions

@@ -41,7 +41,7 @@ from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, load_checkpoint, match_checkpoint
-from aio_ckpt.restore.read import ReadOutcome, read_state
+from aio_ckpt.restore.read_state import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.ticket import PendingCall
 

@@ -21,6 +21,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob, WriteJob
 from aio_ckpt.errors import AioCkptError, SaveCancelledError
 from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, Target, amount, step_of, title
+from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.runtime.portal import Lock
 from aio_ckpt.storage.local import names_in
@@ -122,14 +123,6 @@ def logged_errors(what: str) -> Iterator[None]:
     except Exception:  # noqa: BLE001 - whatever a log handler or a counter raises
         with contextlib.suppress(Exception):
             _log.exception("%s", what)
-
-
-def named(error: BaseException) -> str:
-    """Return type and text of ``error``. The text of a caller's exception may raise."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001
-        return f"{type(error).__name__} (its text cannot be shown)"
 
 
 def duration(secs: float) -> str:

@@ -17,11 +17,11 @@ from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import Trash
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import RemoveJob, sent_path
-from aio_ckpt.engine.outcomes import named
 from aio_ckpt.errors import PeerFailedError, StallError
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import title
+from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.ticket import SaveTicket
 

@@ -14,8 +14,8 @@ import anyio
 
 from aio_ckpt.engine.job import Job, WriteJob
 from aio_ckpt.engine.job_queue import MAX_CALLS, JobQueue, raise_failure
-from aio_ckpt.engine.outcomes import named
 from aio_ckpt.errors import StallError
+from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.exit_status import fail_at_exit
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import start_beside_or_here

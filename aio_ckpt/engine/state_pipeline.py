@@ -28,9 +28,9 @@ from aio_ckpt.commit.manifests import (
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.trash import Trash, end_failed_save
 from aio_ckpt.commit.user_files import write_user_files
+from aio_ckpt.engine.common_stages import CommonStages
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import SaveJob, sent_target
-from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
 from aio_ckpt.engine.outcomes import explain_failure
 from aio_ckpt.engine.root_session import RootSession
@@ -85,7 +85,7 @@ class StatePipeline:
     """Pipeline of a checkpoint, of a step or at a path. :meth:`save` shows all of it."""
 
     ctx: EngineContext
-    writer: JobWriter
+    stages: CommonStages
     root_session: RootSession
     claim: Claim
     """Read before each commit: a writer that was taken over commits nothing."""
@@ -183,7 +183,7 @@ class StatePipeline:
 
     async def _write_data(self, job: SaveJob, part: Part) -> tuple[WriteResult, FrozenFile | None]:
         """Write the data file, and write or clone the frozen file beside it."""
-        writer, frozen = self.writer.file_writer(job), None
+        writer, frozen = self.stages.file_writer(job), None
 
         async def make_frozen() -> None:
             nonlocal frozen
@@ -286,7 +286,7 @@ class StatePipeline:
         await publish.sync_pending(ctx.storage, job.write_dir, job.save_id, root_manifest)
         job.timer.reached("dir_synced")
         job.begin("waiting while other checkpoints are renamed")
-        async with self.writer.committing(job, self.renames):
+        async with self.stages.committing(job, self.renames):
             await self.claim.check()
             if job.call.overwrite or job.call.path is not None:
                 for directory in await publish.publish_over(

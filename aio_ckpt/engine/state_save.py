@@ -49,7 +49,8 @@ class StateSaves(LockedCalls):
     ctx: EngineContext
     portal: Portal
     resources: CaptureResources
-    trusted: TrustedLeaves
+    trusted: TrustedLeaves | None
+    """None unless frozen leaves are trusted."""
     root_session: RootSession
     queue: JobQueue
     agreement: Agreement
@@ -69,11 +70,11 @@ class StateSaves(LockedCalls):
         async def read_steps() -> list[int]:
             nonlocal torn
             with disk_warning("reading the steps", ctx.root, rank=ctx.rank).on_loop():
-                committed, bare = await step_directories(ctx.storage, ctx.root, ctx.names)
-                if not committed:
+                entries = await step_directories(ctx.storage, ctx.root, ctx.names)
+                if not entries.committed:
                     with contextlib.suppress(AioCkptError, OSError):  # for a line of the log alone
-                        torn = len(await torn_among(ctx.storage, committed, bare))
-            return [checkpoint.step for checkpoint in committed]
+                        torn = len(await torn_among(ctx.storage, entries))
+            return [checkpoint.step for checkpoint in entries.committed]
 
         async def meet() -> None:
             await members.meet(ctx.root, read_steps)
@@ -106,7 +107,7 @@ class StateSaves(LockedCalls):
             numbered, failed = self._number(call), None
             try:
                 if not self.ctx.members.are_several:  # at once: there is no rank to tell
-                    numbered = numbered.accepted()
+                    numbered.check_accepted()
                 admission = self._admit(numbered)
                 failed = self.queue.take_unreported(admission.finished_through)
                 ticket = self._save(state, numbered, admission.waited_secs)
@@ -145,7 +146,7 @@ class StateSaves(LockedCalls):
     def _save(self, state: object, numbered: NumberedCall, waited_secs: float | None) -> SaveTicket:
         """Plan, lease and capture. ``waited_secs``: how long the call waited for room; None if it is to be skipped."""
         self.root_session.learn_steps(numbered.call.deadline)
-        numbered = numbered.accepted()  # after the wait, which ends alike on all ranks: the call is refused on all
+        numbered.check_accepted()  # on all ranks, as the wait before it ends alike on all
         self._check_target(numbered)
         if waited_secs is None:
             return self._skipped(numbered)
@@ -161,7 +162,10 @@ class StateSaves(LockedCalls):
             planned = self.agreement.assign(planned, content, target, numbered)
             content = ContentSums(content.objects)
         objects = _own_objects(encoded, [name for name, _ in planned.objects], planned.plan.object_names)
-        leased = self.trusted.lease(flat, planned, objects, target, call.deadline)
+        if self.trusted is None or not planned.plan.layout.frozen_items:
+            leased = Leased(planned=planned, image=self.resources.lease(planned, objects, target, call.deadline))
+        else:
+            leased = self.trusted.lease(flat, planned, objects, target, call.deadline)
         image, layout = leased.image, leased.planned.plan.layout
         try:
             self.resources.log_waves(image, target)
@@ -187,7 +191,10 @@ class StateSaves(LockedCalls):
         return job.ticket
 
     def _check_target(self, numbered: NumberedCall) -> None:
-        """Raise if nothing may be saved at the step or path that the caller gave. Nothing was touched."""
+        """Raise if nothing may be saved at the step or path that the caller gave.
+
+        Only if the step is refused, the root is locked, because another process that writes there is named then.
+        """
         call = numbered.call
         if call.path is not None:
             self.root_session.check_outside_root(call.path, call.deadline)

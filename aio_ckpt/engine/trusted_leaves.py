@@ -1,4 +1,4 @@
-"""What one save captures: all of its leaves, or, with ``frozen="trusted"``, those not known to be unchanged."""
+"""What a save captures if frozen leaves are trusted: all of its leaves, or those not known to be unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class Leased:
 
 @dataclass(slots=True, kw_only=True)
 class TrustedLeaves:
-    """Frozen leaves of one engine that need no capture. Its caller holds the engine's lock."""
+    """Frozen leaves of an engine with ``frozen="trusted"``. They may need no capture.
+
+    Its caller holds the engine's lock.
+    """
 
     ctx: EngineContext
     portal: Portal
@@ -57,8 +60,6 @@ class TrustedLeaves:
         """Lease the memory for what a save has to capture; see :meth:`CaptureResources.lease`."""
         plan = planned.plan
         lease = functools.partial(self.resources.lease, objects=objects, target=target, deadline=deadline)
-        if self.ctx.config.frozen != "trusted" or not plan.layout.frozen_items:
-            return Leased(planned=planned, image=lease(planned))
         trusted = self._trusted(plan)
         versions = Versions.of([planned.tensors[leaf] for leaf in trusted.leaves], parameters_of(flat))
         known = None if versions is None else self._known(plan, versions)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.engine.outcomes import named
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import RootError
 from aio_ckpt.ranks.exchange import Coordinator
 from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.storage.paths import device_of
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket

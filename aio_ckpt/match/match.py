@@ -11,7 +11,7 @@ from aio_ckpt.checkpoint.rank_names import dropped_names, unexpected_names
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.leaves.tensor_memory import are_apart, memory_of
 from aio_ckpt.match.compounds import match_compounds
-from aio_ckpt.match.dtype_changes import changed, is_narrower
+from aio_ckpt.match.dtype_warnings import changed, is_narrower
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.leaves import match_any_leaves, match_leaves
 from aio_ckpt.match.missing_names import missing_remedies

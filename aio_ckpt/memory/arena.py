@@ -1,7 +1,7 @@
 """Arenas: page-aligned host memory for one image each, in huge pages where the kernel has them.
 
 Many threads touch the pages, and CUDA page-locks them on request. Torch's pinned allocator is not used, because one
-thread touches all of its pages (FACTS: 1.9 GB/s against 26).
+thread touches all of its pages: 1.9 GB/s against 26.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HUGE_PAGE_BYTES = 2 << 20
 _SMALL_STEP_BYTES = 64 << 10
 _POPULATE_STEP_BYTES = 64 << 20
 _POPULATE_THREADS = 16
-"""Borrowed fact (FACTS): 16 threads touch 26 GB/s, one thread 6.9. More threads were not measured."""
+"""16 threads touch 26 GB/s, one thread 6.9. More threads were not measured."""
 _POPULATE_END_SECS = 10.0
 _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None, use_errno=True)

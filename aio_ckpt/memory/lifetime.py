@@ -2,7 +2,7 @@
 
 Invariant: an arena's bytes belong to exactly one :class:`Lease`, from ``acquire`` until the lease was closed *and* each
 thread future that it holds has resolved. The end of a task does not count, because a cancelled await does not stop its
-thread (ACCEPTANCE S1).
+thread.
 """
 
 from __future__ import annotations

@@ -261,7 +261,8 @@ class Mirroring:
             if is_last:
                 wanted.fail(error)
             is_busy = isinstance(error, RootError) and error.errno == errno.EBUSY  # a dropped engine copies there
-            level = logging.INFO if is_busy and not is_last else logging.WARNING
+            is_left = not is_last or wanted.mirrored is None  # to a later try, or to the engine that saved it
+            level = logging.INFO if is_busy and is_left else logging.WARNING
             _log.log(level, "step %d was not copied to %s: %s", wanted.step, self._place, error)
             return False
         self._has_copied = True

@@ -57,7 +57,7 @@ class Chunk:
     """Part of the image that one write moves, from ``start`` to ``stop``."""
 
     index: int
-    """Position in ``ImageLayout.chunks``."""
+    """Position among the chunks of the whole image, those of objects included."""
     start: int
     """Image offset. In its file, the chunk begins at a multiple of the chunk size."""
     stop: int

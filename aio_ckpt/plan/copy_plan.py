@@ -1,7 +1,4 @@
-"""Copies of a state into its image: which tensor is copied by which method, and a table of those by address.
-
-Pure, but for :func:`gathered_below_bytes`, which asks what the driver can do.
-"""
+"""Copies of a state into its image: which tensor is copied by which method, and a table of those by address."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ import torch
 
 from aio_ckpt.format.tensor_columns import IntArray
 from aio_ckpt.format.tensor_zip import is_dense
-from aio_ckpt.memory.cuda_driver import batch_copy
 from aio_ckpt.memory.host_copy import CopyVectors
+from aio_ckpt.plan import gathering
 from aio_ckpt.plan.chunks import Piece
 from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.structure import Structure
@@ -25,14 +22,6 @@ from aio_ckpt.plan.tensor_item import TensorItem
 SMALL_COPY_BYTES = 256 << 10
 """Largest host copy that is one ``memmove`` with the GIL held. Torch makes larger ones, on many threads."""
 
-_GATHERED_BELOW_BYTES = 1 << 20
-"""Borrowed fact (FACTS): issued one by one, transfers of 64 KiB reach 19.6 GB/s, and transfers of 1 MiB 49.7. To issue
-10,000 of 64 KiB costs the host 30 ms, and 3 ms if they are gathered."""
-_GATHERED_BESIDE_BATCHES_BELOW_BYTES = 64 << 10
-"""In one batch, 10,000 transfers of 64 KiB cost the host 4.2 ms and reach 53 GB/s (bench/results). So only smaller
-tensors are worth a copy on the device."""
-_GATHER_PAYS_ITEMS = 32
-"""Least number of items of a gather run. Fewer are copied one by one, as they do not pay for a buffer."""
 _RUNS_A_BUFFER = 4
 """Number of longest runs that fit the gather buffer at once: one is gathered while another is transferred."""
 
@@ -145,22 +134,11 @@ class CopyPlan:
         return CopyPlan(chunks=self.chunks, moved=self.moved.at(addresses), issued=issued)
 
 
-def gathered_below_bytes(device: torch.device) -> int:
-    """Return the size in bytes below which tensors on ``device`` are gathered there before they are moved; 0: none."""
-    if device.type != "cuda":
-        return 0
-    return _GATHERED_BESIDE_BATCHES_BELOW_BYTES if batch_copy() is not None else _GATHERED_BELOW_BYTES
-
-
-def is_gathered(device: torch.device, nbytes: int, gather_bytes: int) -> bool:
-    """Return whether a tensor of ``nbytes`` on ``device`` is gathered there, given a buffer of ``gather_bytes``."""
-    return bool(gather_bytes) and nbytes < gathered_below_bytes(device)
-
-
 def image_order(device: torch.device, nbytes: int, gather_bytes: int) -> tuple[bool, str, bool]:
     """Return the sort key of an item: items on devices come first, and gathered ones are adjacent."""
     is_host = device.type == "cpu"
-    return (is_host, "" if is_host else str(device), not (is_host or is_gathered(device, nbytes, gather_bytes)))
+    is_gathered = not is_host and gathering.is_gathered(device, nbytes, gather_bytes)
+    return (is_host, "" if is_host else str(device), not (is_host or is_gathered))
 
 
 def plan_copies(
@@ -199,7 +177,7 @@ def plan_copies(
         is_issued = False
         for (kind, device), group in groupby(pieces, key=method):
             for run in _cut(group, gather_bytes // _RUNS_A_BUFFER) if kind == "gathered" else [[*group]]:
-                if kind == "gathered" and len(run) >= _GATHER_PAYS_ITEMS:
+                if kind == "gathered" and len(run) >= gathering.LEAST_ITEMS:
                     runs.append(_gather_run(layout, device, run))
                 elif kind == "by address" or (kind == "gathered" and can_copy_by_address(device)):
                     by_address.setdefault(device, {}).update(dict.fromkeys(piece.item for piece in run))

@@ -1,8 +1,8 @@
 """Cache that reuses the plan of the last save.
 
-A cached :class:`Plan` holds names, offsets and rendered bytes; no tensor, storage, handle or memoryview
-(DESIGN §2.5). Every save resolves its tensors anew. The layout is reused if the structure is equal column by column,
-the copies by address if the fingerprint is.
+A cached :class:`Plan` holds names, offsets and rendered bytes; no tensor, storage, handle or memoryview.
+Every save resolves its tensors anew. The layout is reused if the structure is equal column by column, the copies by
+address if the fingerprint is.
 """
 
 from __future__ import annotations

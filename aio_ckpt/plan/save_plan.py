@@ -21,9 +21,10 @@ from aio_ckpt.format.tensor_columns import TensorEntry
 from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.memory.cuda import can_copy_by_address
 from aio_ckpt.plan.assignment import Assignment, unpacked
-from aio_ckpt.plan.copy_plan import CopyPlan, image_order, is_gathered, plan_copies
+from aio_ckpt.plan.copy_plan import CopyPlan, image_order, plan_copies
 from aio_ckpt.plan.differing_replicas import Tolerance, tolerances
 from aio_ckpt.plan.frozen_leaves import FrozenLeaves
+from aio_ckpt.plan.gathering import is_gathered
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global
 from aio_ckpt.plan.layout import ImageLayout, lay_out
 from aio_ckpt.plan.shard_table import LocalPlan

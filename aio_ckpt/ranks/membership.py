@@ -27,6 +27,7 @@ from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
 from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.storage.local import Storage
 
@@ -178,7 +179,7 @@ class Membership:
         """Return the error by which a call fails on the other ranks if it raises ``error`` here."""
         if isinstance(error, PeerFailedError):  # the first rank that failed is named
             return PeerFailedError(str(error), rank=error.rank, stage=CALL_STAGE, cause=error.cause)
-        return PeerFailedError(f"{type(error).__name__}: {error}", rank=self.coordinator.rank, stage=CALL_STAGE)
+        return PeerFailedError(named(error), rank=self.coordinator.rank, stage=CALL_STAGE)
 
     async def meet(self, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]]) -> None:
         """Wait for all ranks, take over the leader's owner record, and check that all have the same settings.

@@ -20,6 +20,7 @@ from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure, Topic
 from aio_ckpt.runtime.ctrl_c import new_future
+from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.futures import first_cause, follow
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.signals import Preemption
@@ -242,7 +243,7 @@ class AgreedPreemption:
 
 def work_failure(error: BaseException, rank: int) -> Failure:
     """Return the failure of work of ``rank`` that ended with ``error``."""
-    return Failure(rank, WORK_STAGE, f"{type(error).__name__}: {error}")
+    return Failure(rank, WORK_STAGE, named(error))
 
 
 class AgreedWork:

@@ -19,7 +19,7 @@ from aio_ckpt.commit.owner import Owner, is_abandoned, owner_by_name
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.root_names import SEGMENTS_FILE, StepNames
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.rescue.segment import SEGMENT_PREFIX, StoredSegment, list_segments, read_segment
+from aio_ckpt.rescue.segment import SEGMENT_PREFIX, StoredSegment, own_segments, read_segment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record
 from aio_ckpt.storage.local import Storage
 
@@ -72,7 +72,7 @@ def find_orphans(
     """
     prefix, found = segment_prefix(root), []
     for directory in dict.fromkeys(directories):
-        for path in list_segments(directory, prefix):
+        for path in own_segments(directory, prefix):
             owner = owner_by_name(path.name, here)
             if owner is not None and (owner.pid, owner.started_ticks) == (here.pid, here.started_ticks):
                 continue

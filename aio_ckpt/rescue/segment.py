@@ -194,7 +194,7 @@ class StoredSegment:
     """True if the file is no segment, or its record fails its checksum; False if it was never marked valid."""
 
 
-def list_segments(directory: Path, prefix: str) -> list[Path]:
+def own_segments(directory: Path, prefix: str) -> list[Path]:
     """Return the segments whose names begin with ``prefix`` and that this user owns: others may write there, too."""
     found = []
     with contextlib.suppress(OSError):

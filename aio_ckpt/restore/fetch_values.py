@@ -37,7 +37,7 @@ async def fetch_values(
         executor=ctx.executor,
         readers=ctx.config.workers,
         verify=ctx.verify,
-        devices=plan.reads.devices,
+        devices=plan.pieces.devices,
         on_fetched=ctx.meter.add,
     )
     await run_blocking(ctx.executor, _decode, ctx, checkpoint, plan, fetched)
@@ -45,10 +45,10 @@ async def fetch_values(
 
 def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: FillPlan, fetched: Fetched) -> None:
     """Decode objects. Wait for the devices, and increment the version of tensors that were filled without torch."""
-    synchronize(plan.reads.devices)
-    increment_version(plan.reads.filled)
+    synchronize(plan.pieces.devices)
+    increment_version(plan.pieces.filled)
     fetched.values |= plan.values
-    fetched.has_unchecked |= plan.reads.has_unchecked or not ctx.verify
+    fetched.has_unchecked |= plan.pieces.has_unchecked or not ctx.verify
     shared: dict[StoredObject, object] = {}
     for name, stored in plan.objects.items():
         if stored in shared:

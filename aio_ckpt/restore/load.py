@@ -36,7 +36,7 @@ _MAY_NEED_MORE = (
     UnexpectedNameError,
     TemplateMismatchError,
 )
-"""Errors of a match with a part of a checkpoint that may not come with all of it."""
+"""Errors that a match with a part of a checkpoint may raise, and a match with all of it may not."""
 _FREED_AFTER_SECS = 0.01
 """Delay after which an opened checkpoint is freed: no caller waits for its thousands of small objects then."""
 
@@ -83,7 +83,8 @@ class Matched:
             await fetch_values(ctx, self.files, self.checkpoint, self.plan, self.fetched)
             put = await run_blocking(ctx.executor, prepare_apply, ctx, self.checkpoint, self.found, self.fetched)
             await self.files.close()  # inside of the block, because an error of it comes after tensors were filled
-        asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, id, self.checkpoint)  # drops the last reference
+        # The loop keeps it until the caller was woken. What is called then, ``id``, does nothing.
+        asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, id, self.checkpoint)
         return LoadOutcome(ctx=ctx, checkpoint=self.checkpoint, found=self.found, fetched=self.fetched, put=put)
 
 
@@ -91,7 +92,7 @@ class Matched:
 async def match_checkpoint(
     ctx: ReadContext, path: Path, state: object, *, step: int | None, options: LoadOptions
 ) -> AsyncIterator[Matched]:
-    """Compare ``state`` with the checkpoint at ``path`` and yield the match. The data files are open in the block.
+    """Compare ``state`` with the checkpoint at ``path`` and yield the match, which is usable in the block.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.checkpoint.open.open_checkpoint`.
@@ -113,7 +114,7 @@ async def match_checkpoint(
             matched = await match(None)
         if not ctx.past_page_cache:
             stored = matched.checkpoint.stored_bytes
-            await share_page_cache(files, matched.plan.reads, stored, ranks_on_host=ctx.ranks_on_host)
+            await share_page_cache(files, matched.plan.pieces, stored, ranks_on_host=ctx.ranks_on_host)
         yield matched
 
 

@@ -11,12 +11,12 @@ cores and a disk of 2.2 GB/s: two readers take 0.60 to 0.63 of the time, four 0.
 (``bench/results/2-cores/load-shared.txt``); where two cores read 1 GiB at 3.5 GB/s, 0.95 to 1.4 of it."""
 
 
-async def share_page_cache(files: Files, reads: ReadPlan, stored_bytes: int, *, ranks_on_host: int) -> None:
+async def share_page_cache(files: Files, pieces: ReadPlan, stored_bytes: int, *, ranks_on_host: int) -> None:
     """Read through the page cache if so many ranks of this host read each byte that it pays.
 
-    Each of the ``ranks_on_host`` ranks is assumed to read as much of the ``stored_bytes`` as ``reads``.
+    Each of the ``ranks_on_host`` ranks is assumed to read as much of the ``stored_bytes`` as ``pieces``.
     """
-    wanted = ranks_on_host * reads.total_bytes if ranks_on_host > 1 else 0
+    wanted = ranks_on_host * pieces.total_bytes if ranks_on_host > 1 else 0
     if wanted >= _SHARING_PAYS_READERS * stored_bytes > 0:
         await files.share()
-        await files.measure(reads.rows, {})
+        await files.measure(pieces.rows, {})

@@ -35,7 +35,7 @@ HostMemory: TypeAlias = Callable[[int], torch.Tensor]
 class FillPlan:
     """Plan of one load."""
 
-    reads: ReadPlan
+    pieces: ReadPlan
     requests: Sequence[ReadRequest] = ()
     """The reads of these pieces."""
     values: dict[str, object] = field(default_factory=dict)
@@ -73,12 +73,12 @@ async def plan_fills(
     _check_tied(checkpoint, tied, items)
 
     def planned() -> FillPlan:
-        reads = ReadPlan()
-        plan = FillPlan(reads=reads, objects=objects, undecoded=reads.add_objects(objects.values()))
+        pieces = ReadPlan()
+        plan = FillPlan(pieces=pieces, objects=objects, undecoded=pieces.add_objects(objects.values()))
         exact = _add_fills(plan, fills.others, items, memory)
-        reads.add_whole([*fills.exact, *exact])
-        synchronize(reads.devices)
-        plan.requests = reads.requests(ctx.config.workers)
+        pieces.add_whole([*fills.exact, *exact])
+        synchronize(pieces.devices)
+        plan.requests = pieces.requests(ctx.config.workers)
         return plan
 
     return await run_blocking(ctx.executor, planned)
@@ -160,7 +160,7 @@ def _add_fill(plan: FillPlan, name: str, items: tuple[Item, ...], target: Target
                 f"{name!r} holds a shard of shape {tuple(tensor.shape)} in the template where torch cuts one of "
                 f"{tuple(shard.sizes)}: lay it out with distribute_tensor() or fully_shard()"
             )
-    plan.reads.add_tensor(items, offsets, tensor)
+    plan.pieces.add_tensor(items, offsets, tensor)
 
 
 def new_tensor(name: str, items: tuple[Item, ...], like: Target | None, memory: HostMemory | None = None) -> Target:

@@ -1,4 +1,4 @@
-"""Notes on errors: the stage of a save, a modified template, the checkpoint."""
+"""Text of errors, and notes on them: the stage of a save, a modified template, the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
+
+
+def named(error: BaseException) -> str:
+    """Return type and text of ``error``. The text of a caller's exception may raise."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001
+        return f"{type(error).__name__} (its text cannot be shown)"
 
 
 def note_stage(error: BaseException, stage: str) -> None:

@@ -15,7 +15,10 @@ CapturedRun: TypeAlias = tuple[Sequence[int], tuple[CopyEvent, ...]]
 
 
 class CapturedChunks:
-    """Chunks of one image that the caller's thread has captured. It is used on the loop."""
+    """Chunks of one image that the caller's thread has captured.
+
+    The caller's thread adds to it until the pipeline is submitted; then it is used on the loop alone.
+    """
 
     def __init__(self, chunks: int, timer: StallTimer) -> None:
         """Each captured run restarts ``timer``."""

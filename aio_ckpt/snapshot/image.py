@@ -124,7 +124,7 @@ def lease_image(
     ``staging`` chooses the kind of the arena, which has ``spare_bytes`` more behind the image.
 
     Raises:
-        BudgetExceededError: the image exceeds the budget, or the system lacks the memory.
+        BudgetExceededError: what the arena must hold at once exceeds the budget, or the system lacks the memory.
         StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``, or ``limit_secs`` passed.
     """
     plan, layout, budget_bytes = planned.plan, planned.plan.layout, lifetime.budget_bytes

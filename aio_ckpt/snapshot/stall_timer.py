@@ -9,7 +9,10 @@ from collections.abc import Iterator
 
 
 class StallTimer:
-    """Time since the last progress of one save, and the failure of its capture. It is used on the loop."""
+    """Time since the last progress of one save, and the failure of its capture.
+
+    Any thread may :meth:`touch` it. All else is used on the loop.
+    """
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -24,7 +27,7 @@ class StallTimer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause the stall timer of this save: it waits for another save, which has its own timer."""
+        """Pause the stall timer of this save in the block, which waits for what has a limit of its own."""
         self.is_paused = True
         try:
             yield
@@ -38,7 +41,7 @@ class StallTimer:
 
     @property
     def idle_secs(self) -> float:
-        """Seconds since the last progress; 0 while the save waits for another."""
+        """Seconds since the last progress; 0 while the timer is paused."""
         return 0.0 if self.is_paused else time.monotonic() - self.last
 
     def fail(self, error: Exception) -> None:

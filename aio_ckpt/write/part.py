@@ -26,7 +26,7 @@ class Part:
     render_tail: RenderTail | None = None
     """Makes the bytes that take the place of ``tail``; None if ``tail`` is final."""
     renders_constants: bool = True
-    """Whether the image lacks the constant bytes of the layout."""
+    """Whether the writer has to place the constant bytes: the arena lacks them, or gather runs overwrite them."""
     image: Image
     chunks: CapturedChunks
 

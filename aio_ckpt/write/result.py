@@ -26,5 +26,5 @@ class WriteResult:
     """Number of items whose trailer holds their CRC32."""
 
     def moved(self, chunks: int) -> WriteResult:
-        """Return the result for an image that holds ``chunks`` more before this file."""
+        """Return the result for an image in which ``chunks`` more, those of a frozen file, precede these."""
         return replace(self, chunks_written=frozenset(index + chunks for index in self.chunks_written))

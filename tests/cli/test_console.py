@@ -10,7 +10,8 @@ import pytest
 from command_line import called
 
 from aio_ckpt.cli import console
-from aio_ckpt.cli.console import Screen, age_text, bytes_progress, clock_text, pace_words, plural
+from aio_ckpt.cli.console import Screen, bytes_progress, pace_words
+from aio_ckpt.cli.texts import age_text, clock_text, plural
 
 ROWS = [("x" * 100, "a b", "10"), ("日本", "c", "9")]
 TITLES = ("name", "words", "number")

@@ -491,7 +491,7 @@ def tensors_later(gate: Gate) -> Any:
     act = restore.fetch_values
 
     async def fetch_later(ctx: Any, files: Any, checkpoint: Any, plan: FillPlan, *rest: Any, **options: Any) -> None:
-        if plan.reads.filled:
+        if plan.pieces.filled:
             await gate.wait()
         await act(ctx, files, checkpoint, plan, *rest, **options)
 

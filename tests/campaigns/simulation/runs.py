@@ -29,11 +29,11 @@ from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.capture_resources import CaptureResources
+from aio_ckpt.engine.common_stages import CommonStages
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import WantedCheckpoint
 from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.job_writer import JobWriter
 from aio_ckpt.engine.known_steps import EarlierSteps, KnownSteps
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
@@ -273,7 +273,7 @@ class World:
             ctx=self.ctx,
             root_session=mock.create_autospec(RootSession, instance=True),
             claim=self.claim(),
-            writer=JobWriter(ctx=self.ctx, throttle=WriteThrottle()),
+            stages=CommonStages(ctx=self.ctx, throttle=WriteThrottle()),
             renames=quarantine.renames,
             trash=Trash(self.storage),
             newest_frozen=NewestFrozenFile(leaves=None, relink_limit=1),

@@ -23,7 +23,7 @@ from tensor_bits import bytes_of
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.checkpoint import fetch
 from aio_ckpt.checkpoint import read_plan as readplan
-from aio_ckpt.checkpoint import verified_copy as place
+from aio_ckpt.checkpoint import verify_pieces as place
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES, align_up
 from aio_ckpt.match import tensors

@@ -27,7 +27,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.root_names import LOCK_FILE
 from aio_ckpt.memory import lifetime
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
-from aio_ckpt.plan import copy_plan as copy_methods
+from aio_ckpt.plan import gathering
 
 
 class Mappings:
@@ -171,8 +171,8 @@ def test_another_structure_is_prepared_in_place_of_the_old_one_if_the_budget_hol
 
 
 def test_gather_buffers_are_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_methods, "gathered_below_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
+    monkeypatch.setattr(gathering, "gathered_below_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(gathering, "LEAST_ITEMS", 4)
     given = {f"t{i}": torch.full((100,), float(i)) for i in range(50)}
 
     def buffers(engine: SyncCheckpointEngine) -> list[int]:

@@ -322,7 +322,7 @@ async def test_a_directory_that_lost_its_metadata_counts_only_where_its_step_has
         (tmp_path / name).mkdir()
         for file in files:
             (tmp_path / name / file).touch()
-    committed, torn = await discovery.discover_all(storage, tmp_path, StepNames("step_{step:09d}"))
+    committed, torn, _ = await discovery.discover_all(storage, tmp_path, StepNames("step_{step:09d}"))
     assert [(found.step, found.path.name) for found in committed] == [(5, "step_000000005")]
     assert [(found.step, found.path.name) for found in torn] == [(6, "step-6")]
     assert await discovery.discover(storage, tmp_path, StepNames("step_{step:09d}")) == committed

@@ -44,6 +44,6 @@ async def test_a_step_that_another_host_has_renamed_to_trash_is_no_step_and_hide
     (tmp_path / "step_2" / METADATA_FILE).touch()
     executor = Executor("test", 1)
     storage = OldDirectory(executor, tmp_path)
-    committed, torn = await discover_all(storage, tmp_path, StepNames("step_{step}"))
+    committed, torn, _ = await discover_all(storage, tmp_path, StepNames("step_{step}"))
     assert ([found.step for found in committed], torn) == ([2], [])
     assert executor.close(10.0)

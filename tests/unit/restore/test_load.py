@@ -55,7 +55,7 @@ from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.restore.load import match_checkpoint
-from aio_ckpt.restore.read import read_state
+from aio_ckpt.restore.read_state import read_state
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.storage.data_file import ReadFile

@@ -14,7 +14,7 @@ from rings import TIMEOUT, image_of, plan_of
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan import copy_plan as copy_methods
+from aio_ckpt.plan import gathering
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot import gather_buffers
 from aio_ckpt.snapshot.capture import CopyEngines, capture
@@ -39,8 +39,8 @@ def mixed(count: int) -> dict[str, torch.Tensor]:
 def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_methods, "gathered_below_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
+    monkeypatch.setattr(gathering, "gathered_below_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(gathering, "LEAST_ITEMS", 4)
     state = mixed(200)
     copy_engines = CopyEngines()
     for _ in range(2):  # the second save uses the lines of the first
@@ -68,8 +68,8 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
 def test_without_device_memory_each_tensor_is_copied_alone(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_methods, "gathered_below_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
+    monkeypatch.setattr(gathering, "gathered_below_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(gathering, "LEAST_ITEMS", 4)
     monkeypatch.setattr(Copies, "allocate", lambda *_: None)
     state = mixed(50)
     planned = plan_of(state)
@@ -99,8 +99,8 @@ def test_runs_take_turns_in_the_buffer(lengths: list[int], starts: list[int], en
 def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_when_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_methods, "gathered_below_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
+    monkeypatch.setattr(gathering, "gathered_below_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(gathering, "LEAST_ITEMS", 4)
     buffers: list[weakref.ref[torch.Tensor]] = []
     make = Copies.allocate
 
@@ -125,8 +125,8 @@ def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_w
 def test_gather_bytes_bounds_the_memory_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather_bytes: int
 ) -> None:
-    monkeypatch.setattr(copy_methods, "gathered_below_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 2)
+    monkeypatch.setattr(gathering, "gathered_below_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(gathering, "LEAST_ITEMS", 2)
     asked: list[int] = []
     make = Copies.allocate
     monkeypatch.setattr(Copies, "allocate", lambda self, nbytes: asked.append(nbytes) or make(self, nbytes))

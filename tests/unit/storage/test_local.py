@@ -30,7 +30,7 @@ from warm_python import WarmPython
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.runtime.portal import Executor, Portal, watch_submissions
 from aio_ckpt.storage import data_file as datafile
-from aio_ckpt.storage import direct_io, paths
+from aio_ckpt.storage import direct_io, directories
 from aio_ckpt.storage import local as storage
 from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.direct_io import RWF_DONTCACHE
@@ -870,7 +870,7 @@ async def test_directories_that_were_made_before_one_could_not_be_made_are_durab
         make(path, **options)
 
     monkeypatch.setattr(Path, "mkdir", make_unless_full)
-    monkeypatch.setattr(paths, "sync_dir", synced.append)
+    monkeypatch.setattr(directories, "sync_dir", synced.append)
     with pytest.raises(WriteError) as caught:
         await local.make_dirs(tmp_path / "a" / "b" / "c")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "a" / "b" / "c"))

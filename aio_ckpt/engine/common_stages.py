@@ -1,4 +1,4 @@
-"""What the pipelines of states and of files do alike: write the parts of a job, and commit in its turn."""
+"""Stages that the pipelines of states and of files have in common: the writer of a data file, and the commit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from aio_ckpt.write.writer import FileWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobWriter:
-    """Writes the jobs of one engine."""
+class CommonStages:
+    """Stages of the jobs of one engine that states and files have in common."""
 
     ctx: EngineContext
     throttle: WriteThrottle

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from aio_ckpt.cli.access import all_steps, unless_replaced
-from aio_ckpt.cli.console import printable
+from aio_ckpt.cli.texts import printable
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.commit.protection import protected_steps

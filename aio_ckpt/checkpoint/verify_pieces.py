@@ -30,7 +30,7 @@ def copy_pieces(request: ReadRequest, view: memoryview, verify: bool, copies: Se
     pieces = request.pieces
     begins = pieces.starts - request.start
     if verify:
-        _verify(request, view, begins)
+        _check_sums(request, view, begins)
     addresses, devices = _places(pieces)
     moves = np.stack([addresses, begins + address_of(view), pieces.nbytes], axis=1)
     is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # pieces that are not moved stay in the view
@@ -89,7 +89,7 @@ def _runs(moves: IntArray) -> IntArray:
     return np.column_stack([moves[first, :2], np.add.reduceat(moves[:, 2], first)])
 
 
-def _verify(request: ReadRequest, view: memoryview, begins: IntArray) -> None:
+def _check_sums(request: ReadRequest, view: memoryview, begins: IntArray) -> None:
     pieces = request.pieces
     ends = begins + pieces.nbytes
     is_summed = pieces.crcs >= 0
