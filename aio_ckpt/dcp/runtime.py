@@ -25,7 +25,8 @@ from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.chunks import chunk_bytes_for
 from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.remote_path import RemotePath, find_bucket
-from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Lock, Portal
+from aio_ckpt.runtime.ctrl_c import Lock
+from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Portal
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.captured_chunks import CapturedRun

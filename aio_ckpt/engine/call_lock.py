@@ -6,13 +6,14 @@ import sys
 from dataclasses import dataclass
 
 from aio_ckpt.errors import WrongThreadError
-from aio_ckpt.runtime.portal import Lock, Portal
+from aio_ckpt.runtime.ctrl_c import Lock
+from aio_ckpt.runtime.portal import Portal
 
 
 class CallLock:
     """Lock of one engine: one call at a time plans, leases and captures. Other calls wait for it.
 
-    Callers enter ``mutex`` itself, whose ``with`` is C. Ctrl-C in a ``with`` that is Python could leave it held.
+    Callers enter ``mutex`` itself: Ctrl-C in a context manager around it could leave it held.
     """
 
     def __init__(self, portal: Portal) -> None:
@@ -25,7 +26,7 @@ class CallLock:
         It would on the engine's own threads, and inside a call that holds the lock.
         """
         self._portal.check_thread(what)
-        outer, frame = "", sys._getframe(2) if self.mutex.locked() else None  # the caller of the calling method
+        outer, frame = "", sys._getframe(2) if self.mutex.is_mine else None  # the caller of the calling method
         while frame is not None:
             calls = frame.f_locals.get("self")
             if isinstance(calls, LockedCalls) and calls.call_lock is self:

@@ -33,10 +33,11 @@ from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import Room, SaveState
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import SaveReport, title
+from aio_ckpt.runtime.ctrl_c import Condition
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import copy_to_raise, named
 from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import Condition, Lock, Portal, run_blocking
+from aio_ckpt.runtime.portal import Portal, run_blocking
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
 from aio_ckpt.ticket import Milestone, SaveTicket, finish
 
@@ -75,10 +76,7 @@ class JobQueue:
         self._mirroring = mirroring
         self._max = ctx.config.max_in_flight
         self.steps = steps
-        # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
-        # held for ever.
-        self._lock = Lock()
-        self._changed = Condition(self._lock)
+        self._changed = Condition()
         self._calls = 0
         self._saves: deque[int] = deque(maxlen=self._max + 1)  # numbers of the newest calls of save()
         self._counted: deque[tuple[int, object]] = deque()  # calls that take their steps once the ranks have met
@@ -108,7 +106,7 @@ class JobQueue:
         began, warning = time.perf_counter(), self.wait_warning(kind.kind, target, kind=kind)
         while True:
             pause_secs = warning.pause_secs(deadline.left_secs(MAX_SECS))  # logs, so it is not under the lock
-            with self._lock:
+            with self._changed:
                 pending = self._of(kind)
                 if self._is_closing or len(pending) < self._max:
                     self.check_open()
@@ -153,13 +151,13 @@ class JobQueue:
             WrongThreadError: the caller is the engine's own thread, on which pending saves run.
         """
         self._portal.check_thread("close()")
-        with self._lock:
+        with self._changed:
             self._is_closing = True
             self._changed.notify_all()
 
     def pending(self, kind: type[J]) -> tuple[J, ...]:
         """Return the jobs of ``kind`` that are not finished, oldest first; ``Job`` for all."""
-        with self._lock:
+        with self._changed:
             return tuple(self._of(kind))
 
     def _of(self, kind: type[J]) -> list[J]:
@@ -174,12 +172,12 @@ class JobQueue:
     @property
     def leases(self) -> list[Lease]:
         """Memory of the pending jobs."""
-        with self._lock:
+        with self._changed:
             return [part.image.lease for job in self._jobs if isinstance(job, WriteJob) for part in job.parts]
 
     def room(self) -> Room:
         """Return whether another save may enter now, and up to which call all have finished."""
-        with self._lock:
+        with self._changed:
             pending = self._of(SaveJob)
             return Room(len(pending) < self._max, pending[0].number - 1 if pending else self._calls)
 
@@ -196,7 +194,7 @@ class JobQueue:
         warning = self.wait_warning("save", step, kind=SaveJob)
         while True:
             pause_secs = warning.pause_secs(deadline.left_secs(MAX_SECS))
-            with self._lock:
+            with self._changed:
                 pending = self._of(SaveJob)
                 if not pending or pending[0].number > through:
                     return
@@ -206,7 +204,7 @@ class JobQueue:
     @property
     def finished_before_room(self) -> Future[None] | None:
         """Return the end of the oldest save if the table is full, else None."""
-        with self._lock:
+        with self._changed:
             pending = self._of(SaveJob)
             return pending[0].finished if len(pending) >= self._max else None
 
@@ -233,7 +231,7 @@ class JobQueue:
             waited_secs=job.timer.waited_secs,
         )
         kinds = (SaveJob, RemoveJob) if isinstance(job, SaveJob) else type(job)
-        with self._lock:
+        with self._changed:
             job.earlier = tuple(other.turn_ended for other in self._jobs if isinstance(other, kinds))
         job.round.advance(SaveState.CAPTURING)
         return job
@@ -255,7 +253,7 @@ class JobQueue:
 
     def add(self, job: WriteJob) -> None:
         """Put a save into the table."""
-        with self._lock:
+        with self._changed:
             self.check_open()  # again: close() waits only for saves that are in the table then
             self._jobs.append(job)
             if isinstance(job, SaveJob):
@@ -263,7 +261,7 @@ class JobQueue:
 
     def forget_failure(self, job: WriteJob) -> None:
         """Drop the failure of a save: its own call raises it."""
-        with self._lock:  # a kept traceback would keep the caller's state alive
+        with self._changed:  # a kept traceback would keep the caller's state alive
             self._unreported = [entry for entry in self._unreported if entry[1] is not job.ticket]
 
     def finish(self, job: WriteJob, done: Future[SaveReport]) -> None:
@@ -303,7 +301,7 @@ class JobQueue:
 
     def _leave(self, job: WriteJob, error: BaseException | None) -> None:
         """Take a save that has ended out of the table."""
-        with self._lock:
+        with self._changed:
             self._jobs = [other for other in self._jobs if other is not job]
             if job.step is not None:
                 self.steps.finish(job.step, is_committed=error is None)
@@ -319,7 +317,7 @@ class JobQueue:
         Raises:
             EngineClosedError: the engine was closed.
         """
-        with self._lock:
+        with self._changed:
             self.check_open()
             job = RemoveJob(
                 target=path,
@@ -352,7 +350,7 @@ class JobQueue:
                 job.done.fail(error)
 
     def _take_out(self, job: Job) -> None:
-        with self._lock:
+        with self._changed:
             self._jobs = [other for other in self._jobs if other is not job]
 
     def _awaited_by_removal(self) -> tuple[SaveTicket, ...]:
@@ -382,7 +380,7 @@ class JobQueue:
 
     def calls_by_path(self) -> CallsByPath:
         """Return path and end of each pending save by path, and of each removal."""
-        with self._lock:
+        with self._changed:
             saves = [(save.call.path, save.finished) for save in self._of(SaveJob)]
             removals = [(job.path, job.freed) for job in self._of(RemoveJob)]
         return tuple((path, finished) for path, finished in (*saves, *removals) if path is not None)
@@ -393,7 +391,7 @@ class JobQueue:
         Without a path, these are the pending saves of ``step``, or of any step if that is None.
         """
         wanted, ctx = step_numbers.whole_number(step), self._ctx
-        with self._lock:
+        with self._changed:
             saves = [(job.step, job.finished) for job in self._jobs if job.step is not None]
         if type(wanted) is int:
             saves = [(own, finished) for own, finished in saves if own == wanted]
@@ -405,7 +403,7 @@ class JobQueue:
     @property
     def pending_steps(self) -> list[int]:
         """Steps of the saves that are not finished, without the saves by path."""
-        with self._lock:
+        with self._changed:
             return [job.step for job in self._jobs if job.step is not None]
 
     def count_call(self, number: int, step: object) -> None:
@@ -436,7 +434,7 @@ class JobQueue:
         is no such failure, or with ``on_failure="log"``.
         """
         raises = self._ctx.config.on_failure == "raise"
-        with self._lock:
+        with self._changed:
             unseen = [entry for entry in self._unreported if not entry[1].committed.observed]
             failed = [entry for entry in unseen if entry[0] <= through][:1] if raises else []
             self._unreported = [entry for entry in unseen if entry not in failed] if raises else []

@@ -10,7 +10,7 @@ from aio_ckpt.argument_checks import command_line
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.errors import StepOrderError
-from aio_ckpt.runtime.portal import Lock
+from aio_ckpt.runtime.ctrl_c import Lock
 
 _log = logging.getLogger("aio_ckpt")
 

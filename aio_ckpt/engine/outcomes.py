@@ -21,9 +21,9 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import FileJob, WriteJob
 from aio_ckpt.errors import AioCkptError, SaveCancelledError
 from aio_ckpt.reports import LoadReport, ReadReport, SaveReport, StageTimings, Target, amount, step_of, title
+from aio_ckpt.runtime.ctrl_c import Lock
 from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.log_records import is_logged, log_step
-from aio_ckpt.runtime.portal import Lock
 from aio_ckpt.storage.local import names_in
 from aio_ckpt.write.full_disk import LOOK_SECS, explain_full_disk, is_disk_full
 

@@ -33,11 +33,11 @@ from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, EngineClosedEr
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.remote_path import Place, RemotePath, check_place, find_remote, place_of
 from aio_ckpt.rescue import Rescue
-from aio_ckpt.runtime.ctrl_c import new_future
+from aio_ckpt.runtime.ctrl_c import Lock, new_future
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal, run_blocking, start_beside_or_here, unwatched
+from aio_ckpt.runtime.portal import STOP_SECS, Portal, run_blocking, start_beside_or_here, unwatched
 from aio_ckpt.runtime.waiting import WaitWarning, call_within, disk_warning
 from aio_ckpt.storage.mounts import OBJECT_STORE, Mount, mount_of
 from aio_ckpt.storage.paths import checked_path

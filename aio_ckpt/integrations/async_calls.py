@@ -30,9 +30,9 @@ from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure
 from aio_ckpt.ranks.polls import AgreedWork, Work, work_failure
 from aio_ckpt.ranks.store_coordinator import default_coordinator
-from aio_ckpt.runtime.ctrl_c import new_future
+from aio_ckpt.runtime.ctrl_c import Lock, new_future
 from aio_ckpt.runtime.futures import follow, outcome_of, run_cancellable
-from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
+from aio_ckpt.runtime.portal import STOP_SECS, Portal
 from aio_ckpt.runtime.priority import lower_priority
 
 T = TypeVar("T")

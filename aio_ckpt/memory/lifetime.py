@@ -20,8 +20,8 @@ import torch
 from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, SharedMemoryFactory, arena_capacity, map_arena
 from aio_ckpt.memory.available import default_budget_bytes
-from aio_ckpt.runtime.ctrl_c import new_future
-from aio_ckpt.runtime.portal import Condition, Executor, Lock
+from aio_ckpt.runtime.ctrl_c import Condition, Lock, new_future
+from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.runtime.waiting import WaitWarning, call_text
 
 
@@ -146,8 +146,7 @@ class LifetimeManager:
         self._segments = segments
         self._executor = executor
         self._debug = debug
-        self._lock = Lock()
-        self._changed = Condition(self._lock)
+        self._changed = Condition()
         self._arenas: dict[Arena, Lease | None] = {}
         self._recent: deque[Arena] = deque(maxlen=_KEPT_LEASES)
         """Arenas that were mapped or lent last, the least recent first."""
@@ -158,7 +157,7 @@ class LifetimeManager:
     @property
     def stats(self) -> LifetimeStats:
         """Numbers of arenas and leases at this moment."""
-        with self._lock:
+        with self._changed:
             return LifetimeStats(
                 arenas=len(self._arenas),
                 arena_bytes=sum(arena.capacity for arena in self._arenas),
@@ -201,7 +200,7 @@ class LifetimeManager:
         began, lines = time.monotonic(), self._lines(spec, step)
         while True:
             pause_secs = lines.pause_secs()  # logs, so it is not under the lock
-            with self._lock:
+            with self._changed:
                 is_coming = any(
                     spec.is_met_by(other.kind, arena_capacity(other.nbytes)) for other in self._being_mapped
                 )
@@ -234,7 +233,7 @@ class LifetimeManager:
         Returns None if there are enough arenas, or the budget has no room. The future raises what :meth:`acquire` would
         raise. A save that needs the arena meanwhile waits for it, and maps one itself if this fails.
         """
-        with self._lock:
+        with self._changed:
             if self._is_closed:
                 return None
             fitting = sum(spec.is_met_by(arena.kind, arena.capacity) for arena in self._arenas)
@@ -255,7 +254,7 @@ class LifetimeManager:
 
         ``known`` holds every owned lease. No thread may be in :meth:`acquire`.
         """
-        with self._lock:
+        with self._changed:
             self._reserved_bytes = 0
             lost = [lease for lease in self._leases if lease not in known]
         for lease in lost:
@@ -263,7 +262,7 @@ class LifetimeManager:
 
     def close(self) -> None:
         """Release idle arenas now, lent ones when their leases end, and others as soon as they are mapped."""
-        with self._lock:
+        with self._changed:
             self._is_closed = True
             idle, leases = self._idle, self._leases
             for arena in idle:
@@ -339,7 +338,7 @@ class LifetimeManager:
             try:
                 arena = _make_arena(spec, self._segments)
             except BudgetExceededError:  # the system has less than the budget
-                with self._lock:
+                with self._changed:
                     idle = self._idle
                     for other in idle:
                         self._release_idle(other)
@@ -348,7 +347,7 @@ class LifetimeManager:
                 arena = _make_arena(spec, self._segments)
             lease = Lease(arena, self._give_back, waited_secs=waited_secs)
         finally:
-            with self._lock:
+            with self._changed:
                 self._reserved_bytes -= spec.nbytes
                 if arena is not None:
                     self._arenas[arena] = lease
@@ -369,7 +368,7 @@ class LifetimeManager:
 
     def _end_mapping(self, spec: ArenaSpec, arena: Arena | None) -> None:
         """Add the arena that was mapped ahead to the idle ones; None if the mapping has failed."""
-        with self._lock:
+        with self._changed:
             self._being_mapped.remove(spec)
             is_closed = self._is_closed
             if arena is not None and not is_closed:
@@ -392,7 +391,7 @@ class LifetimeManager:
                 arena.poison()
             is_reusable = True
         finally:
-            with self._lock:
+            with self._changed:
                 is_kept = is_reusable and not self._is_closed
                 if is_kept:
                     self._arenas[arena] = None

@@ -37,8 +37,9 @@ from aio_ckpt.mirror.copy_step import StepCopier
 from aio_ckpt.mirror.pace import Pace, PacedExecutor
 from aio_ckpt.remote_path import Place, RemotePath
 from aio_ckpt.reports import amount
+from aio_ckpt.runtime.ctrl_c import Lock
 from aio_ckpt.runtime.futures import first_cause
-from aio_ckpt.runtime.portal import STOP_SECS, Lock, Portal
+from aio_ckpt.runtime.portal import STOP_SECS, Portal
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.storage.mounts import OBJECT_STORE
 from aio_ckpt.storage.object_store import AnyStorage

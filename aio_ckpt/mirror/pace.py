@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
-from aio_ckpt.runtime.portal import Condition, Executor, ThreadInit
+from aio_ckpt.runtime.ctrl_c import Condition
+from aio_ckpt.runtime.portal import Executor, ThreadInit
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from torch.distributed import DistStoreError
 
 from aio_ckpt.ranks.store_values import Store
-from aio_ckpt.runtime.ctrl_c import new_future
-from aio_ckpt.runtime.portal import Executor, Lock
+from aio_ckpt.runtime.ctrl_c import Lock, new_future
+from aio_ckpt.runtime.portal import Executor
 
 _WAIT = datetime.timedelta(days=1)
 """Time after which the thread begins its request to the store anew. torch's stores count milliseconds as an int."""

@@ -19,10 +19,10 @@ from aio_ckpt.errors import AioCkptError, StallError
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Failure, Topic
-from aio_ckpt.runtime.ctrl_c import new_future
+from aio_ckpt.runtime.ctrl_c import Lock, new_future
 from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.futures import first_cause, follow
-from aio_ckpt.runtime.portal import Lock, Portal
+from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.signals import Preemption
 from aio_ckpt.runtime.waiting import WaitWarning
 from aio_ckpt.ticket import Milestone

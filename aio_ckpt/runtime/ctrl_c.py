@@ -1,4 +1,4 @@
-"""Futures that Ctrl-C does not leave locked, for the main thread to wait for."""
+"""Locks and futures that Ctrl-C leaves usable, for the main thread to take and to wait for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,29 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 
-class _Condition(RLock):  # type: ignore[misc]  # typeshed calls the class final; CPython does not
-    """What a future needs of ``threading.Condition``. Its ``with`` is C.
+class Lock(RLock):  # type: ignore[misc]  # typeshed calls the class final; CPython does not
+    """Lock that Ctrl-C in its ``with`` does not leave held for ever. A thread that holds it does not take it again.
 
-    That of ``threading.Condition`` is Python: Ctrl-C inside of it leaves the lock held for ever, and the engine's loop
-    then waits for it in ``set_result()``.
+    CPython 3.14 looks for signals between an ``__enter__`` in C and the block, so this one is Python: no version looks
+    for them behind its return. ``__exit__`` is C, as signals are looked for at the begin of a function in Python.
     """
+
+    def __enter__(self) -> bool:  # type: ignore[override]  # no argument is given by ``with``
+        try:
+            return self.acquire()
+        except KeyboardInterrupt:
+            if self.is_mine:
+                self.release()
+            raise
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread holds the lock."""
+        return bool(self._is_owned())  # type: ignore[attr-defined]  # unknown to typeshed
+
+
+class Condition(Lock):  # type: ignore[misc]  # as above
+    """``threading.Condition``, as far as it is needed, on such a lock."""
 
     def __init__(self) -> None:
         self._waiters: list[threading.Lock] = []
@@ -30,7 +47,7 @@ class _Condition(RLock):  # type: ignore[misc]  # typeshed calls the class final
             interrupt, is_back = None, False
             while not is_back:
                 try:
-                    if not self._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may have come before the release
+                    if not self.is_mine:  # else Ctrl-C came before the release
                         self.acquire()
                     if waiter in self._waiters:
                         self._waiters.remove(waiter)
@@ -52,5 +69,5 @@ class _Condition(RLock):  # type: ignore[misc]  # typeshed calls the class final
 def new_future() -> Future[Any]:
     """Return a future that Ctrl-C in any of its methods leaves usable."""
     future: Future[Any] = Future()
-    future._condition = cast("threading.Condition", _Condition())
+    future._condition = cast("threading.Condition", Condition())
     return future

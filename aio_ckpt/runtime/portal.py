@@ -25,8 +25,6 @@ from concurrent.futures import Future
 from multiprocessing.util import Finalize
 from queue import Empty
 from queue import SimpleQueue as SimpleQueue
-from threading import Condition as Condition
-from threading import Lock as Lock
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 # Imported here, because anyio would import the last three at first use, on a thread. A fork during such an import would
@@ -46,7 +44,7 @@ from aio_ckpt.errors import (
     ThreadDiedError,
     WrongThreadError,
 )
-from aio_ckpt.runtime.ctrl_c import new_future
+from aio_ckpt.runtime.ctrl_c import Lock, new_future
 from aio_ckpt.runtime.limits import opening_refusal, thread_refusal, threads_remedy
 
 P = ParamSpec("P")

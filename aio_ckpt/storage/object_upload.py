@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from aio_ckpt.errors import WriteError
 from aio_ckpt.reports import WriteMode
+from aio_ckpt.runtime.ctrl_c import Lock
 from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import Lock, SimpleQueue, report_submission, start_beside
+from aio_ckpt.runtime.portal import SimpleQueue, report_submission, start_beside
 from aio_ckpt.storage.data_file import DataFile, translate_errors
 
 if TYPE_CHECKING:

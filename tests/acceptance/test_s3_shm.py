@@ -129,7 +129,7 @@ def test_without_room_for_a_second_segment_the_save_waits_and_agrees_on_nothing_
         watched_engine(tmp_path, storage, coordinator, staging="shm", max_in_flight=2, budget_bytes=24 * MIB) as engine,
         ThreadPoolExecutor(1) as trainer,
     ):
-        lent = engine._resources.lifetime._changed = WatchedCondition(engine._resources.lifetime._lock)
+        lent = engine._resources.lifetime._changed = WatchedCondition()
         engine.save(state, step=1)
         gate.wait_held(4)
         torch._foreach_add_(list(state.values()), 1.0)

@@ -14,7 +14,8 @@ from typing import Any
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import WriteError
 from aio_ckpt.ranks.exchange import Coordinator
-from aio_ckpt.runtime.portal import Condition, Executor, run_blocking
+from aio_ckpt.runtime.ctrl_c import Condition
+from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import DataFile, translate_errors
 from aio_ckpt.storage.local import Storage
 
@@ -168,14 +169,13 @@ class WatchedDataFile(DataFile):
 class WatchedCondition(Condition):
     """Tells when a thread begins to wait on it, which nothing else shows from outside."""
 
-    def __init__(self, lock: Any) -> None:
-        """``lock``: the one that the watched object enters by itself."""
-        super().__init__(lock)
+    def __init__(self) -> None:
+        super().__init__()
         self.waiting = threading.Event()
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | None = None) -> None:
         self.waiting.set()
-        return super().wait(timeout)
+        super().wait(timeout)
 
 
 @contextlib.contextmanager

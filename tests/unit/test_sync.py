@@ -52,4 +52,4 @@ def test_every_call_of_an_engine_has_a_docstring_with_its_arguments_and_their_ty
                 annotations = [parameter.annotation for parameter in signature.parameters.values()]
                 assert not any(re.search(r"\bobject\b", str(each)) for each in annotations), name
                 arguments = [each for each in signature.parameters if each != "self"]
-                assert [each for each in arguments if f"\n            {each}: " not in text] == [], name
+                assert [each for each in arguments if f"\n    {each}: " not in inspect.getdoc(value)] == [], name

@@ -187,7 +187,7 @@ def test_an_engine_without_open_files_to_come_names_the_limit_and_leaves_no_thre
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     before = names_of_threads()
-    monkeypatch.setattr(asyncio.events.get_event_loop_policy(), "new_event_loop", refuse)
+    monkeypatch.setattr(asyncio.events, "new_event_loop", refuse)
     with pytest.raises(SystemLimitError, match=r"Too many open files: this process may have .*raise the limit \(ulim"):
         SyncCheckpointEngine(tmp_path)
     assert names_of_threads() <= before

@@ -132,7 +132,7 @@ def test_a_save_that_comes_before_the_memory_waits_for_it_and_maps_none_of_its_o
     mappings.hold = Gate()
     with SyncCheckpointEngine(tmp_path) as engine, ThreadPoolExecutor(1) as trainer:
         manager = engine._resources.lifetime
-        waits = manager._changed = WatchedCondition(manager._lock)
+        waits = manager._changed = WatchedCondition()
         prepared = engine.prepare(state(1.0))
         mappings.hold.wait_held()
         saving = trainer.submit(engine.save, state(1.0))

@@ -130,7 +130,7 @@ def test_an_engine_that_cannot_be_opened_gives_back_what_it_had(
     if missing == "thread of the loop":
         monkeypatch.setattr(threading.Thread, "start", no_loop_thread)
     elif missing == "the loop":
-        monkeypatch.setattr(asyncio.events.get_event_loop_policy(), "new_event_loop", fail)
+        monkeypatch.setattr(asyncio.events, "new_event_loop", fail)
     else:
         monkeypatch.setattr(lifetime, "default_budget_bytes", fail)
     with pytest.raises((OSError, RuntimeError), match=r"Too many open files|can't start new thread"):

@@ -60,7 +60,7 @@ def spec(nbytes: int, kind: ArenaKind = "pageable", *, source: torch.device | No
 
 def watch_waits(manager: LifetimeManager) -> WatchedCondition:
     """Before anything waits: tells when a thread begins to."""
-    manager._changed = WatchedCondition(manager._lock)
+    manager._changed = WatchedCondition()
     return manager._changed
 
 
@@ -451,19 +451,18 @@ class Clock:
         clock = self
 
         class Scripted(WatchedCondition):
-            def wait(self, timeout: float | None = None) -> bool:
+            def wait(self, timeout: float | None = None) -> None:
                 assert timeout is not None
                 assert timeout > 0, "waits although the time is over"
                 secs, happens = clock.script.pop(0) if clock.script else (timeout, lambda: None)
                 clock.now += min(secs, timeout)
-                manager._lock.release()  # as a real wait does
+                self.release()  # as a real wait does
                 happens()
-                manager._lock.acquire()
-                return secs <= timeout
+                self.acquire()
 
         for module in (lifetime, arenas):
             monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: self.now))
-        manager._changed = Scripted(manager._lock)
+        manager._changed = Scripted()
 
 
 def test_a_lease_that_nobody_lets_go_of_is_an_error_after_the_stall_timeout(

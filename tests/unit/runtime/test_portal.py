@@ -578,9 +578,10 @@ def test_a_portal_runs_on_uvloop_where_that_is_the_policy() -> None:
     pytest.importorskip("uvloop")
     done = run_python(
         """
-        import asyncio, uvloop
+        import asyncio, uvloop, warnings
         from aio_ckpt.runtime.portal import Portal, run_blocking
 
+        warnings.simplefilter("ignore", DeprecationWarning)  # of policies, from Python 3.14 on
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
         portal = Portal("engine", 1)
         portal.start()

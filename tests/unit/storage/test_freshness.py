@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,8 @@ class OldAnswers:
         self._code = code
         really_open = os.open
 
-        def noted(path: Path, flags: int) -> int:
-            descriptor = really_open(path, flags)
+        def noted(path: Path, flags: int, **others: Any) -> int:  # pytest removes its directories by os.open, too
+            descriptor = really_open(path, flags, **others)
             self.opened.append(Path(path))
             return descriptor
 
