@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from aio_ckpt.argument_checks import check_flag
 from aio_ckpt.commit import step_numbers
-from aio_ckpt.engine.call_lock import LockedCalls
+from aio_ckpt.engine.call_lock import CallLock
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.known_steps import EarlierSteps
@@ -33,10 +33,11 @@ _DELETED: Exchange[None, None] = Exchange(None, None, stage="agree")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class AgreedChanges(LockedCalls):
+class AgreedChanges:
     """Caller's half of the calls that remove checkpoints. The leader changes the root, and the other ranks wait."""
 
     ctx: EngineContext
+    call_lock: CallLock
     portal: Portal
     root_session: RootSession
     queue: JobQueue

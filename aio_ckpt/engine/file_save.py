@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aio_ckpt.argument_checks import MAX_SECS, check_path, shown
 from aio_ckpt.commit.path_checkpoints import file_refusal
-from aio_ckpt.engine.call_lock import CallLock, LockedCalls
+from aio_ckpt.engine.call_lock import CallLock
 from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.file_pipeline import TEMPORARY, FilePipeline
@@ -39,14 +39,14 @@ from aio_ckpt.write.part import Part
 _log = logging.getLogger("aio_ckpt")
 
 
-class FileSaves(LockedCalls):
+class FileSaves:
     """Caller's half of the files of one engine."""
 
     def __init__(
         self, ctx: EngineContext, call_lock: CallLock, queue: JobQueue, capturer: JobCapturer, pipeline: FilePipeline
     ) -> None:
-        super().__init__(call_lock=call_lock)
         self._ctx = ctx
+        self._call_lock = call_lock
         self._queue = queue
         self._capturer = capturer
         self._lifetime = capturer.resources.lifetime
@@ -60,10 +60,10 @@ class FileSaves(LockedCalls):
     def save_file(self, obj: object, path: object, options: SafetensorsOptions) -> SaveTicket:
         """See ``CheckpointEngine.save_file``."""
         started = time.perf_counter()
-        self.call_lock.check("save_file()")
+        self._call_lock.check("save_file()")
         limit_secs, place = self._ctx.config.stall_timeout_secs, check_path("path", path, of="a file")
         target = call_within(limit_secs, functools.partial(file_target, path), "looking at the file", place)
-        with self.call_lock.mutex:
+        with self._call_lock.mutex:
             self._queue.check_open()
             self._lifetime.close_lost(self._queue.leases)
             earlier = self._queue.take_unreported(0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.discovery import step_directories, torn_among
 from aio_ckpt.engine.agreement import Admission, Agreement
-from aio_ckpt.engine.call_lock import LockedCalls
+from aio_ckpt.engine.call_lock import CallLock
 from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.context import EngineContext
@@ -43,10 +43,11 @@ from aio_ckpt.write.part import Part
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class StateSaves(LockedCalls):
+class StateSaves:
     """Caller's half of the saves of states, at a step or a path."""
 
     ctx: EngineContext
+    call_lock: CallLock
     portal: Portal
     resources: CaptureResources
     trusted: TrustedLeaves | None

@@ -310,7 +310,7 @@ def test_a_call_inside_a_call_is_refused(engine: SyncCheckpointEngine, tmp_path:
             engine.save_file({}, tmp_path / "inner.pt")
             return int, (1,)
 
-    with pytest.raises(WrongThreadError, match=r"save_file\(\) inside save_file"):
+    with pytest.raises(WrongThreadError, match=r"save_file\(\) inside another call"):
         engine.save_file([Calling()], tmp_path / "x.pt")
     engine.save_file({}, tmp_path / "x.pt").result(TIMEOUT)
 
