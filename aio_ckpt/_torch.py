@@ -135,7 +135,8 @@ def sparse_coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def mark_coalesced(tensor: torch.Tensor, *, is_coalesced: bool) -> None:
     """Set the mark whether a sparse COO tensor is coalesced. If ``_coalesced_`` moves, leave the mark as it is."""
-    tensor._coalesced_(is_coalesced)
+    with torch.no_grad():  # a leaf that requires grad refuses changes in place
+        tensor._coalesced_(is_coalesced)
 
 
 def is_load_of_torch(value: Any) -> bool:

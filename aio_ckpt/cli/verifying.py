@@ -59,6 +59,8 @@ def verify_command(path: Path, workers: int, names: StepNames, *, as_json: bool)
     results: list[_Verified] = []
 
     async def work(storage: Storage, executor: Executor) -> None:
+        import aio_ckpt.checkpoint.verify  # noqa: F401 - before the rate is measured: torch takes a second
+
         found = list(itertools.chain(*await locate(storage, path, names)))
         sizes: list[int] = []
         for checkpoint in found:

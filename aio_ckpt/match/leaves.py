@@ -92,7 +92,7 @@ def _object_fault(checkpoint: Checkpoint, kind: LeafKind, trusted: bool) -> str 
     what = {LeafKind.TENSOR: "a tensor", LeafKind.ARRAY: "an array"}.get(kind, "a numpy scalar")
     fault = f"is {what} in the template and an object in the checkpoint"
     if kind is LeafKind.TENSOR or checkpoint.has_skeleton:
-        return fault
+        return f"{fault}: give None there, which takes what is stored, or leave it out of the template"
     remedy = "set trusted_objects=True, or give dcp.load an aio_ckpt.dcp.Reader, if you trust whoever wrote it"
     return None if trusted else f"{fault}, where dcp.save pickles numpy: {remedy}"
 

@@ -87,7 +87,9 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
     if missing and not options.allow_missing:
         beyond = [*map(checkpoint.stored_name, modules.unexpected)]
         beyond += _not_loaded(checkpoint, below, template.names, ctx, is_missing=True)[0]
-        remedies = modules.remedies or missing_remedies(checkpoint, missing, beyond, taken={*template.names, *below})
+        remedies = modules.remedies or missing_remedies(
+            checkpoint, state, missing, beyond, taken={*template.names, *below}
+        )
         raise MissingNameError(f"{checkpoint.path}: lacks {listed(missing)}; {'; '.join(remedies)}")
     if faults:
         raise TemplateMismatchError(f"{checkpoint.path}: {first_of(faults, between='; ')}")

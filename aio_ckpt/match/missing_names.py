@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from typing import Any
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.state.names import branches_of, first_of, is_below, joined, listed
@@ -36,11 +37,12 @@ def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, bran
 
 
 def missing_remedies(
-    checkpoint: Checkpoint, missing: Sequence[str], unexpected: Sequence[str], *, taken: Set[str]
+    checkpoint: Checkpoint, state: object, missing: Sequence[str], unexpected: Sequence[str], *, taken: Set[str]
 ) -> list[str]:
     """Return what to give to ``load`` instead.
 
     Args:
+        state: the template.
         missing: names of the template that the checkpoint lacks.
         unexpected: stored names that are not loaded.
         taken: all names of the template.
@@ -52,10 +54,28 @@ def missing_remedies(
     unmoved = [name for name in lacked if checkpoint.names.get(name, name) == name]
     remedies = [
         _renamed_remedy(checkpoint, taken, missing),
-        _kind_remedy(missing[0], unmoved) or _close_remedy(missing, lacked),
+        _list_remedy(missing[0], state, checkpoint.catalog.names())
+        or _kind_remedy(missing[0], unmoved)
+        or _close_remedy(missing, lacked),
         "allow_missing=True leaves them as they are",
     ]
     return [*filter(None, remedies)]
+
+
+def _list_remedy(name: str, state: Any, stored: Collection[str]) -> str:
+    """Return what to give in the place of a list of the template that is longer than the stored one.
+
+    '' if the missing ``name`` is not of an entry of such a list. Lists are looked for in dicts alone.
+    """
+    entry = ""
+    for part in name.split("."):
+        branch, entry = entry, joined(entry, part)
+        if type(state) is list:
+            has_any, has_entry = (any(is_below(each, at) for each in stored) for at in (f"{branch}.0", entry))
+            text = f"{branch!r} is longer than the list that is stored: [] in its place takes all of that"
+            return text if has_any and not has_entry else ""
+        state = state.get(part) if isinstance(state, Mapping) else None
+    return ""
 
 
 def _kind_remedy(name: str, unexpected: Sequence[str]) -> str:

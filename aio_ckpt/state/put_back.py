@@ -10,6 +10,7 @@ from typing import Any
 
 from aio_ckpt.leaves.containers import UnreadableError, entries_of, fields_of, is_mapping, parts_of, remade
 from aio_ckpt.leaves.keys import frozen_keys
+from aio_ckpt.leaves.refill import refilled
 from aio_ckpt.leaves.values import LeafKind, PerRank
 from aio_ckpt.state.classify import CONTAINERS_FROM, code_of
 from aio_ckpt.state.names import prefix_of
@@ -24,6 +25,8 @@ def put_back(
     empty: Sequence[str] | None = None,
 ) -> None:
     """Set the leaves named in ``objects`` in the caller's containers. A tuple or ``PerRank`` is rebuilt in its parent.
+
+    A list, a random generator and other mutable values of the same type as the stored one stay, and get its content.
 
     If a named value is an empty mapping or list, an object of the same form fills it; another object replaces it.
     Tensors, Stateful values and names that ``objects`` lacks stay as they are. ``empty``: names of the empty mappings
@@ -63,7 +66,9 @@ class _PutBack:
         if name is None or code == LeafKind.TENSOR:
             return value
         found = self.objects.get(name, value)
-        return _with_all(value, found) if isinstance(value, list) and not value else found
+        if isinstance(value, list) and not value:
+            return _with_all(value, found)
+        return refilled(value, found)
 
     def entered(self, value: Any, code: int, name: str | None) -> Any:
         """Return a container with its parts replaced: itself if it can be changed."""
@@ -100,7 +105,7 @@ def _with_all(value: Any, found: Any) -> Any:
     if isinstance(value, list) and isinstance(found, list):
         value.extend(found)
         return value
-    return found
+    return refilled(value, found)
 
 
 def _with(value: Any, code: int, changed: list[tuple[Any, object]], items: list[object]) -> Any:

@@ -190,3 +190,11 @@ def test_what_a_load_state_dict_raises_says_for_which_value_of_which_checkpoint(
     assert "step_000000007" in note
     assert "the target was modified" in note
     assert caught.value.target_modified  # type: ignore[attr-defined]
+
+
+def test_a_sparse_tensor_that_requires_grad_is_filled(engine: SyncCheckpointEngine) -> None:
+    engine.save({"w": torch.eye(3).mul(2).to_sparse().requires_grad_()}).result()
+    state = {"w": torch.eye(3).to_sparse().requires_grad_()}
+    engine.load(state)
+    assert torch.equal(state["w"].to_dense(), torch.eye(3).mul(2))
+    assert state["w"].requires_grad

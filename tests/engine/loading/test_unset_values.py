@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,3 +202,40 @@ def test_renamed_values_and_branches_go_to_open_places(engine: SyncCheckpointEng
     assert same(state["model"], engine.read()["ema"])
     with pytest.raises(TemplateMismatchError, match=r"'model' is empty, and rename= .* rename the whole branch"):
         engine.load({"model": {}}, rename={"ema.w": "model.w", "ema.log": "model.log"})
+
+
+def test_a_list_that_is_longer_than_the_stored_one_is_told_with_the_remedy(engine: SyncCheckpointEngine) -> None:
+    """A run that goes back to an earlier step has more entries by then."""
+    engine.save({"v": {"losses": [{"loss": 1.0}, {"loss": 2.0}]}}).result(TIMEOUT)
+    state = {"v": {"losses": [{"loss": 0.0}, {"loss": 0.0}, {"loss": 0.0}]}}
+    with pytest.raises(MissingNameError, match=r"'v\.losses' is longer than the list .*: \[\] in its place takes all"):
+        engine.load(state)
+    state["v"]["losses"] = []
+    engine.load(state)
+    assert state == {"v": {"losses": [{"loss": 1.0}, {"loss": 2.0}]}}
+    with pytest.raises(MissingNameError) as caught:  # an entry that is stored and lacks a key
+        engine.load({"v": {"losses": [{"loss": 0.0, "accuracy": 0.0}, {"loss": 0.0}]}})
+    assert "is longer than" not in str(caught.value)
+
+
+def test_what_a_data_loader_holds_goes_on_with_the_stored_content(engine: SyncCheckpointEngine) -> None:
+    """The caller holds these, too, and gives them to the next save."""
+
+    def made() -> tuple[dict[str, Any], torch.utils.data.DataLoader[int]]:
+        generator = torch.Generator().manual_seed(0)
+        state = {"w": torch.ones(2), "generator": generator, "window": deque([0.0], 3), "losses": [0.0]}
+        return state, torch.utils.data.DataLoader(range(64), batch_size=8, shuffle=True, generator=generator)  # type: ignore[arg-type]
+
+    state, loader = made()
+    list(loader)
+    state["window"].extend([1.0, 2.0, 3.0])
+    state["losses"].append(1.0)
+    engine.save(state).result(TIMEOUT)
+    wanted = [batch.tolist() for batch in loader]
+    later, loader = made()
+    window, losses = later["window"], later["losses"]
+    engine.load(later)
+    assert [batch.tolist() for batch in loader] == wanted
+    assert (later["window"], later["losses"]) == (deque([1.0, 2.0, 3.0], 3), [0.0, 1.0])
+    assert later["window"] is window
+    assert later["losses"] is losses
