@@ -85,6 +85,10 @@ class RemotePath(PosixPath):
     def __fspath__(self) -> NoReturn:
         raise TypeError(f"{self} is in an object store: no call of the system takes it")
 
+    def iterdir(self) -> NoReturn:
+        """Refuse: Python 3.14 would list a local directory of this text."""
+        self.__fspath__()
+
     def absolute(self) -> RemotePath:
         """Return it as it is."""
         return self

@@ -90,7 +90,7 @@ def test_no_call_of_the_system_takes_a_place_of_a_store(tmp_path: Path, monkeypa
         Path.exists,
         Path.is_dir,
         Path.mkdir,
-        Path.iterdir,
+        lambda place: place.iterdir(),
     ):
         with pytest.raises(TypeError, match="is in an object store"):
             list(call(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from builders import TIMEOUT, broken, save, weights
@@ -87,14 +88,14 @@ def test_stats_wait_for_no_lock_of_the_engine(root: Path) -> None:
         save(engine, 1)
         locks = [
             engine._call_lock.mutex,
-            engine._queue._lock,
+            engine._queue._changed,
             engine._queue.steps._lock,
-            engine._resources.lifetime._lock,
+            engine._resources.lifetime._changed,
             engine._recorder.statistics._lock,
         ]
         for lock in locks:
-            with lock:
-                assert engine.stats().committed == 1
+            with lock, ThreadPoolExecutor(1) as other:
+                assert other.submit(engine.stats).result(TIMEOUT).committed == 1
 
 
 def test_the_numbers_are_flat_and_leave_out_what_is_unknown(root: Path) -> None:

@@ -336,13 +336,9 @@ async def test_numpy_that_dcp_pickled_comes_back_as_dcp_gives_it_where_it_is_tru
 async def test_an_array_takes_no_object_of_ours_and_a_tensor_none_at_all(direct, tmp_path):
     save_state(tmp_path / "ours", {"v": 5})
     stock_save(tmp_path / "stock", {"v": np.arange(3)})
-    with pytest.raises(
-        TemplateMismatchError, match=r"'v' is an array in .*: give None there"
-    ):
+    with pytest.raises(TemplateMismatchError, match=r"'v' is an array in .*: give None there"):
         await load(direct, tmp_path / "ours", {"v": np.arange(3)}, trusted_objects=True)
-    with pytest.raises(
-        TemplateMismatchError, match=r"'v' is a tensor in .*: give None there"
-    ):
+    with pytest.raises(TemplateMismatchError, match=r"'v' is a tensor in .*: give None there"):
         await load(direct, tmp_path / "stock", {"v": torch.ones(3)}, trusted_objects=True)
 
 
