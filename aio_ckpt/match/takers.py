@@ -307,7 +307,9 @@ def _remedy(target: StatefulTaker, state_dict: Any) -> str:
     """Return the rest of a note: what to give to ``load`` instead; '' if nothing helps."""
     if isinstance(target.value, torch.optim.Optimizer):
         return f"; leave {target.name!r} out of the template if it has other parameters than the saved one"
-    if not isinstance(target.value, torch.nn.Module) or not isinstance(state_dict, Mapping):
+    if not isinstance(target.value, torch.nn.Module):
+        return f"; leave {target.name!r} out of the template to keep its own state" if target.name else ""
+    if not isinstance(state_dict, Mapping):
         return ""
     own: Mapping[str, Any] = target.value.state_dict()
     remedies = []

@@ -27,12 +27,12 @@ from aio_ckpt.plan.global_plan import Stored, are_places, render_global
 from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardTable, intern, object_names
 from aio_ckpt.reports import title
+from aio_ckpt.state.names import listed
 
 Extent: TypeAlias = "tuple[int, int]"
 """(offset in the data file, length)."""
 
 _log = logging.getLogger("aio_ckpt")
-_SHOWN = 5
 _SHARES_KEPT = 4
 """Newest shares of a rank that the leader remembers: saves in flight may still write an older one."""
 
@@ -292,10 +292,9 @@ class Ledger:
         self._warned.update(new)
         if new:
             _log.warning(
-                "%d values differ between ranks that hold the same part of them, %s for example: each part is saved "
-                "as one rank has it; PerRank(value) saves one for each rank. Logged once for each name",
-                len(new),
-                new[:_SHOWN],
+                "values differ between ranks that hold the same part of them (%s): each part is saved as one rank has "
+                "it; PerRank(value) saves one for each rank. Logged once for each name",
+                listed(new),
             )
 
     def learn(self, written: Sequence[Vote]) -> list[Extent]:
@@ -363,7 +362,7 @@ def _differ(names: Sequence[str], equal_in: int | str | None) -> DuplicateNameEr
             "parts of several ranks: do not resume from those."
         )
     return DuplicateNameError(
-        f"{len(names)} tensors differ between ranks that give them one name, {list(names[:_SHOWN])} for example: a "
+        f"tensors differ between ranks that give them one name ({listed(names)}): a "
         "load would give the values of one rank to all. Wrap what is of each rank's own in PerRank, as "
         "PerRank(optimizer) if nothing in it is sharded; give parts of one tensor as DTensor or Shard; or give names "
         "that differ, as torch's get_optimizer_state_dict() does. Buffers may differ if the state holds the module "

@@ -283,7 +283,7 @@ def test_an_object_that_is_equal_at_first_is_told_of_at_the_save_at_which_it_dif
     told, silent = two.run(move_on, tmp_path)
     assert not silent
     (line,) = told
-    assert line.startswith("1 values differ between ranks that hold the same part of them, ['position']")
+    assert line.startswith("values differ between ranks that hold the same part of them (1 name: 'position')")
 
 
 def drift_apart(rank: int, count: int, root: Path) -> tuple[list[str], set[float]]:

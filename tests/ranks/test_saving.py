@@ -432,7 +432,7 @@ def test_of_replicas_that_differ_those_of_rank_0_are_saved_and_named_if_they_are
     assert not silent
     (warning,) = warned
     assert warning.startswith(
-        "9 values differ between ranks that hold the same part of them, ['lr', 'note', 'order', 'stat0'"
+        "values differ between ranks that hold the same part of them (9 names: 'lr', 'note', 'order', 'stat0'"
     )
 
 
