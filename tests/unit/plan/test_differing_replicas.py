@@ -110,7 +110,7 @@ def test_a_later_save_is_refused_by_its_votes_unless_the_values_of_rank_0_are_me
     ledger = Ledger(2, differing="rank0")
     with kept_lines() as lines:
         ledger.compare(votes(ledger, plans, contents))
-    assert "['t0']" in lines.messages[0]
+    assert "1 name: 't0'" in lines.messages[0]
 
 
 def test_each_name_that_may_differ_is_told_once() -> None:
@@ -120,9 +120,9 @@ def test_each_name_that_may_differ_is_told_once() -> None:
     with kept_lines() as lines:
         for contents in ([same, same], [same, other], [same, other], [same, sums((), (6, 5))]):
             ledger.compare(votes(ledger, plans, contents))
-    assert [line.partition(" for example")[0].partition("of them, ")[2] for line in lines.messages] == [
-        "['t1', 'y']",
-        "['x']",
+    assert [line.partition("):")[0].partition("of them (")[2] for line in lines.messages] == [
+        "2 names: 't1', 'y'",
+        "1 name: 'x'",
     ]
 
 
