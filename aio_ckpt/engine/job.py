@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,8 +76,10 @@ class SaveCall:
     """Directory that the caller named, absolute; None for a save of a step, and for a refused call."""
     takes_step: bool = True
     """Whether the call takes a step number: no path was given."""
-    refusal: Exception | None = None
-    """Error of a refused call, which is raised after the other ranks were told; None if the call is accepted."""
+    refuse: Callable[[], SaveCall] | None = None
+    """Raises the error of a refused call, after the other ranks were told; None if the call is accepted.
+
+    A kept error would keep the frames of its traceback, and so the caller's state."""
 
     @classmethod
     def of(
@@ -91,7 +93,7 @@ class SaveCall:
         extra: dict[str, Any] | None,
         files: Mapping[str, bytes] | None,
     ) -> SaveCall:
-        """Return the call that begins now. Raises nothing: bad arguments give a call with a ``refusal``."""
+        """Return the call that begins now. Raises nothing: bad arguments give a call with ``refuse``."""
         step = step_numbers.whole_number(step)
         started, began = time.perf_counter(), time.monotonic()
 
@@ -115,7 +117,7 @@ class SaveCall:
 
         try:
             return checked()
-        except Exception as error:  # noqa: BLE001 - raised once the other ranks were told
+        except Exception:  # noqa: BLE001 - ``refuse`` raises it again
             return cls(
                 step=step,
                 overwrite=False,
@@ -124,7 +126,7 @@ class SaveCall:
                 deadline=NO_DEADLINE,
                 started=started,
                 takes_step=path is None,
-                refusal=error,
+                refuse=checked,
             )
 
 
@@ -142,10 +144,9 @@ class NumberedCall:
         """Step or path that the caller gave."""
         return self.call.path or self.call.step
 
-    def check_accepted(self) -> None:
-        """Raise the error of a refused call."""
-        if self.call.refusal is not None:
-            raise self.call.refusal
+    def accepted(self) -> NumberedCall:
+        """Return the call itself, or raise the error of a refused one."""
+        return self if self.call.refuse is None else replace(self, call=self.call.refuse())
 
 
 Reached: TypeAlias = Literal["blocked", "staged", "written", "synced", "agreed", "dir_synced"]

@@ -108,7 +108,7 @@ class StateSaves:
             numbered, failed = self._number(call), None
             try:
                 if not self.ctx.members.are_several:  # at once: there is no rank to tell
-                    numbered.check_accepted()
+                    numbered = numbered.accepted()
                 admission = self._admit(numbered)
                 failed = self.queue.take_unreported(admission.finished_through)
                 ticket = self._save(state, numbered, admission.waited_secs)
@@ -147,7 +147,7 @@ class StateSaves:
     def _save(self, state: object, numbered: NumberedCall, waited_secs: float | None) -> SaveTicket:
         """Plan, lease and capture. ``waited_secs``: how long the call waited for room; None if it is to be skipped."""
         self.root_session.learn_steps(numbered.call.deadline)
-        numbered.check_accepted()  # on all ranks, as the wait before it ends alike on all
+        numbered = numbered.accepted()  # on all ranks, as the wait before it ends alike on all
         self._check_target(numbered)
         if waited_secs is None:
             return self._skipped(numbered)

@@ -14,6 +14,7 @@ import logging
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -223,7 +224,7 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         # Of a Stateful, the engine would ask for the names that this rank saved, which another world size may not have.
-        template = _plain(state_dict)
+        template = _apart(_plain(state_dict))
         if RNG in template:
             template[RNG] = self.states[RNG].template()
         if self._step_of(checkpoint_id) is None:
@@ -245,6 +246,13 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
 def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``states`` with the state dicts of Stateful values."""
     return {name: each.state_dict() if isinstance(each, Stateful) else each for name, each in states.items()}
+
+
+def _apart(value: Any) -> Any:
+    """Return ``value`` with lists of its own. A load fills them, and a ``load_state_dict`` may empty those first."""
+    if type(value) is dict:
+        return {key: _apart(item) for key, item in value.items()}
+    return copy.copy(value) if isinstance(value, (list, deque, set)) else value
 
 
 class _Rng:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import random
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +14,9 @@ import torch
 def refilled(value: Any, stored: Any) -> Any:
     """Return ``value`` with the content of ``stored``; ``stored`` itself if ``value`` cannot take it.
 
-    The types are list, deque, set, the namespaces of the standard library, and random generators of Python, numpy and
-    torch. Of a numpy Generator, the seed that ``spawn()`` counts from stays that of ``value``.
+    The types are list, deque, set, and random generators of Python, numpy and torch. A namespace is none of them: the
+    ``args`` that a program holds are those of this run. Of a numpy Generator, the seed that ``spawn()`` counts from
+    stays that of ``value``.
     """
     refill = _REFILLS.get(type(value))
     if refill is None or type(stored) is not type(value) or stored is value:
@@ -44,12 +43,6 @@ def _refill_set(value: set[object], stored: set[object]) -> bool:
     return True
 
 
-def _refill_namespace(value: object, stored: object) -> bool:
-    vars(value).clear()
-    vars(value).update(vars(stored))
-    return True
-
-
 def _refill_random(value: random.Random, stored: random.Random) -> bool:
     value.setstate(stored.getstate())
     return True
@@ -71,7 +64,7 @@ def _refill_numpy_generator(value: np.random.Generator, stored: np.random.Genera
 
 
 def _refill_torch_generator(value: torch.Generator, stored: torch.Generator) -> bool:
-    if value.device != stored.device:
+    if value.device.type != stored.device.type:  # one rank's state serves another's device
         return False
     value.set_state(stored.get_state())
     return True
@@ -81,8 +74,6 @@ _REFILLS: dict[type, Callable[[Any, Any], bool]] = {
     list: _refill_list,
     collections.deque: _refill_deque,
     set: _refill_set,
-    types.SimpleNamespace: _refill_namespace,
-    argparse.Namespace: _refill_namespace,
     random.Random: _refill_random,
     np.random.RandomState: _refill_random_state,
     np.random.Generator: _refill_numpy_generator,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
 
 from aio_ckpt.checkpoint.open import Checkpoint
@@ -74,7 +74,7 @@ def _list_remedy(name: str, state: Any, stored: Collection[str]) -> str:
             has_any, has_entry = (any(is_below(each, at) for each in stored) for at in (f"{branch}.0", entry))
             text = f"{branch!r} is longer than the list that is stored: [] in its place takes all of that"
             return text if has_any and not has_entry else ""
-        state = state.get(part) if isinstance(state, Mapping) else None
+        state = state.get(part) if isinstance(state, dict) else None
     return ""
 
 

@@ -1,4 +1,7 @@
-"""Locks and futures that Ctrl-C leaves usable, for the main thread to take and to wait for."""
+"""Locks and futures that Ctrl-C leaves usable, for the main thread to take and to wait for.
+
+So does what another handler of a signal raises, as ``sys.exit()`` in that of SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Lock(RLock):  # type: ignore[misc]  # typeshed calls the class final; CPyt
     def __enter__(self) -> bool:  # type: ignore[override]  # no argument is given by ``with``
         try:
             return self.acquire()
-        except KeyboardInterrupt:
+        except BaseException:
             if self.is_mine:
                 self.release()
             raise
@@ -52,7 +55,7 @@ class Condition(Lock):  # type: ignore[misc]  # as above
                     if waiter in self._waiters:
                         self._waiters.remove(waiter)
                     is_back = True
-                except KeyboardInterrupt as error:
+                except BaseException as error:  # noqa: BLE001 - raised once the lock is held again
                     interrupt = error
             if interrupt is not None:
                 raise interrupt

@@ -26,7 +26,8 @@ def put_back(
 ) -> None:
     """Set the leaves named in ``objects`` in the caller's containers. A tuple or ``PerRank`` is rebuilt in its parent.
 
-    A list, a random generator and other mutable values of the same type as the stored one stay, and get its content.
+    A list, a random generator and other mutable values of the same type as the stored one stay, and get its content. If
+    one has two names, it stays under the first. What such a list holds is replaced.
 
     If a named value is an empty mapping or list, an object of the same form fills it; another object replaces it.
     Tensors, Stateful values and names that ``objects`` lacks stay as they are. ``empty``: names of the empty mappings
@@ -48,6 +49,8 @@ class _PutBack:
     """Rank whose PerRank values are set."""
     enclosing: set[int] = field(default_factory=set)
     """Ids of the containers that enclose the current value."""
+    refilled: set[int] = field(default_factory=set)
+    """Ids of the leaves that have got the content of a stored value."""
 
     def replaced(self, value: Any, name: str | None) -> Any:
         """Return ``value``, changed in place if its type allows that; otherwise what replaces it in its parent."""
@@ -65,10 +68,16 @@ class _PutBack:
     def leaf(self, value: Any, name: str | None, code: int) -> Any:
         if name is None or code == LeafKind.TENSOR:
             return value
-        found = self.objects.get(name, value)
-        if isinstance(value, list) and not value:
-            return _with_all(value, found)
-        return refilled(value, found)
+        return self.with_content(value, self.objects.get(name, value))
+
+    def with_content(self, value: Any, found: Any) -> Any:
+        """Return a leaf with the content of ``found``; ``found`` itself if it cannot take that, or has got another."""
+        if found is value or id(value) in self.refilled:
+            return found
+        now = _with_all(value, found) if isinstance(value, list) and not value else refilled(value, found)
+        if now is value:
+            self.refilled.add(id(value))
+        return now
 
     def entered(self, value: Any, code: int, name: str | None) -> Any:
         """Return a container with its parts replaced: itself if it can be changed."""
@@ -91,8 +100,14 @@ class _PutBack:
             texts = list(map(str, keys))
         if not items and (name or "") in self.for_empty:
             return _with_all(value, self.objects[name or ""])
+        # A foreign mapping may hand out copies, which are set, too.
+        is_foreign = code in MAPPINGS and not isinstance(value, dict)
         new = [self.replaced(item, prefix + text) for text, item in zip(texts, items, strict=True)]
-        changed = [(key, now) for key, was, now in zip(keys, items, new, strict=True) if now is not was]
+        changed = [
+            (key, now)
+            for key, was, now in zip(keys, items, new, strict=True)
+            if now is not was or (is_foreign and id(now) in self.refilled)
+        ]
         return _with(value, code, changed, new) if changed else value
 
 

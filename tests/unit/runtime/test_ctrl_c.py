@@ -17,8 +17,8 @@ from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import WaitWarning
 
 
-def interrupted_at(event: int, call: Callable[[], object]) -> bool:
-    """Call ``call``, and raise KeyboardInterrupt at its ``event``-th point; False if it has fewer.
+def interrupted_at(event: int, call: Callable[[], object], error: type[BaseException]) -> bool:
+    """Call ``call``, and raise ``error`` at its ``event``-th point; False if it has fewer.
 
     The points are those where CPython handles a signal: at the begin of a function, and behind a call of one in C.
     """
@@ -29,12 +29,12 @@ def interrupted_at(event: int, call: Callable[[], object]) -> bool:
         if what in ("call", "c_return") and called is not sys.setprofile:
             left -= 1
             if left == 0:
-                raise KeyboardInterrupt
+                raise error
 
     sys.setprofile(profile)
     try:
         call()
-    except (KeyboardInterrupt, TimeoutError):
+    except (error, TimeoutError):
         pass
     finally:
         sys.setprofile(None)
@@ -55,17 +55,18 @@ CALLS: dict[str, Callable[[Future[object]], object]] = {
 }
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])  # the handler of SIGTERM may call sys.exit()
 @pytest.mark.parametrize("name", CALLS)
-def test_another_thread_gets_on_after_ctrl_c_at_any_point_of_a_call(name: str) -> None:
+def test_another_thread_gets_on_after_a_signal_at_any_point_of_a_call(name: str, error: type[BaseException]) -> None:
     event, is_reached = 0, True
     while is_reached:
         event += 1
         future = new_future()
-        is_reached = interrupted_at(event, lambda future=future: CALLS[name](future))
+        is_reached = interrupted_at(event, lambda future=future: CALLS[name](future), error)
         other = threading.Thread(target=future.cancel, daemon=True)
         other.start()
         other.join(TIMEOUT)
-        assert not other.is_alive(), f"the future is locked for ever after Ctrl-C at event {event}"
+        assert not other.is_alive(), f"the future is locked for ever after a signal at event {event}"
     assert event > 2
 
 
@@ -97,11 +98,11 @@ def test_ctrl_c_while_threads_are_woken_loses_none_of_them() -> None:
         while len(condition._waiters) < len(others):
             pass
         with condition:
-            is_reached = interrupted_at(event, condition.notify_all)
+            is_reached = interrupted_at(event, condition.notify_all, KeyboardInterrupt)
         future.set_result(None)  # wakes the rest
         for other in others:
             other.join(TIMEOUT)
-            assert not other.is_alive(), f"a waiter is lost after Ctrl-C at event {event}"
+            assert not other.is_alive(), f"a waiter is lost after a signal at event {event}"
     assert event > 2
 
 
@@ -114,7 +115,7 @@ def test_a_portal_serves_on_after_ctrl_c_at_any_point_of_a_submission() -> None:
         event, is_reached = 0, True
         while is_reached:
             event += 1
-            is_reached = interrupted_at(event, lambda: portal.submit(nothing))
+            is_reached = interrupted_at(event, lambda: portal.submit(nothing), KeyboardInterrupt)
             portal.call(nothing, timeout=TIMEOUT)
     assert event > 2
     portal.close(TIMEOUT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
+from collections import OrderedDict, deque
+from collections.abc import MutableMapping
 
 import numpy as np
 import torch
@@ -81,3 +83,41 @@ def test_put_back_reaches_every_object_that_flatten_named(state, mark):
     after = dict(zip(*(lambda f: (f.names, f.values))(flatten(state, rank=0)), strict=True))
     assert {name: after[name] for name in objects} == objects
     assert list(after) == flat.names
+
+
+def test_put_back_gives_one_object_at_two_places_the_value_of_each():
+    """It stays at the first place. Defaults are often shared: ``dict.fromkeys(names, [])``."""
+    for one in ([0], [], {0}, deque([0])):
+        kind = type(one)
+        state = {"a": one, "b": one, "t": {"x": one}}
+        put_back(state, {"a": kind([1]), "b": kind([2]), "t.x": kind([3])}, rank=0)
+        assert state == {"a": kind([1]), "b": kind([2]), "t": {"x": kind([3])}}
+        assert state["a"] is one
+
+
+class Copies(MutableMapping):
+    """A mapping that hands out copies of what it holds, as ``shelve`` does."""
+
+    def __init__(self, **held):
+        self.held = held
+
+    def __getitem__(self, key):
+        return copy.copy(self.held[key])
+
+    def __setitem__(self, key, value):
+        self.held[key] = copy.copy(value)
+
+    def __delitem__(self, key):
+        del self.held[key]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+
+def test_put_back_sets_what_a_mapping_of_copies_holds():
+    state = Copies(numbers=[0], other=[5])
+    put_back({"inner": state}, {"inner.numbers": [1, 2]}, rank=0)
+    assert state.held == {"numbers": [1, 2], "other": [5]}
