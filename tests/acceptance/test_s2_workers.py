@@ -20,6 +20,7 @@ from builders import listing, steps_dir
 from image_files import MIB, assert_uniform, uniform
 from killed_trainer import named_segments, train_until_killed
 from saved_files import DATA_FILE, without_save_id
+from waits import until
 from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
@@ -290,7 +291,8 @@ def test_a_save_that_raises_keeps_no_source_once_its_error_is_dropped(tmp_path: 
                 engine.save(state)
             return [weakref.ref(value) for value in state.values()]
 
-        assert alive(attempt()) == []
+        references = attempt()
+        until(lambda: alive(references) == [])  # the thread that finished the save may leave its frames later
 
 
 # -- 5: the trainer is killed ---------------------------------------------------------------------
