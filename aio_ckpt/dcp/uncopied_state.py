@@ -8,6 +8,7 @@ from collections.abc import ItemsView
 from typing import Any, NoReturn
 
 from aio_ckpt.errors import BudgetExceededError, SaveCancelledError, StallError
+from aio_ckpt.runtime.ctrl_c import Lock
 
 _POLL_SECS = 0.1
 """Interval at which the caller checks that the saving thread lives: a thread that fails notifies nobody."""
@@ -27,7 +28,7 @@ class UncopiedState(dict[str, Any]):
         self._caller = threading.current_thread()
         self._saver: threading.Thread | None = None
         self._released = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._is_given_up = False
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]

@@ -5,9 +5,8 @@ In: one value of a state. Out: its bytes or parts, and a note of its type (``obj
 
 In: bytes or parts, and a note. Out: the value, made without running code unless its type is trusted
 (``object_unpickler``; ``pickle_allow_list.HARMLESS``: paths, dates, random generators, enumerations); ``refill`` puts
-it into a mutable value of a template. ``values`` are
-the leaves that have a meaning of their own, ``tensor_memory`` tells which tensors share memory. Imports ``format``,
-``errors`` and ``_torch``.
+it into a mutable value of a template. ``values`` are the leaves that have a meaning of their own, ``tensor_memory``
+tells which tensors share memory. Imports ``format``, ``errors`` and ``_torch``.
 """
 
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard, UntrustedObject

@@ -7,8 +7,8 @@ import torch
 from aio_ckpt.memory.cuda_driver import batch_copy
 
 _GATHERED_BELOW_BYTES = 1 << 20
-"""Issued one by one, transfers of 64 KiB reach 19.6 GB/s, and transfers of 1 MiB 49.7. To issue
-10,000 of 64 KiB costs the host 30 ms, and 3 ms if they are gathered."""
+"""Issued one by one, transfers of 64 KiB reach 19.6 GB/s, and transfers of 1 MiB 49.7. To issue 10,000 of 64 KiB costs
+the host 30 ms, and 3 ms if they are gathered."""
 _GATHERED_BESIDE_BATCHES_BELOW_BYTES = 64 << 10
 """In one batch, 10,000 transfers of 64 KiB cost the host 4.2 ms and reach 53 GB/s (bench/results). So only smaller
 tensors are worth a copy on the device."""

@@ -18,6 +18,7 @@ from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, St
 from aio_ckpt.ranks.flag_watch import bell_key, flag_key
 from aio_ckpt.ranks.messages import REPLIES, Frame, Heartbeat, Reply, pack, unpack
 from aio_ckpt.ranks.store_values import SMALL_BYTES, Store, delete_value, found, put_value, value_of
+from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.portal import Executor, run_blocking, unwatched
 from aio_ckpt.runtime.waiting import WaitWarning, duration_text
 
@@ -78,7 +79,7 @@ class StoreClient:
 
     def failure(self, error: RuntimeError) -> PeerFailedError:
         """Return the error to raise for an error of torch's store."""
-        found, host = f"({type(error).__name__}: {error})", f"mostly that of rank {self._host_rank} or its launcher"
+        found, host = f"({named(error)})", f"mostly that of rank {self._host_rank} or its launcher"
         if isinstance(error, DistNetworkError):
             text = (
                 f"the store of the ranks cannot be reached {found}: the process that hosts it, {host}, has ended or "

@@ -45,6 +45,7 @@ from aio_ckpt.errors import (
     WrongThreadError,
 )
 from aio_ckpt.runtime.ctrl_c import Lock, new_future
+from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.limits import opening_refusal, thread_refusal, threads_remedy
 
 P = ParamSpec("P")
@@ -211,7 +212,7 @@ def _run_one(future: Future[Any], fn: Callable[[], Any]) -> None:
         try:
             result = fn()
         except (SystemExit, KeyboardInterrupt) as error:  # if an await raised one of these, asyncio would end the loop
-            raise ThreadDiedError(f"an I/O thread was ended by {type(error).__name__}: {error}") from error
+            raise ThreadDiedError(f"an I/O thread was ended by {named(error)}") from error
     except BaseException as error:  # noqa: BLE001 - the waiter handles it
         future.set_exception(error)
     else:

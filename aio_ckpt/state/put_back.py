@@ -66,12 +66,10 @@ class _PutBack:
             self.enclosing.discard(id(value))
 
     def leaf(self, value: Any, name: str | None, code: int) -> Any:
+        """Return a leaf with the stored content; the stored value if it cannot take that, or has got another."""
         if name is None or code == LeafKind.TENSOR:
             return value
-        return self.with_content(value, self.objects.get(name, value))
-
-    def with_content(self, value: Any, found: Any) -> Any:
-        """Return a leaf with the content of ``found``; ``found`` itself if it cannot take that, or has got another."""
+        found = self.objects.get(name, value)
         if found is value or id(value) in self.refilled:
             return found
         now = _with_all(value, found) if isinstance(value, list) and not value else refilled(value, found)
