@@ -34,7 +34,7 @@ from aio_ckpt.engine.fallback import WantedCheckpoint, newest_good
 from aio_ckpt.engine.group_load import first_round, newest_good_for_all
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.outcomes import log_load
-from aio_ckpt.errors import ConfigError
+from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.ranks.messages import Topic
@@ -221,7 +221,10 @@ def selection(only: Any) -> list[str] | None:
 
 
 class PendingLoad(PendingCall[LoadReport]):
-    """Load that has begun. If its wait is cancelled, by Ctrl-C too, the load ends early, and the wait ends with it."""
+    """Load that has begun. If its wait is cancelled, the load ends early, and the wait ends with it.
+
+    Ctrl-C cancels it, and so does what another handler of a signal raises, as ``sys.exit()`` in that of SIGTERM.
+    """
 
     def __init__(self, portal_check: Callable[[str], None], work: Future[LoadReport], given_up: Future[None]) -> None:
         """``given_up`` ends ``work`` early once it is done."""
@@ -243,10 +246,12 @@ class PendingLoad(PendingCall[LoadReport]):
     def _wait(self, timeout: float | None) -> None:
         try:
             super()._wait(timeout)
-        except KeyboardInterrupt:
+        except AioCkptError:
+            raise  # the wait was not allowed, or its time is over: the load goes on
+        except BaseException:
             self._give_up()
             while not self.done():
-                with contextlib.suppress(KeyboardInterrupt):
+                with contextlib.suppress(BaseException):
                     super()._wait(None)
             raise
 

@@ -73,7 +73,8 @@ def _cancel(loop: asyncio.AbstractEventLoop, scope: anyio.CancelScope) -> None:
 def cancellable_result_blocking(work: Future[T], given_up: Future[None]) -> T:
     """Return the result of ``work``, for a caller without a loop. However the wait ends, set ``given_up``.
 
-    After Ctrl-C, this still waits until ``work`` has ended, also if Ctrl-C comes again.
+    After Ctrl-C, or what another handler of a signal raises, this still waits until ``work`` has ended, also if a
+    signal comes again.
     """
     try:
         return work.result()
@@ -87,7 +88,7 @@ def cancellable_result_blocking(work: Future[T], given_up: Future[None]) -> T:
                 is_over = True
             except CancelledError:
                 is_over = True
-            except KeyboardInterrupt:
+            except BaseException:  # noqa: BLE001 - a second signal, while the first one's error is on its way
                 pass
 
 

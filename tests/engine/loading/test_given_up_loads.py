@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,18 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeldRead:
     return held
 
 
+@pytest.fixture(params=[KeyboardInterrupt, SystemExit])
+def raised(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
+    """What the handler of SIGINT raises: Ctrl-C's own, or that of ``sys.exit()``, as people write for SIGTERM."""
+
+    def handle(*_: object) -> None:
+        raise request.param
+
+    before = signal.signal(signal.SIGINT, handle)
+    yield request.param
+    signal.signal(signal.SIGINT, before)
+
+
 def empty_state() -> dict[str, Any]:
     return {"w": torch.zeros(ELEMENTS), "x": 0}
 
@@ -56,12 +68,16 @@ def check_is_empty(state: dict[str, Any]) -> None:
 
 
 def check_interrupted(
-    engine: SyncCheckpointEngine, state: dict[str, Any], interrupt: Callable[[], None], held: HeldRead
+    engine: SyncCheckpointEngine,
+    state: dict[str, Any],
+    interrupt: Callable[[], None],
+    held: HeldRead,
+    raised: type[BaseException],
 ) -> None:
     """The load that ``interrupt`` ends returns only once its read went on."""
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(raised):
         engine.load(state)
     assert held.goes_on.is_set()
     thread.join(TIMEOUT)
@@ -88,15 +104,15 @@ async def test_a_cancelled_load_fills_nothing_after_it_returned(tmp_path: Path, 
         assert bool(state["w"].all())
 
 
-def test_a_second_ctrl_c_does_not_leave_a_load_behind(
-    tmp_path: Path, held: HeldRead, monkeypatch: pytest.MonkeyPatch
+def test_a_second_signal_does_not_leave_a_load_behind(
+    tmp_path: Path, held: HeldRead, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
 ) -> None:
     state, waits, wait = empty_state(), list[float | None](), Milestone._wait
 
     def interrupted(milestone: Milestone[Any], timeout: float | None) -> None:
         waits.append(timeout)
         if len(waits) == 2:
-            raise KeyboardInterrupt
+            raise raised
         if len(waits) > 2:
             held.goes_on.set()
         wait(milestone, timeout)
@@ -107,11 +123,11 @@ def test_a_second_ctrl_c_does_not_leave_a_load_behind(
 
     monkeypatch.setattr(Milestone, "_wait", interrupted)
     with SyncCheckpointEngine(tmp_path) as engine:
-        check_interrupted(engine, state, interrupt, held)
+        check_interrupted(engine, state, interrupt, held, raised)
 
 
-def test_ctrl_c_ends_a_load_which_fills_nothing_afterwards(
-    tmp_path: Path, held: HeldRead, monkeypatch: pytest.MonkeyPatch
+def test_a_signal_ends_a_load_which_fills_nothing_afterwards(
+    tmp_path: Path, held: HeldRead, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
 ) -> None:
     state, other = empty_state(), empty_state()
     heard, cancel = threading.Event(), futures._cancel
@@ -129,7 +145,7 @@ def test_ctrl_c_ends_a_load_which_fills_nothing_afterwards(
             held.goes_on.set()
 
     with SyncCheckpointEngine(tmp_path) as engine:
-        check_interrupted(engine, state, interrupt, held)
+        check_interrupted(engine, state, interrupt, held, raised)
         state["w"].zero_()
         state["x"] = 0
         assert engine.load(other).step == 1
