@@ -26,7 +26,7 @@ DifferingReplicas = Literal["refuse", "rank0"]
 MAX_WORKERS = 256
 MAX_BYTES_PER_SEC = 1e15
 MIN_BYTES_PER_SEC = 1 << 20
-"""Smallest cap. With it, a chunk of 32 MiB, which is written at once, waits half a minute."""
+"""Smallest cap. With it, a chunk of 64 MiB, which is written at once, waits a minute."""
 _LEAST_MIRROR_RATE = 8 << 20
 """With it, a part of 16 MiB that each of four readers reads at once is paid for before the next heartbeat is due."""
 GATHER_BYTES = 64 << 20
@@ -148,7 +148,7 @@ class EngineConfig:
     fenced. Training that needs the memory gets it back."""
 
     max_in_flight: int = 1
-    """Saves captured and not yet finished, at most."""
+    """Saves whose capture has begun and that are not finished, at most."""
 
     when_busy: BusyPolicy = "wait"
     """What ``save()`` does when ``max_in_flight`` saves are pending."""

@@ -124,7 +124,9 @@ class CheckpointNotFoundError(AioCkptError, FileNotFoundError):
 
 
 class CheckpointExistsError(AioCkptError, FileExistsError, RuntimeError):
-    """``dcp.Writer(overwrite=False)``: the directory holds a checkpoint. Stock raises a RuntimeError here."""
+    """The directory holds a checkpoint, and nobody said that it may be replaced: by a copy, or by
+    ``dcp.Writer(overwrite=False)``, where stock raises a RuntimeError.
+    """
 
 
 class CorruptCheckpointError(AioCkptError, ValueError):
@@ -180,11 +182,16 @@ class PlanChangedError(AioCkptError, RuntimeError):
 
 
 class SaveCancelledError(AioCkptError, RuntimeError):
-    """The save was cancelled by ``ticket.cancel()`` or ``terminate()``; nothing became visible."""
+    """The save was cancelled, and nothing became visible: by ``ticket.cancel()``, by ``terminate()``, or by Ctrl-C in
+    its call. A load that was given up ends with it, too.
+    """
 
 
 class StallError(AioCkptError, TimeoutError):
-    """No byte and no message of progress for ``stall_timeout_secs``, or the save's own deadline passed."""
+    """No byte and no message of progress for ``stall_timeout_secs``, or the save's own deadline passed.
+
+    ``result(timeout)`` raises it, too, once its own time is over; the work goes on then.
+    """
 
 
 class PeerFailedError(AioCkptError, RuntimeError):

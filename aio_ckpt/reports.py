@@ -47,9 +47,11 @@ class StageTimings:
     blocked_secs: float = 0.0
     """How long ``save()`` kept its caller, waiting for room included."""
     waited_secs: float = 0.0
-    """Part of ``blocked_secs`` spent waiting for room (busy or out of budget)."""
+    """Part of ``blocked_secs`` spent waiting for room: for pending saves and for memory; of a file, for saves alone."""
     plan_secs: float = 0.0
-    """Duration of walk, comparison, fingerprint and, on a miss, planning; on the caller's thread."""
+    """From the call until there was a plan, on the caller's thread, without ``waited_secs``: walk, comparison and, on a
+    miss, planning; also waits for another call of the engine and for the ranks to meet, and, in the first save, a look
+    at the root. 0 for a file."""
     staged_secs: float = 0.0
     """Until everything was copied to the image."""
     written_secs: float = 0.0
@@ -182,7 +184,7 @@ class EngineStats:
     skipped: int
     """Saves that were skipped (``when_busy="skip"``)."""
     pending: int
-    """Saves that are captured and not yet finished."""
+    """Saves whose capture has begun and that are not finished."""
     committed_bytes: int
     """Bytes of data files of this rank, in all committed saves."""
     blocked_secs: float

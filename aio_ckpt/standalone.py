@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from aio_ckpt.argument_checks import check_callback, check_flag, check_kind, shown
 from aio_ckpt.checkpoint.load_progress import metered
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.loader import load_report, read_report, selection
@@ -20,7 +21,6 @@ from aio_ckpt.errors import ConfigError, CorruptCheckpointError
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress
@@ -67,7 +67,7 @@ def load(
             from the stored name of each leaf. A renamed leaf takes the place of one of that name. None in the place of
             a name leaves the leaf or branch out.
         progress: function that gets a :class:`Progress`, as for :meth:`CheckpointEngine.load`.
-        config: only ``trusted_objects``, ``verify``, ``workers`` and ``direct_io`` are used.
+        config: only ``trusted_objects``, ``verify``, ``workers``, ``direct_io`` and ``step_dir`` are used.
 
     Raises:
         CheckpointNotFoundError: ``path`` holds no checkpoint.
@@ -116,7 +116,7 @@ def read(
         skip_untrusted: put an :class:`UntrustedObject` in the place of objects that only running code reads.
         with_report: return a tuple of the state and a :class:`ReadReport`.
         progress: function that gets a :class:`Progress`, as for :meth:`CheckpointEngine.read`.
-        config: only ``trusted_objects``, ``verify``, ``workers`` and ``direct_io`` are used.
+        config: only ``trusted_objects``, ``verify``, ``workers``, ``direct_io`` and ``step_dir`` are used.
 
     Raises:
         CheckpointNotFoundError: ``path`` holds no checkpoint.

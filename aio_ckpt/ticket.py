@@ -254,7 +254,7 @@ class SaveTicket:
         self.skipped = skipped
         """Whether the save was not begun because others were pending."""
         self.waited_secs = waited_secs
-        """Seconds that ``save()`` waited for room."""
+        """Seconds that ``save()`` waited for pending saves and for memory; ``save_file()``: for pending ones alone."""
         self.staged: Milestone[None] = Milestone(f"staged of {title(path or step)}", portal_check)
         """Reached once everything is copied. The sources may be changed then."""
         self.committed: Milestone[SaveReport | None] = Milestone(f"committed of {title(path or step)}", portal_check)

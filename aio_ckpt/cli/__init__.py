@@ -11,6 +11,7 @@ A module whose name ends in -ing holds a few commands: options, work and output:
 - ``copying``: cp
 - ``converting``: export, import, convert
 - ``rescuing``: rescue
+- ``probing``: probe
 - ``demonstrating``: demo
 
 Such a module imports what takes long inside of its functions, because torch takes seconds to import: ``--help`` and the
@@ -18,7 +19,3 @@ completion of a shell import little but click, and ``ls`` and ``du`` import no t
 as a whole: ``access`` (a loop, the newest checkpoint, the lock), ``root_rows`` (a root, for ls, du and prune), and
 ``sources`` (what a conversion reads). Imports everything below.
 """
-
-from aio_ckpt.cli.commands import main
-
-__all__ = ["main"]

@@ -191,7 +191,7 @@ async def _compare_values(
     on_progress: OnProgress,
 ) -> tuple[ValueChange, ...]:
     from aio_ckpt.checkpoint.catalog import batches
-    from aio_ckpt.match.read_context import ReadContext
+    from aio_ckpt.checkpoint.read_context import ReadContext
     from aio_ckpt.restore.read_state import read_leaves
     from aio_ckpt.runtime.error_notes import naming_checkpoint
     from aio_ckpt.runtime.portal import run_blocking

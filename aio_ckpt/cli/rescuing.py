@@ -16,7 +16,7 @@ from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
-    from aio_ckpt.rescue import RescueReport
+    from aio_ckpt.rescue.recover import RescueReport
     from aio_ckpt.runtime.portal import Executor
     from aio_ckpt.storage.local import Storage
 
@@ -43,7 +43,7 @@ def rescue_command(
     check_seconds("--stale-after", stale_after)
     from aio_ckpt.cli.access import call
     from aio_ckpt.commit.owner import Owner
-    from aio_ckpt.rescue import rescue_root
+    from aio_ckpt.rescue.recover import rescue_root
 
     check_root(root, names)
     screen, here = Screen(as_json=as_json), Owner.of_this_process()

@@ -18,6 +18,7 @@ import torch
 
 from aio_ckpt.argument_checks import is_path
 from aio_ckpt.checkpoint.load_progress import metered
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.checkpoint.torch_file import TorchFile, check_is_torch_file, check_torch_file
 from aio_ckpt.cli.access import call, use_newest
 from aio_ckpt.cli.console import OnProgress
@@ -34,7 +35,6 @@ from aio_ckpt.format.restricted_unpickler import RefusedError
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, StoredTensor, parse_header
 from aio_ckpt.leaves.object_unpickler import read_object_pickle
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount
 from aio_ckpt.restore.plan_fills import HostMemory

@@ -14,9 +14,3 @@ In: write results. Out: a published directory, the list of committed steps, and 
 
 Imports everything up to ``write``.
 """
-
-from aio_ckpt.commit.discovery import discover
-from aio_ckpt.commit.quarantine import Quarantine
-from aio_ckpt.commit.retention import Retention
-
-__all__ = ["Quarantine", "Retention", "discover"]

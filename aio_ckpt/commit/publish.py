@@ -8,7 +8,6 @@ checkpoint is complete or invisible at any time. If a checkpoint is to be replac
 from __future__ import annotations
 
 import errno
-import logging
 from pathlib import Path
 
 from aio_ckpt.commit.in_place import replace_by_pending
@@ -20,8 +19,6 @@ from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.durability import sync_or_undo
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.object_store import store_of
-
-_log = logging.getLogger("aio_ckpt")
 
 
 async def sync_pending(storage: Storage, pending: Path, save_id: str, root_manifest: bytes) -> None:

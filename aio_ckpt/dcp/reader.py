@@ -45,7 +45,8 @@ class Reader(DirectoryReplacement, StorageReader):
     Args:
         path: directory of the checkpoint, or its URL in an object store.
         _extension_registry: registry of the stream extensions that the checkpoint was written with, as for stock DCP.
-        config: only ``workers`` (reads in flight), ``direct_io``, ``verify`` and ``stall_timeout_secs`` are used.
+        config: only ``workers`` (reads in flight), ``direct_io``, ``verify``, ``thread_nice``, ``thread_ioprio`` and
+            ``stall_timeout_secs`` are used.
         storage: file system of the checkpoint; None for the one that ``path`` names.
 
     Raises:

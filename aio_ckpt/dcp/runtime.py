@@ -19,8 +19,8 @@ from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.argument_checks import MAX_SECS, check_kind
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
 from aio_ckpt.errors import ConfigError, RootError
+from aio_ckpt.memory.arena_lifetimes import LifetimeManager
 from aio_ckpt.memory.available import default_budget_bytes, ranks_on_host
-from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.chunks import chunk_bytes_for
 from aio_ckpt.plan.save_plan import PlannedImage

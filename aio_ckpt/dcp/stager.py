@@ -21,7 +21,7 @@ from aio_ckpt.dcp.runtime import Replacement, Runtime
 from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.leaves.tensor_memory import memory_of
-from aio_ckpt.memory.lifetime import Lease
+from aio_ckpt.memory.arena_lifetimes import Lease
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import image_bytes_of
@@ -35,8 +35,8 @@ class AsyncStager(Replacement, staging.AsyncStager):
     save has ended, so overlapping calls get different memory. Close the stager after the last save.
 
     Args:
-        config: only ``staging``, ``budget_bytes``, ``gather_bytes``, ``stall_timeout_secs``, ``drain_timeout_secs``
-            and ``debug`` are used.
+        config: only ``staging``, ``budget_bytes``, ``gather_bytes``, ``workers``, ``thread_nice``, ``thread_ioprio``,
+            ``stall_timeout_secs`` and ``debug`` are used.
     """
 
     _synchronize_after_execute = False
@@ -159,7 +159,7 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
 
 
 def _release(pid: int, portal: Portal, lease: Lease, holder: object) -> None:
-    """End the lease, as the last copy is gone. May run in the garbage collector, so it takes no lock."""
+    """End the lease, as the last copy is gone. May run in the garbage collector, so it waits for no thread."""
     if os.getpid() != pid:  # a forked child does not own the memory
         return
     if portal.is_closed:  # nobody leases from this manager any more

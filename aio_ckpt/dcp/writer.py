@@ -68,9 +68,8 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         _extensions: stream extensions, applied to each item as stock does. Each item is transformed in memory.
         serialization_format: only torch's own, ``TORCH_SAVE``.
         config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes``, ``gather_bytes``,
-            ``max_write_bytes_per_sec``, ``thread_nice``, ``thread_ioprio``,
-            ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` are used; the others are for
-            an engine.
+            ``max_write_bytes_per_sec``, ``thread_nice``, ``thread_ioprio``, ``stall_timeout_secs``, ``step_dir`` and
+            ``debug`` are used; the others are for an engine.
         storage: file system of the checkpoint; None for the one that ``path`` names.
 
     Raises:

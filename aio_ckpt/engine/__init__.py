@@ -11,7 +11,7 @@ packages below; the engine alone knows their order. ``engine`` wires it together
   frozen leaves need no capture; ``newest_frozen_file``: what the last commit tells of them; ``job_queue``: the pending
   jobs, their waits and their end; ``known_steps``: the newest step, which the default step follows; ``root_session``:
   lock, retention, protection
-- a load: ``loader`` shows its stages; ``fallback.newest_good``: which checkpoint verifies;
+- a load: ``loader`` shows its stages; ``newest_good``: which checkpoint verifies;
   ``group_load.LoadLeader``: the same on all ranks
 - several ranks: ``agreement``: what they agree on before a capture
 - both: ``context``: what all calls share; ``outcomes``: what is logged, explained and counted
@@ -19,7 +19,3 @@ packages below; the engine alone knows their order. ``engine`` wires it together
 
 Imports all packages below; never an entry point (``dcp``, ``cli``, ``integrations``).
 """
-
-from aio_ckpt.engine.engine import CheckpointEngine
-
-__all__ = ["CheckpointEngine"]

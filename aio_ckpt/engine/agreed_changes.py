@@ -15,11 +15,11 @@ from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.root_session import RootSession, StepsChange
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError
-from aio_ckpt.mirror import Mirroring
+from aio_ckpt.mirror.mirror_queue import MirrorQueue
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.remote_path import check_place
-from aio_ckpt.rescue import Rescue
+from aio_ckpt.rescue.hooks import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.ticket import Milestone
@@ -43,7 +43,7 @@ class AgreedChanges:
     queue: JobQueue
     earlier_steps: EarlierSteps
     rescue: Rescue
-    mirroring: Mirroring | None
+    mirror_queue: MirrorQueue | None
     """What copies steps to the mirror; None without a mirror, and on other ranks than the leader."""
 
     def rollback(self, step: int) -> list[int]:
@@ -54,8 +54,8 @@ class AgreedChanges:
             gone = self._change_steps("rollback", topic, step, self.root_session.abandon_steps_after)
             self.earlier_steps.go_on()
             self.rescue.give_up(f"rollback({step}) went back behind it", after=step)
-            if self.mirroring is not None:
-                self.mirroring.go_back(step)
+            if self.mirror_queue is not None:
+                self.mirror_queue.go_back(step)
             return gone
 
     def delete(self, step: int, *, allow_newest: bool) -> None:

@@ -78,8 +78,7 @@ class JobCapturer:
                 return
             # The loop takes the GIL when it is woken. So it is woken once, when there is something to write.
             part.chunks.add(runs)
-            self.portal.submit(run_job, self.ctx, job, pipeline, on_done=lambda done: self.queue.finish(job, done))
-            job.is_submitted = True
+            self.queue.start(job, run_job, self.ctx, job, pipeline)
 
         def issued(work: Capture) -> None:
             job.events += work.source_events

@@ -11,7 +11,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import EngineClosedError
 from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.memory.arena import SharedMemoryFactory
-from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.memory.arena_lifetimes import LifetimeManager
 from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.frozen_leaves import FrozenLeaves
 from aio_ckpt.plan.plan_cache import PlanCache

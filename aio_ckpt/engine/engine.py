@@ -57,9 +57,9 @@ from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.rename import Rename
-from aio_ckpt.memory.lifetime import LifetimeStats
+from aio_ckpt.memory.arena_lifetimes import LifetimeStats
 from aio_ckpt.memory.staging_kind import check_staging
-from aio_ckpt.mirror import Mirroring
+from aio_ckpt.mirror.mirror_queue import MirrorQueue
 from aio_ckpt.plan.safetensors_plan import FileRename, SafetensorsOptions
 from aio_ckpt.ranks.exchange import Coordinator
 from aio_ckpt.ranks.membership import Membership
@@ -68,7 +68,7 @@ from aio_ckpt.ranks.polls import AgreedPreemption, AgreedTimer, AgreedWork, Work
 from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_group
 from aio_ckpt.remote_path import Place, RemotePath
 from aio_ckpt.reports import EngineStats, LoadReport, OnProgress
-from aio_ckpt.rescue import Rescue
+from aio_ckpt.rescue.hooks import Rescue
 from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Executor, Portal, await_at_exit, start_beside
@@ -129,9 +129,9 @@ class BaseEngine:
             if isinstance(path, RemotePath):
                 store_of(self._ctx.storage, path)  # raises ConfigError now, if it cannot be opened
             self._make_parts()
-            if self._mirroring is not None:
-                self._mirroring.start()
-                undo.callback(self._mirroring.close)
+            if self._mirror_queue is not None:
+                self._mirror_queue.start()
+                undo.callback(self._mirror_queue.close)
             self._rescue.announce(self._portal)
             self._portal.at_exit(functools.partial(_drain, self._throttle, self._shutdown))
             self._state_saves.meet()
@@ -196,7 +196,7 @@ class BaseEngine:
         self._loader = Loader(ctx=ctx, quarantine=self._quarantine, earlier_steps=earlier_steps)
         steps = KnownSteps(self._quarantine, counts_calls=ctx.world_size > 1, mirror=ctx.mirror)
         claim = Claim(ctx.storage, ctx.root, ctx.owner, stale_after_secs=ctx.config.stale_after_secs)
-        self._mirroring = mirroring = self._make_mirroring(lambda: queue.pending_count > 0)
+        self._mirror_queue = mirror_queue = self._make_mirror_queue(lambda: queue.pending_count > 0)
         self._root_session = root_session = RootSession(
             ctx,
             portal,
@@ -205,9 +205,9 @@ class BaseEngine:
             known_steps=steps,
             trash=self._trash,
             rescue=self._rescue,
-            must_wait=lambda: preemption.is_on or not (mirroring is None or mirroring.is_ready),
-            held=(lambda: ()) if mirroring is None else mirroring.held_steps,
-            newest_copy=lambda: None if mirroring is None else mirroring.newest,
+            must_wait=lambda: preemption.is_on or not (mirror_queue is None or mirror_queue.is_ready),
+            held=(lambda: ()) if mirror_queue is None else mirror_queue.held_steps,
+            newest_copy=lambda: None if mirror_queue is None else mirror_queue.newest,
         )
         stages, renames = CommonStages(ctx=ctx, throttle=self._throttle), self._quarantine.renames
         self._call_lock = call_lock = CallLock(portal)
@@ -226,7 +226,7 @@ class BaseEngine:
         )
         self._recorder = OutcomeRecorder(ctx, resources)
         removals = RemovePipeline(ctx=ctx, claim=claim, renames=renames, trash=self._trash)
-        self._queue = queue = JobQueue(ctx, portal, steps, removals, self._recorder, self._root_session, mirroring)
+        self._queue = queue = JobQueue(ctx, portal, steps, removals, self._recorder, self._root_session, mirror_queue)
         capturer = JobCapturer(ctx=ctx, portal=portal, queue=queue, resources=resources)
         self._state_saves = StateSaves(
             call_lock=call_lock,
@@ -254,28 +254,28 @@ class BaseEngine:
             queue=queue,
             earlier_steps=earlier_steps,
             rescue=self._rescue,
-            mirroring=mirroring,
+            mirror_queue=mirror_queue,
         )
         self._shutdown = Shutdown(
             self._queue,
             background=lambda: [
                 *root_session.last_passes(),
                 *(agreed.ended for agreed in agreed_works),
-                *([] if mirroring is None else mirroring.finish()),
+                *([] if mirror_queue is None else mirror_queue.finish()),
             ],
             agreements=lambda: [agreed.name for agreed in agreed_works if not agreed.ended.done()],
-            copying=lambda: "" if mirroring is None else mirroring.activity,
-            release=functools.partial(_release, ctx, portal, root_session, resources, mirroring),
+            copying=lambda: "" if mirror_queue is None else mirror_queue.activity,
+            release=functools.partial(_release, ctx, portal, root_session, resources, mirror_queue),
             restore=preemption.local.restore,
             drain_secs=ctx.config.drain_timeout_secs,
         )
 
-    def _make_mirroring(self, is_saving: Callable[[], bool]) -> Mirroring | None:
+    def _make_mirror_queue(self, is_saving: Callable[[], bool]) -> MirrorQueue | None:
         """Return what copies steps to the mirror: on the leader, if there is a mirror."""
         ctx, rule = self._ctx, self._ctx.config.mirror
         if rule is None or ctx.mirror is None or not ctx.members.is_leader:
             return None
-        return Mirroring(ctx.root, ctx.mirror, rule, ctx.config, self._given, is_saving=is_saving)
+        return MirrorQueue(ctx.root, ctx.mirror, rule, ctx.config, self._given, is_saving=is_saving)
 
     @property
     def root(self) -> Path:
@@ -485,7 +485,7 @@ class BaseEngine:
             memory_bytes=resources.lifetime.arena_bytes,
             plan_hits=resources.cache.hits,
             plan_misses=resources.cache.misses,
-            mirrored_step=None if self._mirroring is None else self._mirroring.newest,
+            mirrored_step=None if self._mirror_queue is None else self._mirror_queue.newest,
         )
 
     @property
@@ -632,8 +632,8 @@ class CheckpointEngine(BaseEngine):
     """Saves and loads the checkpoints of one root. Usable from any thread and any event loop.
 
     Every call that reads or changes the root is awaited, or its ``result()`` is called in a thread without a loop.
-    ``save``, ``save_file``, ``remove`` and ``prepare`` take their place in the order of the calls at once, and so wait
-    for the root's lock, ``stall_timeout_secs`` at most.
+    ``save``, ``save_file``, ``remove`` and ``prepare`` take their place in the order of the calls at once. So they wait
+    for a disk that does not answer, ``stall_timeout_secs`` at most for each answer.
 
     The engine owns one event loop on one thread of its own; saves run there, in the order of the calls, while
     the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is finished. At most
@@ -947,7 +947,7 @@ def _release(
     portal: Portal,
     root_session: RootSession,
     resources: CaptureResources,
-    mirroring: Mirroring | None,
+    mirror_queue: MirrorQueue | None,
 ) -> None:
     """Release all that an engine holds. Idempotent."""
     coordinator = ctx.members.coordinator
@@ -960,5 +960,5 @@ def _release(
         steps.callback(lambda: portal.call(coordinator.leave, timeout=STOP_SECS))
         steps.callback(root_session.release_claim)
         steps.callback(resources.release_devices)
-        if mirroring is not None:
-            steps.callback(mirroring.close)
+        if mirror_queue is not None:
+            steps.callback(mirror_queue.close)

@@ -6,7 +6,6 @@ A file is written into a directory of its own beside its place, and fsynced ther
 from __future__ import annotations
 
 import contextlib
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from aio_ckpt.write.result import WriteResult
 
 TEMPORARY = ".aio_ckpt-file-"
 """Begin of the names of temporary directories."""
-_log = logging.getLogger("aio_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

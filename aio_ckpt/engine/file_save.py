@@ -6,7 +6,6 @@ The second half runs on the loop: :mod:`aio_ckpt.engine.file_pipeline`.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -35,8 +34,6 @@ from aio_ckpt.snapshot.captured_chunks import CapturedChunks
 from aio_ckpt.snapshot.image import lease_image
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.part import Part
-
-_log = logging.getLogger("aio_ckpt")
 
 
 class FileSaves:

@@ -15,7 +15,8 @@ import msgspec
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.fallback import (
+from aio_ckpt.engine.job import sent_path
+from aio_ckpt.engine.newest_good import (
     ChangedError,
     Damage,
     FallbackSearch,
@@ -25,7 +26,6 @@ from aio_ckpt.engine.fallback import (
     nothing_verifies,
     too_many_changes,
 )
-from aio_ckpt.engine.job import sent_path
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -146,7 +146,7 @@ async def newest_good_for_all(
     *,
     fallback: bool,
 ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], LoadOutcome]:
-    """Do :func:`aio_ckpt.engine.fallback.newest_good` on all ranks; ``name`` is the same on every rank for this call.
+    """Do :func:`~aio_ckpt.engine.newest_good.newest_good` on all ranks. On every rank, ``name`` is the same.
 
     No template is touched before the templates of all ranks match the same save. Objects are set only once all ranks
     have read it. A rank that leaves tells the others.

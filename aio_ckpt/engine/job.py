@@ -237,8 +237,9 @@ class RemoveJob(Job):
 class WriteJob(Job):
     """One save between its call and its end: its ticket, its state and its progress.
 
-    The caller's thread sets ``parts``, ``is_submitted`` and ``events``, and adds captured chunks until the pipeline is
-    submitted. Every other change is made on the loop.
+    The caller's thread makes it, gives it its ticket, sets ``parts``, ``plan_hit``, ``is_submitted`` and ``events``,
+    and adds captured chunks until the pipeline is submitted. Whichever thread gets there sets the timer and reaches the
+    milestone ``staged``. Every other change is made on the loop.
     """
 
     place: Path

@@ -10,10 +10,10 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.commit import step_numbers
@@ -26,8 +26,8 @@ from aio_ckpt.engine.outcomes import OutcomeRecorder, logged_errors
 from aio_ckpt.engine.remove_pipeline import RemovePipeline
 from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError, PeerFailedError, SaveCancelledError
-from aio_ckpt.memory.lifetime import Lease
-from aio_ckpt.mirror import Mirroring
+from aio_ckpt.memory.arena_lifetimes import Lease
+from aio_ckpt.mirror.mirror_queue import MirrorQueue
 from aio_ckpt.ranks.membership import CALL_STAGE
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_round import Room, SaveState
@@ -66,14 +66,14 @@ class JobQueue:
         removals: RemovePipeline,
         recorder: OutcomeRecorder,
         root_session: RootSession,
-        mirroring: Mirroring | None,
+        mirror_queue: MirrorQueue | None,
     ) -> None:
         self._ctx = ctx
         self._portal = portal
         self._removals = removals
         self._recorder = recorder
         self._root_session = root_session
-        self._mirroring = mirroring
+        self._mirror_queue = mirror_queue
         self._max = ctx.config.max_in_flight
         self.steps = steps
         self._changed = Condition()
@@ -212,8 +212,8 @@ class JobQueue:
 
     def _check_thread(self, what: str) -> None:
         self._portal.check_thread(what)
-        if self._mirroring is not None:
-            self._mirroring.check_thread(what)
+        if self._mirror_queue is not None:
+            self._mirror_queue.check_thread(what)
 
     def assign_ticket(self, job: W) -> W:
         """Give a new save its ticket and its turn. :meth:`add` puts it into the table."""
@@ -259,13 +259,18 @@ class JobQueue:
             if isinstance(job, SaveJob):
                 self._newest = weakref.ref(job.ticket)
 
+    def start(self, job: WriteJob, run: Callable[..., Coroutine[Any, Any, SaveReport]], *args: object) -> None:
+        """Begin ``run(*args)`` on the loop: what is left of a save until its commit. :meth:`finish` follows."""
+        self._portal.submit(run, *args, on_done=functools.partial(self.finish, job))
+        job.is_submitted = True
+
     def forget_failure(self, job: WriteJob) -> None:
         """Drop the failure of a save: its own call raises it."""
         with self._changed:  # a kept traceback would keep the caller's state alive
             self._unreported = [entry for entry in self._unreported if entry[1] is not job.ticket]
 
     def finish(self, job: WriteJob, done: Future[SaveReport]) -> None:
-        """Settle a save whose pipeline has ended or will never begin: first the table, then the ticket.
+        """Do what follows a save whose pipeline has ended or will never begin: first the table, then the ticket.
 
         The first call counts.
         """
@@ -294,8 +299,8 @@ class JobQueue:
     def _mirror(self, job: WriteJob) -> None:
         """Offer a step that was committed to the mirror. Its pass of retention, on this loop, has not begun yet."""
         mirrored = job.ticket.mirrored
-        if isinstance(job, SaveJob) and job.step is not None and self._mirroring is not None:
-            self._mirroring.offer(job.step, mirrored, replaces=job.call.overwrite)
+        if isinstance(job, SaveJob) and job.step is not None and self._mirror_queue is not None:
+            self._mirror_queue.offer(job.step, mirrored, replaces=job.call.overwrite)
         else:
             mirrored.resolve(None)
 

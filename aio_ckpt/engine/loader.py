@@ -1,4 +1,4 @@
-"""The stages of a load, which :meth:`Loader._load` shows.
+"""The stages of a load: :meth:`Loader._load` chooses the checkpoint, and :mod:`aio_ckpt.restore.load` has the others.
 
     load(template)
        |  loop thread: accept the call, choose the newest checkpoint, or the next older one if it is damaged
@@ -26,17 +26,17 @@ import anyio
 
 from aio_ckpt.argument_checks import check_one_of, shown
 from aio_ckpt.checkpoint.load_progress import Meter, metered
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.fallback import WantedCheckpoint, newest_good
 from aio_ckpt.engine.group_load import first_round, newest_good_for_all
 from aio_ckpt.engine.known_steps import EarlierSteps
+from aio_ckpt.engine.newest_good import WantedCheckpoint, newest_good
 from aio_ckpt.engine.outcomes import log_load
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint
@@ -52,9 +52,9 @@ BeforeLoad: TypeAlias = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """Runs a load, from the call to a filled template. :meth:`_load` shows all of it.
+    """Runs a load, from the call to a filled template.
 
-    :mod:`aio_ckpt.restore.load` loads one checkpoint in stages: match, fetch, apply.
+    :meth:`_load` accepts the call and searches. :mod:`aio_ckpt.restore.load` loads one checkpoint: match, fetch, apply.
     """
 
     ctx: EngineContext

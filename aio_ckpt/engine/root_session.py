@@ -27,12 +27,12 @@ from aio_ckpt.commit.root_claim import Claim, lock_root, longest_silence, mount_
 from aio_ckpt.commit.trash import Trash, check_engine_dirs
 from aio_ckpt.config import EngineConfig, Mirror
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.fallback import copies_or_none
 from aio_ckpt.engine.known_steps import KnownSteps
+from aio_ckpt.engine.newest_good import copies_or_none
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.remote_path import Place, RemotePath, check_place, find_remote, place_of
-from aio_ckpt.rescue import Rescue
+from aio_ckpt.rescue.hooks import Rescue
 from aio_ckpt.runtime.ctrl_c import Lock, new_future
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import note_stage
@@ -159,7 +159,7 @@ def _check_directory(path: Path) -> int:
 
 
 class RootSession:
-    """The root of one engine. Every call blocks its caller, for ``stall_timeout_secs`` at most.
+    """The root of one engine. A call that waits for the disk waits ``stall_timeout_secs`` at most for each answer.
 
     Invariant: without its lock, the engine renames and deletes nothing under the root but the directories of its own
     failed saves. It holds the lock from the first :meth:`become_writer` until :meth:`release`. Any process may

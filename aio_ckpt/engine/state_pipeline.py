@@ -43,7 +43,8 @@ from aio_ckpt.ranks.heartbeats import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import SaveReport, amount
-from aio_ckpt.rescue import Rescue, SnapshotRecord
+from aio_ckpt.rescue.hooks import Rescue
+from aio_ckpt.rescue.snapshot_record import SnapshotRecord
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.log_records import log_step
@@ -82,7 +83,10 @@ class WrittenRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePipeline:
-    """Pipeline of a checkpoint, of a step or at a path. :meth:`save` shows all of it."""
+    """Pipeline of a checkpoint, of a step or at a path, up to its commit, which :meth:`save` shows.
+
+    What follows a commit (retention, mirror, ticket) is in :meth:`aio_ckpt.engine.job_queue.JobQueue.finish`.
+    """
 
     ctx: EngineContext
     stages: CommonStages

@@ -12,11 +12,6 @@ our root and rank manifests, DCP's ``.metadata``, the names of files and directo
 - ``safetensors_file``
 
 Parsing runs no code: each reader of pickles has its own list of what is allowed, on ``restricted_unpickler`` (that of
-objects: ``leaves.pickle_allow_list``). Imports ``errors``, ``config`` and ``reports`` only. Names, constants and the
+objects: ``leaves.pickle_allow_list``). Imports ``errors`` and ``_torch`` only. Names, constants and the
 root manifest need neither torch nor numpy.
 """
-
-from aio_ckpt.format.root_manifest import RootManifest
-from aio_ckpt.format.root_names import StepNames
-
-__all__ = ["RootManifest", "StepNames"]

@@ -1,4 +1,4 @@
-"""CRC32 by ISA-L: the checksum of files, tensors, objects and manifests. Nothing else computes one."""
+"""CRC32 by ISA-L: the checksum of files, tensors, objects and manifests."""
 
 from __future__ import annotations
 

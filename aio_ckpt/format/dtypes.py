@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -30,6 +31,8 @@ V3_NAMES = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
 """Dtypes that came later and have no such class: the pickles hold the dtype itself."""
+UNPLANNED = frozenset(dtype for name, dtype in DTYPES.items() if re.fullmatch(r"u?int[1-7]|bits\w+", name))
+"""Opaque dtypes, of less than a byte or of no number. DCP's planner fails on them, so no state may hold them."""
 SAFETENSORS_NAMES = {
     "float64": "F64",
     "float32": "F32",

@@ -28,7 +28,7 @@ STORAGES: dict[str, Any] = {
 }
 """What stands for the class of a storage, by its full name: the dtype of its elements, or ``UntypedStorage``."""
 STORABLE_DTYPES = frozenset((*_V2_DTYPES.values(), *_V3_DTYPES.values()))
-"""Dtypes that ``torch.save`` stores as a plain strided tensor. Quantized and sub-byte ones are none."""
+"""Dtypes that ``torch.save`` stores as a plain strided tensor. Quantized dtypes are none, nor int4."""
 _LAZY_DTYPES = frozenset(_V2_DTYPES.values()) - {torch.bool}
 """Dtypes with which torch makes lazily negated and conjugated tensors."""
 

@@ -8,7 +8,3 @@ In: bytes or parts, and a note. Out: the value, made without running code unless
 it into a mutable value of a template. ``values`` are the leaves that have a meaning of their own, ``tensor_memory``
 tells which tensors share memory. Imports ``format``, ``errors`` and ``_torch``.
 """
-
-from aio_ckpt.leaves.values import LeafKind, PerRank, Shard, UntrustedObject
-
-__all__ = ["LeafKind", "PerRank", "Shard", "UntrustedObject"]

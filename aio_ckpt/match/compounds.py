@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.leaves import compound
 from aio_ckpt.leaves.containers import Notes
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import CompoundTaker, StatefulTaker
 from aio_ckpt.state.flatten import Template, compounds_of
 from aio_ckpt.state.names import below_each, is_below

@@ -8,15 +8,15 @@ from operator import ne
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import dropped_names, unexpected_names
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.leaves.tensor_memory import are_apart, memory_of
 from aio_ckpt.match.compounds import match_compounds
-from aio_ckpt.match.dtype_warnings import changed, is_narrower
+from aio_ckpt.match.dtype_changes import changed, is_narrower
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.leaves import match_any_leaves, match_leaves
 from aio_ckpt.match.missing_names import missing_remedies
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.stateful import match_stateful
 from aio_ckpt.match.takers import LeavesTaker, StatefulTaker, Taker
 from aio_ckpt.match.tensors import leaf_targets, shared_memory

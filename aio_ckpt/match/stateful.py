@@ -19,6 +19,7 @@ from aio_ckpt._torch import has_load_hooks, is_load_of_torch, loads_by_names
 from aio_ckpt.checkpoint.catalog import Shards, global_shape
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import empty_containers
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.leaves.objects import type_name
 from aio_ckpt.leaves.tensor_memory import are_apart, memory_fault, memory_of, overlaps_itself, signature_of, span_of
 from aio_ckpt.leaves.values import Shard, Target
@@ -26,7 +27,6 @@ from aio_ckpt.match.compounds import match_stateful_compounds
 from aio_ckpt.match.fills import Fill, Fills
 from aio_ckpt.match.modules import ModuleDifferences
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import branches_of_rank, stored_branch
 from aio_ckpt.match.takers import StatefulTaker
 from aio_ckpt.match.tensors import exact_addresses, fill_fault, full_shape, has_other_shape

@@ -18,6 +18,7 @@ import torch
 
 from aio_ckpt._torch import is_load_of_torch
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.leaves.arrays import from_tensor
 from aio_ckpt.leaves.compound import CompoundTensor, mark_as_stored, put_together
@@ -25,7 +26,6 @@ from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.leaves.objects import type_name
 from aio_ckpt.leaves.values import LeafKind, OwnedShard, Target, UntrustedObject
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.runtime.error_notes import mark_modified
 from aio_ckpt.state.build import build_part
 from aio_ckpt.state.dcp_paths import unflatten_dcp

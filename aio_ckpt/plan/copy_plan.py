@@ -20,7 +20,7 @@ from aio_ckpt.plan.structure import Structure
 from aio_ckpt.plan.tensor_item import TensorItem
 
 SMALL_COPY_BYTES = 256 << 10
-"""Largest host copy that is one ``memmove`` with the GIL held. Torch makes larger ones, on many threads."""
+"""Largest host copy that is made together with others, by one call (:mod:`aio_ckpt.memory.host_copy`)."""
 
 _RUNS_A_BUFFER = 4
 """Number of longest runs that fit the gather buffer at once: one is gathered while another is transferred."""
@@ -102,7 +102,7 @@ class ChunkCopies:
     gathered: tuple[GatherRun, ...]
     """Small dense tensors on CUDA that are adjacent in the image."""
     packed: tuple[Piece, ...]
-    """Host tensors, copied by torch."""
+    """Larger host tensors, each copied by itself (:mod:`aio_ckpt.memory.image_copies`)."""
     converted: tuple[Piece, ...]
     """Tensors on devices, copied by torch on a side stream."""
     is_issued: bool

@@ -11,9 +11,3 @@ failed. One rank alone is a group with one member. Stores are used here only.
 
 Imports everything up to ``commit``; never what loads.
 """
-
-from aio_ckpt.ranks.exchange import Coordinator, SoloCoordinator
-from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.store_coordinator import StoreCoordinator
-
-__all__ = ["Coordinator", "Membership", "SoloCoordinator", "StoreCoordinator"]

@@ -60,7 +60,7 @@ _OPENING: Exchange[Mapping[str, str], _OpeningReply] = Exchange(Mapping[str, str
 class Membership:
     """All ranks of one engine, with this one.
 
-    Invariant: only the leader renames, clears or deletes anything under the root. Every rank writes its own two files
+    Invariant: only the leader renames, clears or deletes anything under the root. Every rank writes its own files
     into the pending directory, whose name and owner record are the leader's.
     """
 
@@ -92,7 +92,7 @@ class Membership:
         self.leader_root: str = ""
         """Path of the root on the leader, once all ranks have met."""
         self.newest_step: int | None = None
-        """Newest committed step when all ranks had met, for the ranks that do not lead; None if there was none."""
+        """Newest committed step that all ranks know: when they had met, and after each agreed change since; or None."""
         self.ledger = Ledger(coordinator.world_size, differing=differing)
         """The leader's ledger; unused on other ranks."""
         self.is_comparison_due = False

@@ -6,9 +6,3 @@ image; ``orphans`` finds what dead trainers left and decides which of it counts,
 engine reaches this package through :class:`Rescue` alone, and ``aio-ckpt rescue`` through :func:`rescue_root`. Imports
 everything up to ``commit``.
 """
-
-from aio_ckpt.rescue.hooks import Rescue
-from aio_ckpt.rescue.recover import RescueReport, rescue_root
-from aio_ckpt.rescue.snapshot_record import SnapshotRecord
-
-__all__ = ["Rescue", "RescueReport", "SnapshotRecord", "rescue_root"]

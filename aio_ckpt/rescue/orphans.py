@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,6 @@ from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record
 from aio_ckpt.storage.local import Storage
 
 _DIRECTORIES = msgspec.json.Decoder(list[str])
-_log = logging.getLogger("aio_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.format.root_names import SEGMENTS_FILE, StepNames
 from aio_ckpt.memory.arena import Arena
-from aio_ckpt.memory.lifetime import Lease
+from aio_ckpt.memory.arena_lifetimes import Lease
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.rescue.orphans import (
     Refusal,

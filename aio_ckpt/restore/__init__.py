@@ -7,8 +7,3 @@ put their values, and warns of names and settings that the load left out. ``page
 it needs. If ranks of one host need the same ones, they read through the page cache, and the disk is read about once.
 Imports ``match``, ``checkpoint`` and what they import; nothing that saves.
 """
-
-from aio_ckpt.restore.load import match_checkpoint
-from aio_ckpt.restore.read_state import read_state
-
-__all__ = ["match_checkpoint", "read_state"]

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.match.match import Match
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.state.names import first_of, listed
 

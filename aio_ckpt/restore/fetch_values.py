@@ -11,9 +11,9 @@ from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch, synchronize
 from aio_ckpt.checkpoint.foreign_items import check_zip
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.leaves.objects import decode_object, is_immutable
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.restore.plan_fills import FillPlan
 from aio_ckpt.runtime.portal import run_blocking

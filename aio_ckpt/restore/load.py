@@ -16,11 +16,11 @@ from pathlib import Path
 
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.open import Checkpoint, OnlyPartOpenError, RankSubset
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.match import Match, match_template
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import renamed
 from aio_ckpt.match.takers import Fetched, target_modified
 from aio_ckpt.restore.apply import prepare_apply

@@ -17,6 +17,7 @@ from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.foreign_items import parse_item
 from aio_ckpt.checkpoint.locate import locate
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.checkpoint.read_plan import ObjectMemory, ReadPlan
 from aio_ckpt.checkpoint.read_requests import ReadRequest
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsupportedLeafError
@@ -24,7 +25,6 @@ from aio_ckpt.format.tensor_zip import is_dense, row_major_stride
 from aio_ckpt.leaves.tensor_memory import unwrapped
 from aio_ckpt.leaves.values import OwnedShard, Shard, Target
 from aio_ckpt.match.fills import ExactFill, Fill, Fills
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.runtime.portal import run_blocking
 
 HostMemory: TypeAlias = Callable[[int], torch.Tensor]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import dropped_names, wanted_names
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.leaves.values import UntrustedObject
 from aio_ckpt.match.fills import Fills
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.restore.fetch_values import fetch_values
 from aio_ckpt.restore.plan_fills import HostMemory, plan_fills

@@ -4,11 +4,6 @@ In: callables and coroutines, from any thread. Out: futures that one loop thread
 (``portal``, whose ``STOP_SECS`` is how long closing waits for a thread that hangs); also deadlines, warnings about
 waits, locks and futures that Ctrl-C leaves usable (``ctrl_c``), exit hooks, thread priorities, ``limits`` of the
 system, notes on errors, the exit status after a failed save, and the flags of preemption signals (``signals``; Ctrl-C
-ends a waiting save in ``engine.job_queue``). No other package starts a thread or a loop. Imports ``errors``, ``config``
-and ``reports`` only."""
-
-from aio_ckpt.runtime.deadline import Deadline
-from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import Executor, Portal, run_blocking
-
-__all__ = ["Deadline", "Executor", "Portal", "follow", "run_blocking"]
+ends a waiting save in ``engine.job_queue``). No other package starts a thread or a loop. Imports
+``argument_checks``, ``errors`` and ``reports`` only.
+"""

@@ -9,9 +9,3 @@ of its arena; ``captured_chunks``: which of them are captured. ``replica_sums`` 
 compares frozen leaves that are not captured. ``stall_timer``: when a save last moved. Imports everything up to
 ``plan``; never storage.
 """
-
-from aio_ckpt.snapshot.capture import Capture
-from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
-
-__all__ = ["Capture", "Image", "OptimizerGuards"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.arena import ArenaKind
-from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager
+from aio_ckpt.memory.arena_lifetimes import ArenaSpec, Lease, LifetimeManager
 from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.chunks import Chunk
 from aio_ckpt.plan.layout import file_chunks

@@ -7,8 +7,3 @@ In: a skeleton, of one rank or of all (``skeleton_union``), and loaded leaves. O
 ``put_back`` sets loaded leaves in the containers of a template instead. Imports ``leaves``, ``format``, ``errors`` and
 ``_torch``.
 """
-
-from aio_ckpt.state.flatten import FlatState, Template
-from aio_ckpt.state.skeleton import Skeleton
-
-__all__ = ["FlatState", "Skeleton", "Template"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import AsyncCollectiveTensor
 from aio_ckpt.errors import UnsafeObjectError, UnsupportedLeafError
+from aio_ckpt.format.dtypes import UNPLANNED
 from aio_ckpt.leaves.objects import encode_object, type_name
 from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES, local_memory
 from aio_ckpt.leaves.values import LeafKind, Shard
@@ -21,8 +21,6 @@ from aio_ckpt.state.flatten import FlatState
 
 _SHOWN = 10
 """Most leaves that one error names."""
-_UNPLANNED_DTYPES = frozenset(dtype for name, dtype in vars(torch).items() if re.fullmatch(r"u?int[1-7]|bits\w+", name))
-"""Opaque dtypes, of less than a byte or of no number. DCP's planner fails on them."""
 
 
 def check_leaves(flat: FlatState) -> None:
@@ -69,7 +67,7 @@ def tensor_fault(value: Any) -> str | None:
         return f"a tensor of layout {tensor.layout}, which no checkpoint holds; give {remedy}"
     if tensor.is_quantized:
         return f"a quantized tensor of {tensor.dtype}, which no checkpoint holds; give .dequantize()"
-    if tensor.dtype in _UNPLANNED_DTYPES:
+    if tensor.dtype in UNPLANNED:
         return f"a tensor of {tensor.dtype}, which DCP cannot plan; give .view(torch.uint8)"
     if tensor.device.type == "meta":
         return "a meta tensor, which has no values; materialize it first (.to_empty(device=...))"

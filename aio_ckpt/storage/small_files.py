@@ -72,7 +72,7 @@ async def saves_in(storage: Storage, directory: Path) -> list[str]:
 
 
 async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes | None:
-    """Return the bytes of a manifest or of ``.metadata``; None if there is no such file.
+    """Return the bytes of a file that is read whole, such as a manifest or ``.metadata``; None if there is none.
 
     Raises:
         MismatchError: the file is longer than ``max_bytes``; no memory was taken for it.

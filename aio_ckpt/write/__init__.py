@@ -7,8 +7,3 @@ at once as its caller says (``EngineConfig.workers``), for a ``part`` of a save;
 or, if the file system cannot, writes it. ``full_disk`` explains an error of a full disk. Imports everything up to
 ``snapshot``.
 """
-
-from aio_ckpt.write.throttle import WriteThrottle
-from aio_ckpt.write.writer import FileWriter
-
-__all__ = ["FileWriter", "WriteThrottle"]

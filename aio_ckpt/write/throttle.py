@@ -58,7 +58,7 @@ class TokenBucket:
 
 
 class WriteThrottle:
-    """Limit of the write rate of one engine. It is used on the engine's loop.
+    """Limit of the write rate of one engine. Writes wait for it on the engine's loop.
 
     The throttle delays a chunk of a data file before its write begins. It delays neither the copies out of the state,
     which end sooner, nor the few small files, nor a hurried save.

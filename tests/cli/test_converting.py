@@ -30,7 +30,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.format import zip_records
 from aio_ckpt.format.safetensors_file import PACKED
 from aio_ckpt.leaves.values import PerRank
-from aio_ckpt.memory import lifetime
+from aio_ckpt.memory import arena_lifetimes
 from aio_ckpt.sync import SyncCheckpointEngine
 
 STEP = "step_000000010"
@@ -168,7 +168,7 @@ def test_too_little_memory_names_no_setting_of_the_engine(tmp_path, capsys, monk
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
-    monkeypatch.setattr(lifetime, "map_arena", refuse)
+    monkeypatch.setattr(arena_lifetimes, "map_arena", refuse)
     code, _, err = called(capsys, "convert", tmp_path / "a.pt", tmp_path / out)
     assert (code, "lacks the memory" in err, "ulimit -v" in err, "budget_bytes" in err) == (1, True, True, False), err
 

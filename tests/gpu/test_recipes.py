@@ -22,7 +22,7 @@ from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine
 from aio_ckpt.config import Staging
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena
-from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
+from aio_ckpt.memory.arena_lifetimes import ArenaSpec, LifetimeManager
 from aio_ckpt.rescue.segment import SharedSegment
 from aio_ckpt.runtime.portal import Executor
 

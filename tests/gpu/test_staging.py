@@ -22,7 +22,7 @@ from cuda_machine import MIB, TIMEOUT
 from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
-from aio_ckpt.memory import lifetime
+from aio_ckpt.memory import arena_lifetimes
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -202,8 +202,8 @@ def test_the_first_save_behind_prepare_maps_and_registers_nothing(
     tmp_path: Path, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mapped = []
-    real = lifetime._make_arena
-    monkeypatch.setattr(lifetime, "_make_arena", lambda *given: mapped.append(given) or real(*given))
+    real = arena_lifetimes._make_arena
+    monkeypatch.setattr(arena_lifetimes, "_make_arena", lambda *given: mapped.append(given) or real(*given))
     state = {
         **filled(4, (256 if HAS_CUDA else 1) * MIB, 1.0),
         **{f"s{i}": torch.ones(100, device=DEVICE) for i in range(100)},

@@ -30,12 +30,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import aio_ckpt
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
+from aio_ckpt.checkpoint import read_context
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.commit import discovery
 from aio_ckpt.dcp import Reader
-from aio_ckpt.engine.fallback import FallbackSearch, WantedCheckpoint
 from aio_ckpt.engine.group_load import LoadMember, _Action, _Instruction
 from aio_ckpt.engine.loader import PendingLoad
+from aio_ckpt.engine.newest_good import FallbackSearch, WantedCheckpoint
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -47,7 +48,6 @@ from aio_ckpt.errors import (
     TemplateMismatchError,
 )
 from aio_ckpt.leaves.tensor_memory import memory_of
-from aio_ckpt.match import read_context
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.restore import load as restore
 from aio_ckpt.restore.plan_fills import FillPlan

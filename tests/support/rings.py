@@ -13,7 +13,7 @@ import torch
 
 from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
-from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
+from aio_ckpt.memory.arena_lifetimes import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.copy_plan import ChunkCopies, CopyPlan, CopyTable
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.plan_cache import PlanCache

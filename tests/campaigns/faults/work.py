@@ -24,7 +24,7 @@ from aio_ckpt.engine import state_pipeline
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.leaves import objects as encoding
-from aio_ckpt.memory import arena, lifetime
+from aio_ckpt.memory import arena, arena_lifetimes
 from aio_ckpt.runtime import portal
 from aio_ckpt.snapshot import capture as snapshot
 from aio_ckpt.snapshot import image
@@ -348,8 +348,8 @@ def memory_in_growth(folder: Path, *, most: int | None = None) -> Iterator[Point
     python: tuple[tuple[Any, str], ...] = (
         (mmap, "mmap"),
         (arena, "_populate"),
-        (lifetime, "Lease"),
-        (lifetime, "map_arena"),
+        (arena_lifetimes, "Lease"),
+        (arena_lifetimes, "map_arena"),
         (image, "Image"),
         (image, "Future"),
     )

@@ -16,9 +16,9 @@ from aio_ckpt.commit import discovery
 from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.retention import Policy, Retention
-from aio_ckpt.engine.fallback import WantedCheckpoint
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.loader import Loader
+from aio_ckpt.engine.newest_good import WantedCheckpoint
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError
 from aio_ckpt.plan import chunks
 from aio_ckpt.runtime.futures import follow

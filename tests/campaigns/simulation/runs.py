@@ -31,12 +31,12 @@ from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.common_stages import CommonStages
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.fallback import WantedCheckpoint
 from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.engine.known_steps import EarlierSteps, KnownSteps
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
+from aio_ckpt.engine.newest_good import WantedCheckpoint
 from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.remove_pipeline import RemovePipeline
 from aio_ckpt.engine.root_session import RootSession
@@ -45,7 +45,7 @@ from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.checkpoint_files import data_file_name
 from aio_ckpt.format.root_names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR, StepNames
 from aio_ckpt.leaves.objects import ObjectEncoder
-from aio_ckpt.memory.lifetime import Lease, LifetimeManager
+from aio_ckpt.memory.arena_lifetimes import Lease, LifetimeManager
 from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan import chunks
 from aio_ckpt.plan.plan_cache import PlanCache

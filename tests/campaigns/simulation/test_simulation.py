@@ -12,7 +12,7 @@ from aio_ckpt.commit import publish
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.engine.job_queue import JobQueue
 from aio_ckpt.format.checkpoint_files import root_manifest_name
-from aio_ckpt.memory.lifetime import Lease
+from aio_ckpt.memory.arena_lifetimes import Lease
 from tests.campaigns.simulation import __main__ as simulation
 from tests.campaigns.simulation import hosts
 from tests.campaigns.simulation.hosts import simulate_a_reader, simulate_a_takeover

@@ -22,7 +22,7 @@ from aio_ckpt.engine import root_session as keeper
 from aio_ckpt.engine import state_save as saver
 from aio_ckpt.engine.job import SaveJob, WriteJob
 from aio_ckpt.errors import SaveCancelledError
-from aio_ckpt.memory import lifetime
+from aio_ckpt.memory import arena_lifetimes
 from aio_ckpt.plan import save_plan as plan
 from aio_ckpt.runtime import ctrl_c, deadline, futures, portal
 from aio_ckpt.snapshot import capture as snapshot
@@ -47,7 +47,7 @@ TRACED = {
         image,
         job_queue,
         keeper,
-        lifetime,
+        arena_lifetimes,
         plan,
         portal,
         captured_chunks,

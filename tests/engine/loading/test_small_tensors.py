@@ -14,9 +14,8 @@ import torch
 from gated_storage import TIMEOUT
 
 from aio_ckpt import CheckpointEngine, EngineConfig
-from aio_ckpt.checkpoint import verify_pieces
+from aio_ckpt.checkpoint import read_context, verify_pieces
 from aio_ckpt.errors import MismatchError, ReadError, SaveCancelledError, TemplateMismatchError
-from aio_ckpt.match import read_context
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.storage import data_file as datafile
 

@@ -25,8 +25,8 @@ from aio_ckpt.errors import (
     WrongThreadError,
 )
 from aio_ckpt.format.root_names import LOCK_FILE
-from aio_ckpt.memory import lifetime
-from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
+from aio_ckpt.memory import arena_lifetimes
+from aio_ckpt.memory.arena_lifetimes import ArenaSpec, LifetimeManager
 from aio_ckpt.plan import gathering
 
 
@@ -38,7 +38,7 @@ class Mappings:
         self.memories: list[weakref.ref[Any]] = []
         self.ahead: list[Future[None]] = []
         self.hold: Gate | None = None
-        real, map_ahead = lifetime._make_arena, LifetimeManager.map_ahead
+        real, map_ahead = arena_lifetimes._make_arena, LifetimeManager.map_ahead
 
         def make(*arguments: Any) -> Any:
             self.threads.append(threading.current_thread().name)
@@ -54,7 +54,7 @@ class Mappings:
                 self.ahead.append(work)
             return work
 
-        monkeypatch.setattr(lifetime, "_make_arena", make)
+        monkeypatch.setattr(arena_lifetimes, "_make_arena", make)
         monkeypatch.setattr(LifetimeManager, "map_ahead", spied)
 
     @property
@@ -224,7 +224,7 @@ def test_prepare_on_a_thread_of_the_engine_is_an_error(tmp_path: Path) -> None:
 def test_memory_that_cannot_be_had_is_told_by_what_is_returned_and_the_save_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = lifetime.map_arena
+    real = arena_lifetimes.map_arena
     refusals = [OSError(12, "Cannot allocate memory")]
 
     def arena(*arguments: Any) -> Any:
@@ -232,7 +232,7 @@ def test_memory_that_cannot_be_had_is_told_by_what_is_returned_and_the_save_trie
             raise refusals.pop()
         return real(*arguments)
 
-    monkeypatch.setattr(lifetime, "map_arena", arena)
+    monkeypatch.setattr(arena_lifetimes, "map_arena", arena)
     with SyncCheckpointEngine(tmp_path) as engine:
         prepared = engine.prepare(state(1.0))
         with pytest.raises(BudgetExceededError, match="lower budget_bytes"):

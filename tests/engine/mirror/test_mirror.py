@@ -37,7 +37,7 @@ from aio_ckpt.errors import (
     WrongThreadError,
 )
 from aio_ckpt.format.root_names import ABANDONED_DIR
-from aio_ckpt.mirror import mirroring
+from aio_ckpt.mirror import mirror_queue
 from aio_ckpt.mirror.pace import YIELD_SECS, Pace
 from aio_ckpt.storage.local import Storage
 
@@ -266,8 +266,8 @@ def test_a_copy_that_a_kill_ended_is_made_by_the_next_run(root: Path, place: Pat
 def test_a_copy_that_fails_is_tried_again_and_fails_no_save(
     root: Path, place: Path, copies: GatedCopies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mirroring, "_FIRST_PAUSE_SECS", 0.01)
-    monkeypatch.setattr(mirroring, "_LONGEST_PAUSE_SECS", 0.01)
+    monkeypatch.setattr(mirror_queue, "_FIRST_PAUSE_SECS", 0.01)
+    monkeypatch.setattr(mirror_queue, "_LONGEST_PAUSE_SECS", 0.01)
     copies.error = WriteError(errno.ENOSPC, "No space left on device", "x")
     copies.gate.set()
     with opened(root, place) as engine:
@@ -301,7 +301,7 @@ def test_a_damaged_step_is_not_copied(root: Path, place: Path, copies: GatedCopi
 def test_a_mirror_that_hangs_is_given_up_after_a_while(
     root: Path, place: Path, copies: GatedCopies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mirroring, "longest_silence", lambda _: 0.0)
+    monkeypatch.setattr(mirror_queue, "longest_silence", lambda _: 0.0)
     with opened(root, place, stall_timeout_secs=0.5) as engine:
         ticket = engine.save(weights(1), 1)
         assert copies.entered.wait(TIMEOUT)

@@ -187,7 +187,7 @@ def test_the_interpreter_waits_until_it_is_closed(root: Path) -> None:
     script = """
 import sys, threading, torch
 from aio_ckpt import SyncCheckpointEngine
-from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.memory.arena_lifetimes import LifetimeManager
 
 close, closing = LifetimeManager.close, threading.Event()
 

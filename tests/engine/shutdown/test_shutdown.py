@@ -27,8 +27,8 @@ from aio_ckpt.engine import engine as engine_module
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.format.root_names import PENDING_DIR
+from aio_ckpt.memory import arena_lifetimes
 from aio_ckpt.memory import cuda as device
-from aio_ckpt.memory import lifetime
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_an_engine_that_cannot_be_opened_gives_back_what_it_had(
     elif missing == "the loop":
         monkeypatch.setattr(asyncio.events, "new_event_loop", fail)
     else:
-        monkeypatch.setattr(lifetime, "default_budget_bytes", fail)
+        monkeypatch.setattr(arena_lifetimes, "default_budget_bytes", fail)
     with pytest.raises((OSError, RuntimeError), match=r"Too many open files|can't start new thread"):
         SyncCheckpointEngine(root)
     monkeypatch.undo()

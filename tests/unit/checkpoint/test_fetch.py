@@ -18,11 +18,11 @@ from saved_files import data_file
 
 from aio_ckpt.checkpoint import read_plan as readplan
 from aio_ckpt.checkpoint.open import open_checkpoint
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.restore.load import match_checkpoint
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile

@@ -13,6 +13,7 @@ import torch
 from checkpoint_maker import content_of, opened_checkpoint, opened_plain_dcp
 
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import (
     AioCkptError,
@@ -24,7 +25,6 @@ from aio_ckpt.errors import (
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.match.match import Match, match_template
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.match.rename import renamed
 from aio_ckpt.match.takers import Fetched
 

@@ -35,6 +35,7 @@ from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
 from aio_ckpt.checkpoint.open import open_checkpoint
+from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp import Writer
@@ -52,7 +53,6 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.match.read_context import ReadContext
 from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.restore.load import match_checkpoint
 from aio_ckpt.restore.read_state import read_state

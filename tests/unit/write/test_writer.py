@@ -28,7 +28,7 @@ from aio_ckpt.errors import WriteError
 from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.memory.arena import POISON
-from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.memory.arena_lifetimes import LifetimeManager
 from aio_ckpt.plan import chunks
 from aio_ckpt.plan.chunks import Chunk
 from aio_ckpt.plan.layout import ImageLayout, file_chunks, lay_out

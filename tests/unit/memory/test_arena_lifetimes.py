@@ -25,10 +25,10 @@ from watched_writes import TIMEOUT, Gate, WatchedCondition
 from aio_ckpt.errors import BudgetExceededError, ConfigError, EngineClosedError, StallError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.memory import arena as arenas
-from aio_ckpt.memory import available, lifetime
+from aio_ckpt.memory import arena_lifetimes, available
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, POISON, ArenaKind
+from aio_ckpt.memory.arena_lifetimes import ArenaSpec, Lease, LifetimeManager
 from aio_ckpt.memory.available import default_budget_bytes
-from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager
 from aio_ckpt.runtime.portal import Executor
 
 KIB = 1 << 10
@@ -247,7 +247,7 @@ def test_an_idle_arena_that_the_last_leases_did_not_use_is_unmapped(
     old = take(manager, 16 * MIB)
     memory = weakref.ref(old.arena.memory)
     old.close()
-    for _ in range(lifetime._KEPT_LEASES):
+    for _ in range(arena_lifetimes._KEPT_LEASES):
         assert memory() is not None
         new = take(manager, nbytes, kind)
         new.close()
@@ -260,13 +260,13 @@ def test_an_idle_arena_that_the_last_leases_did_not_use_is_unmapped(
 def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the arenas that are mapped, in their order."""
     sizes: list[int] = []
-    real = lifetime._make_arena
+    real = arena_lifetimes._make_arena
 
     def counted(spec: ArenaSpec, segments: Any) -> Any:
         sizes.append(spec.nbytes)
         return real(spec, segments)
 
-    monkeypatch.setattr(lifetime, "_make_arena", counted)
+    monkeypatch.setattr(arena_lifetimes, "_make_arena", counted)
     return sizes
 
 
@@ -291,7 +291,7 @@ def test_the_budget_evicts_the_arena_that_was_used_least_recently(manager: Lifet
     for nbytes in (30 * MIB, 20 * MIB, 30 * MIB, 4 * MIB, 24 * MIB):
         take(manager, nbytes).close()
     assert mapped == [30 * MIB, 20 * MIB, 4 * MIB, 24 * MIB]
-    assert {lifetime.arena_capacity(nbytes) for nbytes in (30 * MIB, 4 * MIB, 24 * MIB)} == {
+    assert {arena_lifetimes.arena_capacity(nbytes) for nbytes in (30 * MIB, 4 * MIB, 24 * MIB)} == {
         arena.capacity for arena in manager._arenas
     }
 
@@ -312,7 +312,7 @@ def test_a_lease_that_waits_for_a_lent_arena_evicts_no_idle_one(manager: Lifetim
 def test_memory_that_the_system_refuses_is_asked_for_again_without_the_idle_arenas(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = lifetime.map_arena
+    real = arena_lifetimes.map_arena
     take(manager, 16 * MIB).close()
 
     def only_one(*arguments: Any) -> Any:
@@ -320,7 +320,7 @@ def test_memory_that_the_system_refuses_is_asked_for_again_without_the_idle_aren
             raise OSError(errno.ENOMEM, "refused")
         return real(*arguments)
 
-    monkeypatch.setattr(lifetime, "map_arena", only_one)
+    monkeypatch.setattr(arena_lifetimes, "map_arena", only_one)
     assert take(manager, 24 * MIB).arena.capacity == 24 * MIB
     with pytest.raises(BudgetExceededError, match="refused"):
         take(manager, 4 * MIB)
@@ -460,7 +460,7 @@ class Clock:
                 happens()
                 self.acquire()
 
-        for module in (lifetime, arenas):
+        for module in (arena_lifetimes, arenas):
             monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: self.now))
         manager._changed = Scripted()
 
@@ -608,13 +608,13 @@ def test_whoever_waits_for_room_is_told_of_the_end(manager: LifetimeManager) -> 
 @pytest.fixture
 def held(manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Keeps every thread that maps an arena."""
-    gate, real = Gate(), lifetime._make_arena
+    gate, real = Gate(), arena_lifetimes._make_arena
 
     def make(*arguments: Any) -> object:
         gate.hold()
         return real(*arguments)
 
-    monkeypatch.setattr(lifetime, "_make_arena", make)
+    monkeypatch.setattr(arena_lifetimes, "_make_arena", make)
     yield gate
     gate.open()
     manager.close()
@@ -653,7 +653,7 @@ def test_who_waits_for_an_arena_that_does_not_come_maps_one(
     manager: LifetimeManager, held: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = watch_waits(manager)
-    made, real = [], lifetime.map_arena
+    made, real = [], arena_lifetimes.map_arena
 
     def arena(*arguments: Any) -> Any:
         made.append(arguments)
@@ -661,7 +661,7 @@ def test_who_waits_for_an_arena_that_does_not_come_maps_one(
             raise OSError(errno.ENOMEM, "refused")
         return real(*arguments)
 
-    monkeypatch.setattr(lifetime, "map_arena", arena)
+    monkeypatch.setattr(arena_lifetimes, "map_arena", arena)
     ahead = manager.map_ahead(spec(40 * MIB), arenas=1)
     assert ahead is not None
     held.wait_held()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aio_ckpt.match.dtype_warnings import is_narrower
+from aio_ckpt.match.dtype_changes import is_narrower
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class _WantedCopy:
             self.mirrored.fail(error)
 
 
-class Mirroring:
+class MirrorQueue:
     """The mirror of one engine, on its leader, with threads of its own."""
 
     def __init__(
