@@ -63,8 +63,8 @@ def _suggestion(path: Path) -> str:
     return f": did you mean {path.parent / close[0]}?" if close else ""
 
 
-def check_root(path: Path, names: StepNames) -> Path:
-    """Return ``path`` if it is a root: it holds a step, or the directory of an engine. Creates nothing.
+def check_root(path: Path, names: StepNames) -> None:
+    """Check that ``path`` is a root: it holds a step, or the directory of an engine. Creates nothing.
 
     Raises:
         MistypedPathError: it is a checkpoint, is empty, or holds other things.
@@ -77,7 +77,7 @@ def check_root(path: Path, names: StepNames) -> Path:
     else:
         entries = os.listdir(path)
     if ENGINE_DIR in entries or any(names.step(name) is not None for name in entries):
-        return path
+        return
     if METADATA_FILE in entries or any(map(save_of_root_manifest, entries)):
         raise MistypedPathError(
             f"{path} is a checkpoint, no root: {command_line('inspect', path)} shows it, "

@@ -34,7 +34,6 @@ _QUIET_SECS = 3.0
 _BAR_CHARS = 20
 _PARTS = 1000
 """Steps of a bar that shows bytes."""
-_AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 _GAP = "  "
 """Space between two columns. No cell has two spaces in a row, so that a script can split lines there."""
 

@@ -101,8 +101,8 @@ class KnownSteps:
             self._are_read = False
             self._highest = self._newest = newest
 
-    def check(self, step: int, pending: Iterable[int], *, overwrite: bool, read: Callable[[], Collection[int]]) -> int:
-        """Check a step that the caller gave, and return it. Steps up to the newest are looked up on the disk.
+    def check(self, step: int, pending: Iterable[int], *, overwrite: bool, read: Callable[[], Collection[int]]) -> None:
+        """Check a step that the caller gave. Steps up to the newest are looked up on the disk.
 
         Raises:
             StepOrderError: see :func:`aio_ckpt.commit.step_numbers.check_exceeds_newest`.
@@ -110,7 +110,7 @@ class KnownSteps:
         pending = list(pending)
         newest = self.newest(pending)
         committed = read() if newest is not None and step <= newest else ()
-        return step_numbers.check_exceeds_newest(
+        step_numbers.check_exceeds_newest(
             step, newest=newest, committed=committed, pending=pending, overwrite=overwrite, mirror=self._mirror
         )
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.errors import StallError
 from aio_ckpt.reports import title
-from aio_ckpt.runtime.portal import Portal, start_beside_or_here
+from aio_ckpt.runtime.portal import start_beside_or_here
 
 T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
@@ -122,20 +122,6 @@ class WaitWarning:
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = loop.call_later(self.pause_secs(), self._look, loop)
-
-    @contextlib.contextmanager
-    def beside(self, portal: Portal) -> Iterator[None]:
-        """Log the lines from the loop of ``portal`` while the block is stuck in a system call on this thread."""
-
-        async def look() -> None:
-            with self.on_loop():
-                await asyncio.get_running_loop().create_future()
-
-        watching = portal.submit(look)
-        try:
-            yield
-        finally:
-            watching.cancel()
 
     def wait_for(self, futures: Iterable[Future[Any]], timeout_secs: float = MAX_SECS) -> bool:
         """Block until all ``futures`` are done, and log the lines meanwhile; False after ``timeout_secs``."""

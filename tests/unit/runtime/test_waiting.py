@@ -124,11 +124,16 @@ def test_futures_are_told_of_until_they_are_done(heard: LogLines) -> None:
 
 
 def test_a_system_call_that_hangs_is_told_of_from_the_loop(heard: LogLines) -> None:
+    async def hang() -> None:
+        with disk_warning("taking the lock", Path("/ckpt/100% {a}"), rank=1).on_loop():
+            await asyncio.Event().wait()
+
     portal = Portal("waiting", 1)
     with portal.opening():
-        with disk_warning("taking the lock", Path("/ckpt/100% {a}"), rank=1).beside(portal):
-            text = r"taking the lock has taken \d+ s: the file system of /ckpt/100% \{a\} is slow, or does not answer"
-            assert heard.wait_for(text, 2).rank == 1
+        hanging = portal.submit(hang)
+        text = r"taking the lock has taken \d+ s: the file system of /ckpt/100% \{a\} is slow, or does not answer"
+        assert heard.wait_for(text, 2).rank == 1
+        hanging.cancel()
         portal.close(TIMEOUT)
 
 
