@@ -1,4 +1,7 @@
-"""Checks of arguments and settings: each raises a ConfigError that names the argument, its value and what to give."""
+"""Checks of arguments and settings, and the texts that messages share.
+
+Each check raises a ConfigError that names the argument, its value and what to give.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import re
 import reprlib
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -28,6 +32,8 @@ _COPIED_BY = {
     "https": "curl",
 }
 """By scheme, a command that copies files."""
+SHOWN = 5
+"""Most things of a kind that a message names, unless said otherwise."""
 _REPR = reprlib.Repr()
 _REPR.maxother = 200
 
@@ -45,6 +51,17 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an int of {value.bit_length()} bits"
     return _REPR.repr_instance(value, 1)
+
+
+def first_of(things: Sequence[object], *, between: str = ", ", most: int = SHOWN) -> str:
+    """Return the first of several things, and how many more there are, for a message: "a, b and 3 more"."""
+    more = f" and {len(things) - most} more" if len(things) > most else ""
+    return f"{between.join(map(str, things[:most]))}{more}"
+
+
+def numbered(noun: str, numbers: Sequence[int], *, most: int = SHOWN) -> str:
+    """Return the first of several things that have numbers, for a message: "rank 1", "ranks 1, 2 and 3 more"."""
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {first_of(numbers, most=most)}"
 
 
 def check_seconds(name: str, value: object) -> None:

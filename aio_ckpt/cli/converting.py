@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.argument_checks import check_path
+from aio_ckpt.argument_checks import check_path, first_of
 from aio_ckpt.cli.arguments import Directory, MistypedPathError, json_option, step_dir_option
 from aio_ckpt.cli.console import Screen, bytes_progress
 from aio_ckpt.cli.texts import printable
@@ -316,8 +316,7 @@ def _below(value: object, name: str) -> list[Any]:
 
 def _known(state: object) -> str:
     names = [key for key, _ in _children(state)]
-    more = ", …" if len(names) > 5 else ""
-    return f": it holds {', '.join(map(repr, names[:5]))}{more}" if names else ""
+    return f": it holds {first_of([*map(repr, names)])}" if names else ""
 
 
 def _children(value: object) -> list[tuple[str, object]]:

@@ -10,6 +10,7 @@ import errno
 import os
 from pathlib import Path
 
+from aio_ckpt.argument_checks import first_of
 from aio_ckpt.commit.discovery import checkpoint_at
 from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.user_files import files_of_caller, is_of_checkpoint
@@ -19,9 +20,6 @@ from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.durability import sync_or_undo
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import device_of
-
-_SHOWN = 3
-"""Most foreign names that an error shows."""
 
 
 def check_outside_root(path: Path, root: Path, names: StepNames) -> None:
@@ -130,8 +128,7 @@ async def _check_foreign(storage: Storage, path: Path) -> None:
         own = await files_of_caller(storage, path)
         foreign = [name for name in foreign if name not in own]
     if foreign:
-        shown = ", ".join(foreign[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
-        text = f"is a checkpoint with files of others ({shown}): move them away first"
+        text = f"is a checkpoint with files of others ({first_of(foreign)}): move them away first"
         raise WriteError(errno.EEXIST, text, str(path))
 
 

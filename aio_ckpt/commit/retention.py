@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 
+from aio_ckpt.argument_checks import numbered
 from aio_ckpt.commit.discovery import CommittedCheckpoint, step_directories
 from aio_ckpt.commit.leftovers import restore_protected
 from aio_ckpt.commit.protection import protected_steps
@@ -105,12 +106,6 @@ def check_deletion(step: int, committed: Sequence[int], *, is_protected: bool, a
         )
 
 
-def _text_of(steps: Sequence[int]) -> str:
-    """Return steps for a log line, the first ten of them: "step 1", "steps 1, 2"."""
-    named, more = ", ".join(map(str, steps[:_SHOWN])), len(steps) - _SHOWN
-    return f"step{'s' if len(steps) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"
-
-
 # -- delete -----------------------------------------------------------------------------------------
 
 
@@ -200,7 +195,8 @@ class Retention:
                 _log.warning("%s: retention was put off: %s", self._root, error)
             self.undeleted = undeleted
             if removed:
-                _log.info("%s: deleted %s (keep_last=%s)", self._root, _text_of(removed), self._policy.keep_last)
+                named = numbered("step", removed, most=_SHOWN)
+                _log.info("%s: deleted %s (keep_last=%s)", self._root, named, self._policy.keep_last)
         finally:
             self._one_at_a_time.release()
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy.ma
 import torch
 
+from aio_ckpt.argument_checks import first_of
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.format.restricted_unpickler import RefusedError
 from aio_ckpt.format.scalar_zip import SCALAR_TYPES, NotScalarError, read_scalar, render_pickle, render_scalar
@@ -248,18 +249,12 @@ def _refused_type(name: str, data: bytes) -> str:
 
 
 def _warn(unsafe: list[str]) -> None:
-    more = f" and {len(unsafe) - _SHOWN} more" if len(unsafe) > _SHOWN else ""
     _log.warning(
-        "stored, but only running code can read it back: %s%s; to load it %s. Everything else of the checkpoint needs "
+        "stored, but only running code can read it back: %s; to load it %s. Everything else of the checkpoint needs "
         "no trust; logged once for each type",
-        ", ".join(unsafe[:_SHOWN]),
-        more,
+        first_of(unsafe),
         _REMEDY,
     )
-
-
-_SHOWN = 5
-"""Most leaves that a warning names."""
 
 
 def _identity(value: Any) -> tuple[object, ...]:

@@ -18,6 +18,7 @@ import numpy as np
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
+from aio_ckpt.argument_checks import numbered
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, render_metadata
 from aio_ckpt.format.tensor_columns import IntArray, are_sizes
@@ -86,8 +87,7 @@ def _holders(table: MetadataTable, number: int) -> str:
     ranks = sorted({table.rank(row) for row in range(table.starts[number], table.starts[number + 1])})
     if not ranks:
         return "no rank writes any of it: its shards have"
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"its shards of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more} have"
+    return f"its shards of {numbered('rank', ranks)} have"
 
 
 def _volumes(table: MetadataTable, name: IntArray, dims: IntArray) -> IntArray:

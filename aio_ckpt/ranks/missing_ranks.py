@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from aio_ckpt.argument_checks import numbered
 from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, Topic
 from aio_ckpt.runtime.waiting import duration_text
@@ -89,7 +90,7 @@ class RankWait:
             else f": each rank must open an engine on {self._name} "
             "(a rank that saves alone needs coordinator=SoloCoordinator())"
         )
-        text = f"{_names_of(ranks)} gave no sign of life in {self.where} for {self._stall_secs} s{hint}"
+        text = f"{numbered('rank', ranks)} gave no sign of life in {self.where} for {self._stall_secs} s{hint}"
         return PeerFailedError(text, rank=ranks[0], stage=self._stage)
 
     def _why_absent(self, rank: int, beat: Heartbeat, mine: Heartbeat) -> str:
@@ -158,7 +159,7 @@ class RankWait:
             meets = self.topic == RENDEZVOUS
             lack = f"opened an engine on {self._name}" if meets else f"answered in {self.topic.text()}"
         have, each = ("has", "it") if len(ranks) == 1 else ("have", "each")
-        line = f"{_names_of(ranks)} {have} not {lack} for {waited}"
+        line = f"{numbered('rank', ranks)} {have} not {lack} for {waited}"
         return f"{line}; {each} {notes}" if notes else line
 
 
@@ -198,9 +199,3 @@ def _is_in(call: Call, beat: Heartbeat, heard: Mapping[str, Call]) -> bool:
         return True
     is_other = beat.call is not None and beat.call.numbering == call.numbering and beat.call.kind != call.kind
     return beat.begun.get(kind, 0) >= number and not is_other
-
-
-def _names_of(ranks: Sequence[int]) -> str:
-    """Return the names of ``ranks``, the first ``SHOWN`` of them: "rank 1", "ranks 1, 2"."""
-    names = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

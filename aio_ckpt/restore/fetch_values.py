@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch.autograd.graph import increment_version
 
+from aio_ckpt.argument_checks import first_of
 from aio_ckpt.checkpoint.catalog import StoredObject
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch, synchronize
@@ -17,9 +18,6 @@ from aio_ckpt.leaves.objects import decode_object, is_immutable
 from aio_ckpt.match.takers import Fetched
 from aio_ckpt.restore.plan_fills import FillPlan
 from aio_ckpt.runtime.portal import run_blocking
-
-_SHOWN = 5
-"""Objects that a message names."""
 
 
 async def fetch_values(
@@ -71,8 +69,6 @@ def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: FillPlan, fetched: F
 def _unsafe(untrusted: Mapping[str, str]) -> UnsafeObjectError:
     """Return the error that names the objects that need trust."""
     (_, why), *more = untrusted.items()
-    names = [repr(name) for name, _ in more]
-    if names:
-        further = f" and {len(names) - _SHOWN + 1} others" if len(names) >= _SHOWN else ""
-        why += f" (and so it is with {len(names)} more: {', '.join(names[: _SHOWN - 1])}{further})"
+    if more:
+        why += f" (and so it is with {first_of([repr(name) for name, _ in more])})"
     return UnsafeObjectError(why)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import AsyncCollectiveTensor
+from aio_ckpt.argument_checks import first_of
 from aio_ckpt.errors import UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.format.dtypes import UNPLANNED
 from aio_ckpt.leaves.objects import encode_object, type_name
@@ -90,9 +91,8 @@ def naming_all_faults(flat: FlatState) -> Iterator[None]:
         faults = _faults(flat)
         if len(faults) < 2:
             raise
-        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        listed = "; ".join(faults[:_SHOWN])
-        raise type(error)(f"{len(faults)} leaves cannot be stored: {listed}{more}") from error
+        named = first_of(faults, between="; ", most=_SHOWN)
+        raise type(error)(f"{len(faults)} leaves cannot be stored: {named}") from error
 
 
 def _faults(flat: FlatState) -> list[str]:

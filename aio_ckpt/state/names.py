@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
+from aio_ckpt.argument_checks import first_of
 from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.leaves.keys import key_text
 from aio_ckpt.leaves.values import LeafKind
@@ -187,16 +188,7 @@ def joined(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-_SHOWN = 5
-
-
 def listed(names: Sequence[str]) -> str:
     """Return the number of names, and the first of them, for a message."""
     number = "1 name" if len(names) == 1 else f"{len(names)} names"
     return f"{number}: {first_of([*map(repr, names)])}"
-
-
-def first_of(things: Sequence[str], *, between: str = ", ") -> str:
-    """Return the first of several things, and how many more there are, for a message."""
-    more = f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""
-    return f"{between.join(things[:_SHOWN])}{more}"
