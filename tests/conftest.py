@@ -70,10 +70,19 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` need GPUs; ``-m gpu`` runs them alone. Those of the nightly run have an hour each."""
+    """Tests marked ``gpu`` need GPUs; ``-m gpu`` runs them alone. Those of the nightly run have an hour each.
+
+    Of a test marked ``sampled``, every case but the first is ``slow``.
+    """
     count = torch.cuda.device_count()
+    functions = set[str]()
     for item in items:
+        function = item.nodeid.partition("[")[0]
+        if function in functions and item.get_closest_marker("sampled"):
+            item.add_marker("slow")
+        functions.add(function)
         if item.get_closest_marker("campaign") or item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(3600))
         for marker in item.iter_markers("gpu"):

@@ -31,7 +31,8 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.state.names import compound_notes, skeleton_names
-from aio_ckpt.state.skeleton import Skeleton, decode_skeleton, may_hold_compounds
+from aio_ckpt.state.skeleton import Skeleton, decode_skeleton, may_hold_compounds, may_hold_nothing
+from aio_ckpt.state.skeleton_union import completed
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.small_files import read_root_of, read_small_file, save_of, saves_in
 
@@ -150,17 +151,21 @@ class Checkpoint:
     # -- the state of a rank --------------------------------------------------------------------------
 
     def skeleton(self, rank: int) -> Skeleton:
-        """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank, or if it saved ``{}``.
+        """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank.
 
-        If ranks of another number read, it is the union of all. Plain DCP has none.
+        Parts that ``rank`` saved without a leaf are as rank 0 saved them. If ranks of another number read, it is the
+        union of all. Plain DCP has none.
         """
         if self.union is not None:
             return self.union
-        for number in (rank, 0) if 0 < rank < self.world_size else (0,):
-            skeleton = self.saved_skeleton(number)
-            if isinstance(skeleton, tuple) and skeleton[2]:
-                break
-        return skeleton
+        if not 0 < rank < self.world_size:
+            return self.saved_skeleton(0)
+        data = self._stored_skeleton(rank)
+        if not may_hold_nothing(data) or data == self._stored_skeleton(0):
+            return self.saved_skeleton(rank)
+        if data not in self._completed:
+            self._completed[data] = completed(self.saved_skeleton(rank), self.saved_skeleton(0))
+        return self._completed[data]
 
     def saved_skeleton(self, rank: int) -> Skeleton:
         """Return the skeleton that ``rank`` saved, also if a union takes its place. It is decoded once."""
@@ -176,6 +181,10 @@ class Checkpoint:
 
     @functools.cached_property
     def _decoded(self) -> dict[bytes, Skeleton]:
+        return {}
+
+    @functools.cached_property
+    def _completed(self) -> dict[bytes, Skeleton]:
         return {}
 
     def manifest_name(self, rank: int) -> str:
@@ -370,9 +379,13 @@ async def _read_ranks(
     numbers: Iterable[int] = range(root.world_size)
     if part is not None and part.world_size == root.world_size:
         await read(part.rank)
-        own = found[part.rank]
-        if own.skeleton and own.stored_by is not None:
-            numbers = own.stored_by
+        own = [part.rank]
+        if may_hold_nothing(found[part.rank].skeleton) and part.rank:  # see Checkpoint.skeleton
+            await read(0)
+            own.append(0)
+        needed = [found[rank].stored_by for rank in own if found[rank].skeleton]
+        if len(needed) == len(own) and None not in needed:
+            numbers = {rank for ranks in needed for rank in ranks or ()}
     await _run_all(*(functools.partial(read, rank) for rank in numbers if rank not in found))
     return dict(sorted(found.items()))
 

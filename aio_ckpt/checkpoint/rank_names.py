@@ -71,6 +71,16 @@ def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:
     return f"holds nothing named or below {prefix!r}; aio-ckpt inspect lists its names"
 
 
+def lent_names(checkpoint: Checkpoint, rank: int) -> Set[str]:
+    """Return the names that ``rank`` has from rank 0, as it saved nothing there itself: see ``Checkpoint.skeleton``."""
+    if not 0 < rank < checkpoint.world_size or not checkpoint.has_skeleton:
+        return frozenset()
+    saved, skeleton = checkpoint.saved_skeleton(rank), checkpoint.skeleton(rank)
+    if checkpoint.union is not None or skeleton is saved:
+        return frozenset()
+    return {*checkpoint.names_of(rank)} - {*checkpoint.as_named(skeleton_names(saved, rank=rank))}
+
+
 def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_size: int) -> set[str]:
     """Return the names of the checkpoint that this rank's template should have and that are not in ``known``.
 
@@ -83,7 +93,7 @@ def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_s
     if checkpoint.world_size < 2:
         return beyond
     if world_size == checkpoint.world_size:
-        return beyond.intersection(checkpoint.names_of(rank))
+        return beyond.intersection(checkpoint.names_of(rank)).difference(lent_names(checkpoint, rank))
     return beyond.difference(checkpoint.as_named(_per_rank_names(checkpoint, since=0)))
 
 

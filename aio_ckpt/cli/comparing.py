@@ -264,6 +264,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
 
     Both have one shape and dtype. Two NaNs are equal; a NaN and a number are infinitely far from each other.
     """
+    import torch
+
     flat_a, flat_b = _wide(a), _wide(b)
     differing, largest, scale = 0, 0.0, 0.0
     for begin in range(0, flat_a.numel(), _BLOCK_ELEMENTS):
@@ -272,17 +274,22 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
         differing += int((are_apart.reshape(-1, 2).any(1) if a.is_complex() else are_apart).sum())
         if are_apart.any():
             one, other = part_a[are_apart], part_b[are_apart]
-            if not one.is_floating_point():  # two large integers may be equal as floats
-                one, other = one.maximum(other) - one.minimum(other), one.new_zeros(())
-            apart = (one.double() - other.double()).abs()
+            if one.is_floating_point():
+                apart = (one.double() - other.double()).abs()
+            else:  # two large integers may be equal as floats
+                apart = (one.long().maximum(other.long()) - one.long().minimum(other.long())).double()
+                apart[apart < 0] += 2.0**64  # a distance of 2**63 or more has wrapped
             largest = max(largest, float(apart.nan_to_num(nan=math.inf, posinf=math.inf).max()))
-        finite = part_a[part_a.isfinite()].double().abs()
+        finite = (part_a[part_a.isfinite()].double() + (2.0**63 if a.dtype == torch.uint64 else 0)).abs()
         scale = max(scale, float(finite.max()) if finite.numel() else 0.0)
     return differing, largest, largest / scale if scale else math.inf if largest else 0.0
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in one dimension and in a dtype that can be compared: real, and of at least 16 bits."""
+    """Return the elements in one dimension and in a dtype that can be compared: real, and of at least 16 bits.
+
+    Those of uint64 are less by 2**63.
+    """
     import torch
 
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -294,4 +301,4 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
         return flat.to(torch.uint8)
     if flat.dtype in (torch.uint16, torch.uint32):
         return flat.to(torch.int64)
-    return flat.view(torch.int64) if flat.dtype == torch.uint64 else flat
+    return flat.view(torch.int64) ^ torch.iinfo(torch.int64).min if flat.dtype == torch.uint64 else flat

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from aio_ckpt._torch import has_load_hooks, is_load_of_torch, loads_by_names
 from aio_ckpt.checkpoint.catalog import Shards, global_shape
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.checkpoint.rank_names import empty_containers
+from aio_ckpt.checkpoint.rank_names import empty_containers, lent_names
 from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.leaves.objects import type_name
 from aio_ckpt.leaves.tensor_memory import are_apart, memory_fault, memory_of, overlaps_itself, signature_of, span_of
@@ -56,9 +56,12 @@ def match_stateful(
         if count > 1
     ]
     grouped, branches = below_each(counts, names), branches_of_rank(checkpoint, rank)
-    empty = empty_containers(checkpoint, counts.keys() - grouped.keys(), rank)
+    empty, lent = empty_containers(checkpoint, counts.keys() - grouped.keys(), rank), lent_names(checkpoint, rank)
     for prefix, value in template.stateful:
         below = grouped.get(prefix, [])
+        is_lent = bool(below) and below[0] in lent
+        if is_lent and not (isinstance(value, torch.nn.Module) and value.state_dict()):
+            below, empty = [], {*empty, prefix}  # it saved nothing, and gets that
         if prefix in below and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
             faults.append(f"{prefix!r} is a {type(value).__name__} in the template and a single leaf in the checkpoint")
         elif below or prefix in empty:
@@ -83,6 +86,9 @@ def match_stateful(
     if takers and checkpoint.has_skeleton:
         wanted = {taker.branch for taker in takers if taker.branch is not None}
         parts = find_named(checkpoint.skeleton(rank), wanted, rank=rank)
+        if lent:
+            own_alone = {taker.branch for taker in takers if taker.branch is not None and not taker.names}
+            parts = {**parts, **find_named(checkpoint.saved_skeleton(rank), own_alone, rank=rank)}
     for taker in takers:
         taker.part = parts.get(taker.branch) if taker.branch is not None else None
     in_place = _add_fills(checkpoint, takers, fills, own, casts=options.cast)

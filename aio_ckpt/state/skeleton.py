@@ -106,6 +106,11 @@ def may_hold_compounds(data: bytes) -> bool:
     return bytes((0x94, Container.TENSOR)) in data
 
 
+def may_hold_nothing(data: bytes) -> bool:
+    """Return whether an encoded skeleton may have an empty mapping: its code, no keys and no children."""
+    return any(bytes((code, 0x90, 0x90)) in data for code in MAPPINGS)
+
+
 def decode_skeleton(data: bytes, *, name: str) -> Skeleton:
     """Return the skeleton that was encoded; every number and key is checked.
 

@@ -1,11 +1,13 @@
 """Union of the skeletons of several ranks: the state of all of them, as one process reads it. Pure.
 
-Names count, as between ranks: a leaf that two ranks hold under one name is one leaf.
+Also the skeleton of one rank, with what rank 0 holds where that rank holds nothing. Names count, as between ranks: a
+leaf that two ranks hold under one name is one leaf.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,14 +44,39 @@ def united(skeletons: Mapping[Skeleton, Sequence[int]], rank: int) -> tuple[Skel
     ascending = sorted(skeletons.items(), key=lambda entry: (rank not in entry[1], min(entry[1])))
     roots = []
     for index, (skeleton, ranks) in enumerate(ascending):
-        roots.append(_opened(skeleton, index, ranks if index else None, iter(range(1 << 62))))
+        roots.append(_opened(skeleton, index, ranks if index else None, itertools.count()))
     first, *others = roots
     lost: list[str] = []
     for other in others:
         _join(first, other, "", lost)
     numbers: dict[tuple[int, int], int] = {}
-    _count(first, numbers, iter(range(1 << 62)))
+    _count(first, numbers, itertools.count())
     return _closed(first, numbers), lost
+
+
+def completed(own: Skeleton, lowest: Skeleton) -> Skeleton:
+    """Return ``own``, in which each part that holds no leaf is as rank 0 saved it, in ``lowest``.
+
+    A part is a mapping, the whole state or the value of one of its first keys. The full state on rank 0 is ``{}`` on
+    the other ranks: ``{"model": {}, "step": 3}``. An empty mapping further inside counts as such: an optimizer without
+    a state has ``{"state": {}, "param_groups": [...]}``.
+    """
+    first, other = _opened(own, 0, None, itertools.count()), _opened(lowest, 1, (0,), itertools.count())
+    first.places += other.places
+    theirs = {key_text(key): child for key, child in zip(other.keys, other.children, strict=True)}
+    if not first.keys:
+        first.keys, first.children = other.keys, other.children
+    for position, key in enumerate(first.keys if first.code in KEYED else ()):
+        child, whole = first.children[position], theirs.get(key_text(key))
+        if _is_mapping(child) and _is_mapping(whole) and not _names(child, ""):
+            first.children[position] = whole
+    numbers: dict[tuple[int, int], int] = {}
+    _count(first, numbers, itertools.count())
+    return _closed(first, numbers)
+
+
+def _is_mapping(node: Any) -> bool:
+    return isinstance(node, _Node) and node.code in MAPPINGS
 
 
 def _opened(node: Any, source: int, ranks: Sequence[int] | None, numbers: Iterator[int]) -> Any:

@@ -140,3 +140,15 @@ def test_diff_compares_with_what_stock_dcp_wrote(tmp_path, capsys):
 )
 def test_the_distance_of_tensors_of_every_kind(a, b, wanted):
     assert distance(a, b)[:2] == wanted
+
+
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
+)  # what fits no signed number of the dtype wraps
+def test_the_distance_of_the_least_and_the_largest_integer_of_each_dtype(dtype):
+    kind = getattr(torch, dtype)
+    ends = torch.iinfo(kind)
+    a, b = torch.tensor([5, ends.max], dtype=kind), torch.tensor([5, ends.min], dtype=kind)
+    apart = float(ends.max - ends.min)
+    assert distance(a, b) == (1, apart, apart / ends.max)
+    assert distance(b, a)[:2] == (1, apart)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rank_processes import Ranks, engine_on
 from slow import slow
+from torch import nn
 from warm_python import run_warm
 
 from aio_ckpt import PerRank, Shard
@@ -150,3 +151,58 @@ def test_a_name_that_no_rank_has_stays_if_that_is_allowed(four: Ranks, tmp_path:
 def test_a_branch_that_only_other_ranks_saved_is_found_there(four: Ranks, tmp_path: Path) -> None:
     for rank, (_, state) in enumerate(four.run(in_parts, tmp_path, none_for_a_branch, {"strict": False})):
         assert torch.equal(state["mine"][f"of{rank}"], torch.full((3,), 10.0 + rank))
+
+
+def assert_equal(found: dict[str, Any], given: dict[str, Any]) -> None:
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+
+
+def seeded_linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+class Held:
+    """A Stateful whose ``state_dict()`` may be empty."""
+
+    def __init__(self, **values: int) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, int]:
+        return self.values
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.values = {**state_dict}
+
+
+def save_parts_on_rank_0(rank: int, count: int, root: Path) -> None:
+    """Rank 0 holds the parts ``model`` and ``of_rank0``; the others give ``{}`` there, and a leaf beside."""
+    model = seeded_linear()
+    whole: dict[str, Any] = {"model": model.state_dict() if rank == 0 else {}, "lr": 0.5}
+    optim = {"state": {7: 1.0} if rank == 0 else {}, "n": 1}
+    held = {"of_rank0": Held(a=1, b=2) if rank == 0 else Held(), "optim": optim}
+    with engine_on(root, SECS) as engine, pytest.MonkeyPatch.context() as patch:
+        engine.save(whole | held, step=1).result(SECS)
+        opens, fresh, own = Opens(patch), nn.Linear(4, 4), Held(a=8)
+        assert engine.load({"model": fresh, "of_rank0": own}, strict=False).missing == ()
+        assert opens.read[-1] == (1 if rank == 0 else 2), "its own, and that of rank 0"
+        assert_equal(fresh.state_dict(), model.state_dict())
+        assert own.values == ({"a": 1, "b": 2} if rank == 0 else {}), "what rank 0 saved is another's"
+        for template in ({"model": {}}, {"model": None}, {}):
+            engine.load(template, strict=False)
+            assert_equal(template["model"], model.state_dict())  # type: ignore[arg-type]
+        found = engine.read()
+        assert_equal(found["model"], model.state_dict())
+        assert found["optim"] == optim, "a part with a leaf is a rank's own"
+        assert_equal(engine.read(only="model")["model"], model.state_dict())
+        named = whole | {"model": {} if rank else nn.Linear(4, 4).state_dict()}
+        engine.load(named | {"of_rank0": own, "optim": {"state": {}, "n": 0}})
+        assert_equal(named["model"], model.state_dict())
+        few = ({} if rank else named) | {"lr": 0.0, "of_rank0": own, "optim": {"state": {}, "n": 0}}
+        engine.load(few, strict=True)  # no rank has to name what it did not save
+
+
+def test_a_part_that_rank_0_alone_holds_is_that_of_all_ranks(two: Ranks, tmp_path: Path) -> None:
+    """``{"model": get_model_state_dict(...), "step": 3}``: other ranks save an empty dict, and values of theirs."""
+    two.run(save_parts_on_rank_0, tmp_path)

@@ -11,7 +11,7 @@ from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.state.build import build
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import skeleton_names
-from aio_ckpt.state.skeleton_union import united
+from aio_ckpt.state.skeleton_union import completed, united
 
 
 def as_one(*states: object, rank: int = 0) -> tuple[Any, list[str]]:
@@ -64,3 +64,36 @@ def test_containers_that_are_shared_stay_shared() -> None:
 
 def test_keys_that_are_equal_as_text_are_one_name_between_ranks() -> None:
     assert as_one({"m": {0: 1}}, {"m": {"0": 1, "1": 2}}) == ({"m": {0: 1, "1": 2}}, [])
+
+
+def as_completed(own: object, lowest: object) -> Any:
+    """What rank 1 reads of its state ``own`` beside that of rank 0."""
+    flats = [flatten(state, rank=rank) for rank, state in enumerate((lowest, own))]
+    leaves = {name: value for flat in flats for name, value in zip(flat.names, flat.values, strict=True)}
+    skeleton = completed(flats[1].skeleton, flats[0].skeleton)  # type: ignore[arg-type]
+    assert set(skeleton_names(skeleton, rank=1)) <= leaves.keys()
+    return build(skeleton, leaves, rank=1)
+
+
+def test_a_part_without_a_leaf_is_as_rank_0_saved_it() -> None:
+    whole = {"m": OrderedDict(w=1, deep={"x": [2]}), "step": 3, "rng": {"r": PerRank(4)}}
+    assert as_completed({}, whole) == {"m": whole["m"], "step": 3, "rng": {"r": {"rank0": 4}}}
+    assert as_completed({"m": {}, "step": 5}, whole) == {"m": whole["m"], "step": 5}
+    assert as_completed({"m": {"deep": {}}, "own": {}}, whole) == {"m": whole["m"], "own": {}}
+
+
+def test_a_part_with_a_leaf_and_what_is_no_mapping_stay_as_they_were_saved() -> None:
+    lowest = {"o": {"state": {0: 1}, "groups": [2]}, "l": [3], "n": {"a": 1}, "p": {"b": 1}}
+    own = {"o": {"state": {}, "groups": [2]}, "l": [], "n": None, "p": 7}
+    assert as_completed(own, lowest) == own
+
+
+def test_what_is_shared_in_a_part_of_rank_0_stays_shared() -> None:
+    shared = {"v": 1}
+    lowest: dict[str, Any] = {"x": {"y": 5}, "m": {"a": shared, "b": [shared]}}
+    lowest["m"]["itself"] = lowest["m"]
+    theirs = {"u": 2}
+    found = as_completed({"z": theirs, "again": theirs, "m": {}}, lowest)
+    assert found["m"]["a"] is found["m"]["b"][0]
+    assert found["m"]["itself"] is found["m"]
+    assert found["z"] is found["again"]
