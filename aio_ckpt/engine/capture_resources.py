@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from concurrent.futures import Future
 
 from aio_ckpt.argument_checks import MAX_SECS
@@ -27,6 +28,8 @@ from aio_ckpt.state.check_leaves import naming_all_faults
 from aio_ckpt.state.flatten import FlatState, check_not_empty, flatten
 from aio_ckpt.write.throttle import WriteThrottle
 
+_MANY_OBJECTS = 20_000
+"""More values than these that are no tensors are warned of: ``save()`` takes some tenths of a second to plan them."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -63,7 +66,7 @@ class CaptureResources:
         self.guards = OptimizerGuards()
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
-        self._has_logged_waves = False
+        self._has_logged_waves = self._has_logged_objects = False
 
     def plan(self, state: object) -> tuple[FlatState, PlannedSave]:
         """Flatten ``state``, and plan it or reuse the plan of the last save."""
@@ -76,6 +79,15 @@ class CaptureResources:
 
     def encode(self, flat: FlatState, planned: PlannedSave) -> ObjectBytes:
         """Encode the leaves of a state that are stored as objects."""
+        if len(planned.objects) > _MANY_OBJECTS and not self._has_logged_objects:
+            self._has_logged_objects = True
+            ((most, _),) = Counter(name.partition(".")[0] for name, _ in planned.objects).most_common(1)
+            text = (
+                "the state holds %d values that are no tensors, most of them below %r. Each is stored by itself: it "
+                "takes 0.5 KB, and 20 us of save() if their number has changed. A list of numbers, or json.dumps() of "
+                "them all, is one value. Logged once"
+            )
+            _log.warning(text, len(planned.objects), most)
         with naming_all_faults(flat):
             return self._encoder.encode(planned.objects, flat.versions)
 

@@ -92,6 +92,11 @@ def match_stateful(
     for taker in takers:
         taker.part = parts.get(taker.branch) if taker.branch is not None else None
     in_place = _add_fills(checkpoint, takers, fills, own, casts=options.cast)
+    for taker in takers:
+        if not isinstance(taker.value, (torch.nn.Module, torch.optim.Optimizer)):
+            # Its load_state_dict may clear its tensors before it reads the given ones. Torch's own copies them at most.
+            held = {name: own.held[name] for name in taker.names if name in in_place}
+            taker.copied = [name for name, tensor in held.items() if type(tensor) is torch.Tensor and tensor.is_cpu]
     # What shares memory with anything but its equal is never filled in place.
     own.modules.copied = [tensors for tensors in own.loaded_by_names if not tensors.keys() <= in_place]
     return takers, own.modules, faults

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -210,12 +210,17 @@ class StatefulTaker:
     """Name -> its own tensor, of another shape than the stored one, which it keeps."""
     compounds: Mapping[str, CompoundTensor] = field(default_factory=dict)
     """Stored name -> the compound tensor that it holds now. Its type is used for the loaded one."""
+    copied: Sequence[str] = ()
+    """Names of its own tensors that are filled in place, and that ``load_state_dict`` is given copies of."""
     lacking: list[str] = field(default_factory=list)
     """With ``allow_missing``, names of entries that are not stored and stay. :meth:`prepare` finds them."""
 
     def prepare(self, fetched: Fetched) -> Put:
         """Build the ``state_dict()`` to load. Leaves whose object needs trust keep the value's own."""
         given = {name: fetched.values[name] for name in self.names if name in fetched.values}
+        distinct = {id(given[name]): cast("torch.Tensor", given[name]) for name in self.copied}  # tied ones stay tied
+        copies = {key: own.detach().clone().requires_grad_(own.requires_grad) for key, own in distinct.items()}
+        given |= {name: copies[id(given[name])] for name in self.copied}
         given |= {name: own.owner if isinstance(own, OwnedShard) else own for name, own in self.kept.items()}
         if not fetched.untrusted.keys().isdisjoint(self.names):
             own = leaves_of(self.value.state_dict(), self.name, rank=self.ctx.rank)

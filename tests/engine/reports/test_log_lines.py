@@ -13,6 +13,7 @@ from gated_storage import TIMEOUT
 
 import aio_ckpt
 from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.engine import capture_resources
 from aio_ckpt.engine.outcomes import duration
 
 
@@ -97,3 +98,16 @@ def test_without_debug_no_stage_is_formatted(root: Path, monkeypatch: pytest.Mon
 )
 def test_a_duration_has_a_unit_that_fits(secs: float, text: str) -> None:
     assert duration(secs) == text
+
+
+def test_a_state_of_very_many_values_is_told_of_once(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_resources, "_MANY_OBJECTS", 10)
+    with SyncCheckpointEngine(root) as engine:
+        history = [{"loss": 0.5, "step": number} for number in range(4)]
+        for _ in range(3):
+            engine.save({"w": torch.ones(1), "step": 1, "history": history}).result(TIMEOUT)
+            history.append({"loss": 0.5, "step": len(history)})
+    (line,) = [message for message in caplog.messages if "no tensors" in message]
+    assert line.startswith("the state holds 11 values that are no tensors, most of them below 'history'")
