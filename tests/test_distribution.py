@@ -95,6 +95,7 @@ def test_the_sdist_holds_what_the_tests_need(built: Path) -> None:
     assert wanted <= tops
 
 
+@pytest.mark.slow
 def test_the_installed_package_runs_the_classic_loop_and_goes_on(installed: Path, tmp_path: Path) -> None:
     text = (REPOSITORY / "README.md").read_text()
     (loop,) = re.findall(

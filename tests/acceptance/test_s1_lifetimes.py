@@ -279,6 +279,7 @@ def test_a_released_buffer_is_poisoned_and_the_poison_reaches_no_file(tmp_path: 
         assert_uniform(steps_dir(tmp_path, step), float(step), count=COUNT)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_after_a_hundred_saves_arena_bytes_and_open_files_are_back_at_the_baseline(tmp_path: Path) -> None:
     """One save in ten fails in its second chunk and one in ten is cancelled there."""
@@ -326,6 +327,7 @@ def test_a_weight_tells_one_bit_and_two_words_that_changed_places() -> None:
         assert len({int(weigh(each)) for each in (values, flipped, swapped)}) == 3, dtype
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("staging", ["shm", "pageable"])
 def test_each_checkpoint_of_a_training_run_is_the_state_before_its_update(tmp_path: Path, staging: Staging) -> None:
     """(f) without a GPU; with one, and more steps: test_cuda_recipes.py."""

@@ -70,6 +70,7 @@ def test_saves_and_loads_start_no_process(tmp_path: Path, monkeypatch: pytest.Mo
 # -- 2: as many writes at once as asked for -------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 16])
 def test_a_slow_store_takes_chunks_over_workers_rounds(tmp_path: Path, workers: int) -> None:
     """Each round lets through what is in flight, so that a round is the time of one write."""
@@ -108,6 +109,7 @@ def assert_is_full_disk(error: BaseException | None) -> None:
     assert type(error.__cause__) is OSError
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("failing", [0, CHUNKS // 2, CHUNKS - 1], ids=["first", "middle", "last"])
 def test_a_full_disk_at_any_chunk_is_raised_and_leaves_nothing_behind(tmp_path: Path, failing: int) -> None:
     storage = WatchedStorage()
@@ -124,6 +126,7 @@ def test_a_full_disk_at_any_chunk_is_raised_and_leaves_nothing_behind(tmp_path: 
     assert_uniform(steps_dir(tmp_path, 1), 2.0, count=COUNT)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("failing", [0, CHUNKS // 2], ids=["first", "middle"])
 def test_the_buffer_is_lent_to_nobody_before_the_other_writes_of_a_full_disk_settle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int

@@ -157,6 +157,7 @@ def test_without_room_for_a_second_segment_the_save_waits_and_agrees_on_nothing_
 # -- 3: many tensors ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_five_thousand_tensors_take_as_many_files_and_segments_as_five(tmp_path: Path) -> None:
     """While the one chunk that they fill is held in a thread."""
     taken = []
@@ -284,6 +285,7 @@ def test_after_a_kill_no_segment_is_left(tmp_path: Path) -> None:
 # -- 7: no larger than needed ---------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("nbytes", [4, 300_000, 5 * MIB + 4, 17 * MIB, 33 * MIB + 12])
 def test_the_arena_is_the_image_rounded_up_to_a_page_and_to_no_power_of_two(tmp_path: Path, nbytes: int) -> None:
     with SyncCheckpointEngine(tmp_path, SHM) as engine:

@@ -31,6 +31,7 @@ def same_structure(step: int) -> dict[str, object]:
 STATES = {"other structures": state_of, "one structure": same_structure}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("held", ["create_data_file", "write", "sync"])
 async def test_a_save_that_overtakes_another_leaves_each_its_own_bytes_and_the_order(tmp_path, kind: str, held: str):

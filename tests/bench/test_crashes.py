@@ -15,6 +15,7 @@ COMMAND = "from bench.crashes.__main__ import main; main()"
 TIMEOUT = 150.0
 
 
+@pytest.mark.slow
 def test_a_file_that_was_never_flushed_is_lost_with_the_power(tmp_path: Path) -> None:
     """The campaign sees a loss where there is one: ``torch.save`` syncs nothing."""
     folders = {"--dir": "kills", "--images": "images", "--out": "out"}

@@ -359,6 +359,7 @@ async def test_reading_commands_do_not_disturb_a_writer(root, capsys):
 # -- as a program -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_python_m_shows_colours_on_a_terminal(root):
     leader, follower = pty.openpty()
     environment = child_environment(TERM="xterm-256color")

@@ -86,6 +86,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("when", ["reading", "writing"])
 @pytest.mark.parametrize("out", ["out.pt", "out"])
 def test_ctrl_c_leaves_nothing_and_ends_with_130(source, state, tmp_path, capsys, out, when):

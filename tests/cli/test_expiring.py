@@ -52,6 +52,7 @@ def arguments_of(command: str, path: Path, tmp_path: Path) -> list[str]:
     return [str(places.get(word, word)) for word in COMMANDS[command][1]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("command", COMMANDS)
 def test_if_the_newest_step_of_a_root_expires_the_next_one_is_taken(root, tmp_path, capsys, expiring, command):
     expiring(*COMMANDS[command][0])
@@ -63,6 +64,7 @@ def test_if_the_newest_step_of_a_root_expires_the_next_one_is_taken(root, tmp_pa
         assert not (tmp_path / "out/step_000000020").exists()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_step_that_is_named_and_expires_is_said_to_be_deleted(root, tmp_path, capsys, expiring, command):
     expiring(*COMMANDS[command][0])

@@ -362,6 +362,7 @@ EXITS = """
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="Python 3.12 starts no thread while it exits: docs/limits.md"
 )
@@ -430,6 +431,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @needs_stagers
 def test_dcps_own_process_saves_with_our_writer(tmp_path: Path) -> None:
     done = run_warm(IN_A_PROCESS, str(tmp_path / "a"), timeout=3 * TIMEOUT)

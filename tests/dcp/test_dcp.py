@@ -352,6 +352,7 @@ def registry() -> Any:
     return made
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_what_went_through_extensions_is_read_by_both(tmp_path: Path, is_ours: bool) -> None:
     state, path = state_of(6, mebibytes=1), tmp_path / "a"
@@ -445,6 +446,7 @@ FAILING = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", FAILING)
 def test_a_full_disk_fails_the_save_with_errno_and_path_and_keeps_the_old_checkpoint(
     storage: GatedStorage, tmp_path: Path, where: str
@@ -767,6 +769,7 @@ def test_a_save_calls_the_storage_in_this_order(storage: GatedStorage, tmp_path:
     assert [call.name for call in storage.calls] == SAVE
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lives", range(0, len(SAVE), gate_stride(2)))
 def test_a_save_that_dies_before_any_of_its_calls_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, lives: int
@@ -792,6 +795,7 @@ def save_and_die(rank: int, count: int, path: Path, lives: int) -> None:
     dcp.save(state_of(2, mebibytes=1), storage_writer=Writer(path, storage=storage))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lives", [3, slow(9), COMMITTED, COMMITTED + 4])
 def test_kill_9_in_the_middle_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, lives: int) -> None:
     save(state_of(1, mebibytes=1), tmp_path / "a")

@@ -75,6 +75,7 @@ def load_sharded(rank: int, count: int, root: Path) -> int:
     return rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1]])
 def test_two_ranks_read_what_two_ranks_of_another_version_saved(two: Ranks, root: Path, version: str) -> None:
     put(version, "two_ranks", root)

@@ -190,6 +190,7 @@ def save_async(rank: int, count: int, path: Path, own_stager: bool, budgets: tup
             check(rank, count, path, "untrained", seed)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("own_stager", "budgets"),
     [
@@ -234,6 +235,7 @@ def save_with_a_full_disk(rank: int, count: int, path: Path, name: str, where: s
     return []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "where"),
     [
@@ -275,6 +277,7 @@ def save_and_die(rank: int, count: int, path: Path, victim: int, name: str, wher
     dcp.save(state_of("untrained", count, 2), storage_writer=Writer(path, storage=storage))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("victim", "name", "where"),
     [

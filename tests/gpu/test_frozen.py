@@ -45,6 +45,7 @@ def base_state() -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.gpu(0)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_what_stays_on_a_device_is_cloned_and_what_changes_is_written(tmp_path: Path, settings: dict[str, Any]) -> None:

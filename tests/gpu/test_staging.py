@@ -127,6 +127,7 @@ def test_s1_memory_does_not_grow_from_save_to_save(tmp_path: Path, mode: Mode) -
 # -- S3: values changed in place, structure changed -----------------------------------------------
 
 
+@pytest.mark.sampled
 def test_s3_each_file_holds_its_own_step_also_where_the_structure_changed(tmp_path: Path, mode: Mode) -> None:
     states: list[dict[str, torch.Tensor]] = [
         filled(2, PART_BYTES, 1.0),

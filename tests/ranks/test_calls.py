@@ -317,6 +317,7 @@ def save_on(
     return raised, held
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("refused", "in_flight"),
     [(REFUSED[0], 1), *((refused, 2) for refused in REFUSED), *(slow(refused, 1) for refused in REFUSED[1:])],

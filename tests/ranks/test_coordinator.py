@@ -471,6 +471,7 @@ def test_a_rank_that_has_left_waits_for_no_word(monkeypatch: pytest.MonkeyPatch)
     assert asyncio.run(main()) < STALL_SECS / HEARTBEATS_A_STALL
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_rank_that_leaves_while_it_waits_tells_so_before_it_goes_and_leaves_no_keys(
     last: int, monkeypatch: pytest.MonkeyPatch
@@ -657,6 +658,7 @@ def test_two_ranks_that_wait_in_different_calls_do_not_keep_each_other_alive() -
     assert asyncio.run(main()) == [b"|", b"|"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("waiting", [0, 1])
 @pytest.mark.parametrize("here", [slow(Topic("save", 2)), Topic("load", 1, "round 1")])
 def test_ranks_that_wait_in_calls_of_another_kind_are_told_of_both(waiting: int, here: Topic) -> None:
@@ -696,6 +698,7 @@ def test_a_rank_that_rolls_back_where_another_saves_is_found_out() -> None:
     assert "it waits in save() (call 4) for this one" in one or "it waits in rollback() (call 4) for this one" in other
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rank", "begun"), [(0, Topic("load", 1)), (1, Topic("save", 2))])
 def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_others_call(rank: int, begun: Topic) -> None:
     async def main() -> bytes:

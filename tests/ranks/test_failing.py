@@ -311,6 +311,7 @@ def dead(
         yield found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "case",
     [
@@ -488,6 +489,7 @@ def stop_the_leader(rank: int, count: int, root: Path, size: int) -> tuple[str, 
     return kind_of(error), getattr(error, "in_doubt", False), secs, steps, ticket.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [slow(300), 400])
 def test_a_save_ends_by_its_deadline_while_the_leader_stands_still(two: Ranks, tmp_path: Path, size: int) -> None:
     leader, other = two.run(stop_the_leader, tmp_path, size)

@@ -444,6 +444,7 @@ def call_different_things(rank: int, count: int, root: Path, kinds: tuple[str, s
     return str(raised.value), secs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -502,6 +503,7 @@ def open_and_leave_at_once(rank: int, count: int, root: Path, leaving: int) -> s
         return type(raised.value).__name__
 
 
+@pytest.mark.sampled
 @needs_list_keys
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_a_rank_that_closes_before_the_others_come_hangs_nobody_and_leaves_no_keys(

@@ -104,6 +104,7 @@ ROWS, COLUMNS = (Shard(0),), (Shard(1),)
 BOTH, HYBRID = (Shard(0), Shard(1)), (Replicate(), Shard(0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -211,6 +212,7 @@ def load_past_damage(rank: int, count: int, root: Path, broken: int) -> tuple[in
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("broken", [0, 1])
 def test_what_one_rank_finds_damaged_all_pass_by(two: Ranks, tmp_path: Path, broken: int) -> None:
     leader, other = two.run(load_past_damage, tmp_path, broken)
@@ -846,6 +848,7 @@ SAVED_AND_LOADED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("saved", "loaded", "is_shared"), SAVED_AND_LOADED)
 def test_what_several_ranks_read_is_shared(
     four: Ranks, tmp_path: Path, saved: str, loaded: str, is_shared: bool

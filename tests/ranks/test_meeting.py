@@ -309,6 +309,7 @@ async def agree_once(coordinator: StoreCoordinator) -> None:
             await coordinator.leave()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("going", [0, 1])
 def test_a_rank_that_goes_at_any_moment_of_the_meeting_is_found_out_and_leaves_nothing(going: int, at: int) -> None:

@@ -127,6 +127,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_goes_on_bit_for_bit(four: Ranks, tmp_path: Path, kind: str) -> None:
     four.run(train_save_load_train, tmp_path, kind)
@@ -361,6 +362,7 @@ def load_flat(rank: int, count: int, root: Path, numel: int) -> None:
         assert torch.equal(*(part.to_local() if isinstance(part, DTensor) else part for part in (found, value))), key
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("numel", [9, slow(10), 3, 1_000_003])
 def test_parts_of_flat_buffers_uneven_or_empty_come_back_on_any_number_of_ranks(
     two: Ranks, four: Ranks, tmp_path: Path, numel: int

@@ -69,6 +69,7 @@ def load(rank: int, count: int, root: Path) -> list[list[float]]:
     return weights(model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("saving", [1, 2])
 @pytest.mark.parametrize("loading", [1, 2])
 def test_a_stateful_around_a_sharded_model_is_resumed_on_any_number_of_ranks(

@@ -56,6 +56,7 @@ def come_late(rank: int, count: int, root: Path, late: tuple[int, ...], call: st
         return told(lines, "not called", "for other ranks")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("call", "seen"), [("load", "load()"), ("save", "save() of step 199")])
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_does_not_call_save_is_named_with_the_call_where_it_was_last_seen(

@@ -364,6 +364,7 @@ def test_a_store_that_is_busy_is_asked_again(root: Path, bucket: str, capsys, fa
     assert aio_ckpt.read(f"{bucket}/run/step_000000020")["lr"] == 0.2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("end", [".distcp", slow(".bin"), slow(".json"), ".metadata"])
 def test_a_put_whose_answer_is_lost_is_found_to_be_done(root: Path, bucket: str, capsys, faulty, end: str) -> None:
     faulty(lambda method, path, number: "lost" if method == "PUT" and path.endswith(end) and number == 1 else "")
@@ -372,6 +373,7 @@ def test_a_put_whose_answer_is_lost_is_found_to_be_done(root: Path, bucket: str,
     assert called(capsys, "verify", f"{bucket}/run")[0] == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fault", ["cut", "flipped"])
 @pytest.mark.parametrize("end", [".distcp", slow(".bin"), slow(".json"), ".metadata"])
 def test_a_body_that_arrives_wrong_once_is_read_again_and_never_believed(

@@ -109,6 +109,7 @@ def test_a_run_that_is_killed_goes_on_with_equal_losses(bucket: str) -> None:
     assert keys(f"{bucket}/killed/.aio_ckpt") == {"lock"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, slow(25)])
 def test_a_short_process_that_saves_to_a_store_exits_cleanly(bucket: str, count: int) -> None:
     for number in range(count):
@@ -252,6 +253,7 @@ def test_a_second_writer_is_refused_by_name(bucket: str, capsys: pytest.CaptureF
     assert names_of(root) == {".aio_ckpt", "step_000000001"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("call", ["save", "overwrite", "save_path", "rollback", "delete", "remove"])
 def test_a_writer_that_was_taken_over_changes_nothing(bucket: str, call: str) -> None:
     root, best = f"{bucket}/run", f"{bucket}/best"
@@ -281,6 +283,7 @@ def test_a_writer_that_was_taken_over_changes_nothing(bucket: str, call: str) ->
 # -- faults on the way ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("end", [".distcp", slow(".bin"), slow(".json"), ".metadata", slow("claim.json")])
 def test_a_put_whose_answer_is_lost_is_found_to_be_done(bucket: str, faulty, end: str) -> None:
     faulty(lambda method, path, number: "lost" if method == "PUT" and path.endswith(end) and number == 1 else "")
@@ -291,6 +294,7 @@ def test_a_put_whose_answer_is_lost_is_found_to_be_done(bucket: str, faulty, end
     assert keys(f"{bucket}/run/.aio_ckpt") == {"lock"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", [{}, {"AWS_UNSIGNED_PAYLOAD": "true", "AWS_CHECKSUM_ALGORITHM": "CRC64NVME"}])
 def test_a_part_that_arrives_wrong_is_refused_by_the_server_and_never_committed(
     bucket: str, faulty, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch

@@ -283,6 +283,7 @@ def test_a_commit_whose_answer_is_lost_is_read_back(bucket: MemoryBucket, is_ove
     assert leaked(bucket) == set()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fault", ["dead", "failed", "lost"])
 @pytest.mark.parametrize("stride", [13, slow(1)])
 def test_a_fault_at_any_change_loses_nothing_and_the_next_writer_clears_what_is_left(

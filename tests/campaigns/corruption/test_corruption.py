@@ -26,6 +26,7 @@ def grounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Range]:
     return Range(tmp_path_factory.mktemp("range"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", IN_FILE)
 @pytest.mark.parametrize("kind", KINDS)
 @FEW
@@ -45,6 +46,7 @@ def test_damage_inside_a_file_is_found_and_named(grounds: Range, kind: str, how:
             assert repr(region.name) in examined.error
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", WHOLE_FILE)
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("other", [0, 1], ids=["of another step", "of another run"])

@@ -71,6 +71,7 @@ def test_a_save_whose_nth_call_fails_loses_nothing_and_leaves_nothing(tmp_path: 
     assert_survived(save_points(tmp_path, saving, EIO, stride=HALF), at_least=15 // HALF)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fault", with_marks(fault for fault in FAULTS if fault != EIO))
 def test_whatever_happens_to_the_nth_call_of_a_save_nothing_is_lost(tmp_path: Path, fault: Fault) -> None:
     stride = HALF if fault.counts is None else 1
@@ -78,6 +79,7 @@ def test_whatever_happens_to_the_nth_call_of_a_save_nothing_is_lost(tmp_path: Pa
     assert_survived(points, at_least=AT_LEAST.get(fault.name, 15 // stride))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["rename fails", "fsync fails once", pytest.param("cancel", marks=pytest.mark.campaign)]
 )
@@ -94,12 +96,14 @@ def test_a_store_that_hangs_while_expired_steps_are_deleted_keeps_nobody_waiting
     assert_survived(save_points(tmp_path, retention, slow), at_least=20)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loading", LOADS, ids=[loading.name for loading in LOADS])
 def test_a_disk_that_cannot_be_read_is_no_corrupt_checkpoint(tmp_path: Path, loading: Loading) -> None:
     """Neither skipped nor called corrupt: the error of the system comes, and the next load is whole."""
     assert_survived(load_points(tmp_path, loading, EIO), at_least=8)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "fault", "stride", "at_least"),
     [
@@ -129,6 +133,7 @@ def test_a_read_that_falls_short_is_continued_or_done_anew_and_proves_no_damage(
 # -- threads, tasks, memory -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("points", "at_least"),
     [
@@ -192,6 +197,7 @@ def start_warm(root: str) -> WarmPython:
     return WarmPython(child, root, options=(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(strace_refusal() is not None, reason=str(strace_refusal()))
 @pytest.mark.parametrize(
     ("overwrite", "chosen", "at_least"),
@@ -210,6 +216,7 @@ def test_the_nth_system_call_of_a_real_process_fails_and_nothing_is_lost(
     assert_survived(points, at_least=at_least)
 
 
+@pytest.mark.slow
 def test_no_memory_in_any_call_of_save_keeps_no_later_save_waiting(tmp_path: Path) -> None:
     """A few of some hundred places; ``python -m tests.campaigns.faults`` tries more of them."""
     assert_survived(work.memory_in_save(tmp_path, start=150, stride=9 * gate_stride(3)), at_least=3)

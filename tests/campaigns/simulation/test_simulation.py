@@ -60,6 +60,7 @@ def test_a_loop_where_nobody_will_do_anything_any_more_is_found() -> None:
         loop.run_until_complete(loop.create_future())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds",
     [pytest.param(range(13), id="few"), pytest.param(range(13, SEEDS), id="more", marks=pytest.mark.campaign)],

@@ -12,6 +12,7 @@ from tests.campaigns.soak.saves import Limits, Outcome, soak, verdict
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saves", "every", "first"), [(100, 10, 30), pytest.param(200, 10, 40, marks=pytest.mark.campaign)]
 )

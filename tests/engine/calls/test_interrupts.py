@@ -211,6 +211,7 @@ def test_closing_ends_the_lease_that_ctrl_c_lost(tmp_path: Path, monkeypatch: py
     assert (stats.stats.leases, stats.stats.arenas) == (0, 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="settrace of Python 3.13 passes over most opcodes")
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
 @pytest.mark.parametrize("stride", EVERY)

@@ -105,6 +105,7 @@ async def test_a_delete_that_gets_no_thread_deletes_nothing_neither_now_nor_late
 # -- open files -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_more_files_than_the_process_may_open_is_read(tmp_path: Path) -> None:
     """By all that reads data files: in a child, because the limit is that of a process."""
     tensors = {f"w{number}": torch.full((4,), float(number)) for number in range(60)}

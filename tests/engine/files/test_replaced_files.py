@@ -120,6 +120,7 @@ class FailingCall:
 # -- failures -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @REPLACING
 @pytest.mark.parametrize("when", ["act_on", "act_behind"])
 def test_one_failing_call_leaves_the_old_model_or_the_new_one_and_the_error_says_which(

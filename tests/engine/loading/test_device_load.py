@@ -266,6 +266,7 @@ def test_no_copy_reaches_from_one_memory_of_the_device_into_the_next(tmp_path: P
         assert any(first <= low and high <= last for first, last in made)
 
 
+@pytest.mark.slow
 def test_memory_of_the_device_is_let_go_of_when_its_copies_are_done(tmp_path: Path, copies: WatchedCopies) -> None:
     """Its allocator gives it to the trainer's stream at once, which knows nothing of ours."""
     made = copies.make_apart()

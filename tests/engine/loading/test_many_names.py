@@ -132,6 +132,7 @@ CASES: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_a_load_of_2000_names_costs_a_small_multiple_of_a_plain_load(
     name: str, stored: dict[str, Path], plain_load: int
@@ -156,6 +157,7 @@ PLAIN_CASES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if "only" in name else slow(name) for name in PLAIN_CASES])
 def test_a_load_of_1000_names_of_plain_dcp_costs_little_more_than_a_plain_one(
     name: str, stored: dict[str, Path], plain_dcp_load: int

@@ -193,6 +193,7 @@ def test_a_load_of_the_newest_goes_on_to_an_older_one_if_it_is_deleted(tmp_path:
         assert number_of(target) == report.step in (1, 2), at
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("verify", ["load", "never"])
 def test_a_load_of_a_step_that_is_overwritten_gets_one_of_the_two_whole(
     tmp_path: Path, two_steps: Path, verify: str
@@ -268,6 +269,7 @@ def called(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object], at: i
     return code
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [newer, replaced])
 def test_ls_beside_a_writer_lists_what_is_there(
     tmp_path: Path,
@@ -283,6 +285,7 @@ def test_ls_beside_a_writer_lists_what_is_there(
         assert {row["step"] for row in rows} <= {1, 2, 9}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [newer, replaced])
 def test_verify_beside_a_writer_finds_no_fault(
     tmp_path: Path,
@@ -305,6 +308,7 @@ def test_verify_beside_a_writer_finds_no_fault(
         assert "deleted by its writer before it was verified" in capsys.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [newer, replaced])
 def test_inspect_beside_a_writer_shows_the_newest(
     tmp_path: Path,

@@ -528,6 +528,7 @@ def test_a_mirror_is_read_once_and_keeps_no_later_call(
         assert asked
 
 
+@pytest.mark.slow
 def test_a_dropped_engine_keeps_the_root_no_longer_than_its_saves_take(
     root: Path, place: Path, copies: GatedCopies, caplog: pytest.LogCaptureFixture
 ) -> None:

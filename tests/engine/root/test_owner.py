@@ -438,6 +438,7 @@ COPIER = """
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["copied", "removed"])
 def test_a_writer_that_lost_its_lock_keeps_the_root_by_its_claim(tmp_path: Path, how: str) -> None:
     """The system drops it when any descriptor of its file is closed, and a removed file locks nobody out."""

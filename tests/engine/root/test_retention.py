@@ -779,6 +779,7 @@ PROTECTOR = """
 """
 
 
+@pytest.mark.slow
 def test_another_process_may_protect_beside_the_writer(root: Path) -> None:
     with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
         save(engine, 1)

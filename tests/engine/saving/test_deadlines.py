@@ -24,6 +24,7 @@ STAGES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("activity", STAGES)
 def test_a_save_that_misses_its_deadline_says_where_leaves_nothing_and_the_next_one_works(
     root: Path, activity: str

@@ -361,6 +361,7 @@ def test_a_save_that_goes_on_moving_is_never_stalled(root: Path) -> None:
         assert len([call for call in storage.calls if call.name == "write"]) >= 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [("rename", "pending/*"), ("sync_dir", "root")])
 def test_a_store_that_stands_still_during_the_commit_ends_the_wait(root: Path, stage: tuple[str, str]) -> None:
     with gated_engine(root, stall_timeout_secs=1.0) as (engine, storage):

@@ -183,6 +183,7 @@ CHANGES: dict[str, Callable[[Lora], object]] = {
 """Changes of the last element of the base, which the sample does not look at."""
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("one_block")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_that_torch_counts_is_written(
@@ -425,6 +426,7 @@ HARMS: dict[str, Callable[[Path, SyncCheckpointEngine], object]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("harm", HARMS)
 def test_if_the_file_of_the_last_step_is_gone_or_edited_the_next_save_captures_all(
     engine: SyncCheckpointEngine, model: Lora, root: Path, harm: str

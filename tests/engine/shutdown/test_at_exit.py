@@ -134,6 +134,7 @@ def steps(root: Path) -> list[int]:
         return engine.steps()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("how", "code"), [("sys.exit in a thread", 0), ("an exception", 1)])
 def test_what_is_pending_is_committed_before_the_process_ends(tmp_path: Path, how: str, code: int) -> None:
     with trainer(ENDS[how], tmp_path, drain_secs=60) as child:
@@ -144,6 +145,7 @@ def test_what_is_pending_is_committed_before_the_process_ends(tmp_path: Path, ho
     assert steps(tmp_path) == [1, 2]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("waits_in", WAITS)
 def test_ctrl_c_ends_the_wait_and_what_a_stuck_disk_keeps_is_named(tmp_path: Path, waits_in: str) -> None:
     drain_secs = 60.0 if waits_in == "interpreter exit" else 0.2  # there the wait itself is what Ctrl-C ends

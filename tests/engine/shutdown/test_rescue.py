@@ -122,6 +122,7 @@ def segments_in(shm: Path) -> list[Path]:
 # -- what was whole is committed ------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", [point for point in POINTS if point != "behind the rename"])
 def test_a_snapshot_that_was_whole_when_the_trainer_was_killed_is_committed(
     root: Path, shm: Path, point: str, capsys: pytest.CaptureFixture[str]
@@ -209,6 +210,7 @@ def overwrite_until_killed(root: Path, shm: Path, call: str, where: str, value: 
         child.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("call", "where", "rescued", "reasons"),
     [
@@ -606,6 +608,7 @@ def test_the_place_is_not_told_anew(killed: Killed, root: Path, shm: Path) -> No
     assert [call for call in storage.begun if call.path.name.startswith("segments.json")] == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("with_path", [True, False])
 def test_the_next_engine_reclaims_what_nobody_can_commit(
     root: Path, shm: Path, with_path: bool, caplog: pytest.LogCaptureFixture
@@ -671,6 +674,7 @@ assert os.listdir(sys.argv[2])
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("end", ENDS)
 def test_an_interpreter_that_ends_leaves_nothing(root: Path, shm: Path, end: str) -> None:
     source = f"""

@@ -425,6 +425,7 @@ FAILED_LAST_SAVE = """
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("then", "status"),
     [

@@ -212,6 +212,7 @@ def test_what_needs_trust_is_told_beside_harmless_values_of_the_same_types(value
     assert [re.search(r"'(\w+)' \(numpy", record.getMessage())[1] for record in caplog.records] == ["it"]
 
 
+@pytest.mark.slow
 def test_numpy_ma_is_imported_with_the_package_and_not_on_a_thread():
     assert run_warm("import aio_ckpt.leaves.objects, sys; assert 'numpy.ma' in sys.modules").returncode == 0
 
@@ -568,6 +569,7 @@ def key_of_pairs():
     return key
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "defaultdict"])
 def test_a_crafted_key_that_would_be_hashed_for_ever_is_corrupt(kind):
     if "set" in kind:

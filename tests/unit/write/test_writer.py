@@ -147,6 +147,7 @@ def test_prepared_chunks_are_whole_items_with_true_sums_whatever_the_memory_held
 # -- real files -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("slots", [1, 2, 3, None])
 @pytest.mark.parametrize("workers", [1, 4])
 async def test_a_ring_smaller_than_the_image_writes_the_same_file(
