@@ -55,7 +55,8 @@ def shown(value: object) -> str:
 
 def first_of(things: Sequence[object], *, between: str = ", ", most: int = SHOWN) -> str:
     """Return the first of several things, and how many more there are, for a message: "a, b and 3 more"."""
-    more = f" and {len(things) - most} more" if len(things) > most else ""
+    before = " " if between == ", " else between
+    more = f"{before}and {len(things) - most} more" if len(things) > most else ""
     return f"{between.join(map(str, things[:most]))}{more}"
 
 

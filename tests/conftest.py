@@ -74,15 +74,16 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` need GPUs; ``-m gpu`` runs them alone. Those of the nightly run have an hour each.
 
-    Of a test marked ``sampled``, every case but the first is ``slow``.
+    Of a test marked ``sampled``, every case is ``slow`` but the first of those that the gate runs.
     """
     count = torch.cuda.device_count()
-    functions = set[str]()
+    sampled = set[str]()
     for item in items:
         function = item.nodeid.partition("[")[0]
-        if function in functions and item.get_closest_marker("sampled"):
+        if function in sampled:
             item.add_marker("slow")
-        functions.add(function)
+        elif item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            sampled.add(function)
         if item.get_closest_marker("campaign") or item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(3600))
         for marker in item.iter_markers("gpu"):

@@ -31,7 +31,7 @@ from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.state.names import compound_notes, skeleton_names
-from aio_ckpt.state.skeleton import Skeleton, decode_skeleton, may_hold_compounds, may_hold_nothing
+from aio_ckpt.state.skeleton import Skeleton, decode_skeleton, has_empty_part, may_hold_compounds
 from aio_ckpt.state.skeleton_union import completed
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.small_files import read_root_of, read_small_file, save_of, saves_in
@@ -153,18 +153,18 @@ class Checkpoint:
     def skeleton(self, rank: int) -> Skeleton:
         """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank.
 
-        Parts that ``rank`` saved without a leaf are as rank 0 saved them. If ranks of another number read, it is the
-        union of all. Plain DCP has none.
+        Parts that ``rank`` saved as ``{}`` are as rank 0 saved them. If ranks of another number read, it is the union
+        of all. Plain DCP has none.
         """
         if self.union is not None:
             return self.union
         if not 0 < rank < self.world_size:
             return self.saved_skeleton(0)
-        data = self._stored_skeleton(rank)
-        if not may_hold_nothing(data) or data == self._stored_skeleton(0):
-            return self.saved_skeleton(rank)
+        saved, data = self.saved_skeleton(rank), self._stored_skeleton(rank)
+        if not has_empty_part(saved) or data == self._stored_skeleton(0):
+            return saved
         if data not in self._completed:
-            self._completed[data] = completed(self.saved_skeleton(rank), self.saved_skeleton(0))
+            self._completed[data] = completed(saved, self.saved_skeleton(0))
         return self._completed[data]
 
     def saved_skeleton(self, rank: int) -> Skeleton:
@@ -379,12 +379,17 @@ async def _read_ranks(
     numbers: Iterable[int] = range(root.world_size)
     if part is not None and part.world_size == root.world_size:
         await read(part.rank)
-        own = [part.rank]
-        if may_hold_nothing(found[part.rank].skeleton) and part.rank:  # see Checkpoint.skeleton
-            await read(0)
-            own.append(0)
-        needed = [found[rank].stored_by for rank in own if found[rank].skeleton]
-        if len(needed) == len(own) and None not in needed:
+        own = found[part.rank]
+        needed = [own.stored_by if own.skeleton else None]
+        if (
+            part.rank
+            and own.skeleton
+            and has_empty_part(decode_skeleton(own.skeleton, name=root.ranks[part.rank].name))
+        ):
+            await read(0)  # see Checkpoint.skeleton
+            if found[0].skeleton != own.skeleton:
+                needed.append(found[0].stored_by)
+        if None not in needed:
             numbers = {rank for ranks in needed for rank in ranks or ()}
     await _run_all(*(functools.partial(read, rank) for rank in numbers if rank not in found))
     return dict(sorted(found.items()))

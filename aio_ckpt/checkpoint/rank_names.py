@@ -20,7 +20,14 @@ def as_one_state(checkpoint: Checkpoint, *, rank: int, world_size: int) -> Check
 
     Stages of a pipeline and experts hold names of their own. If as many ranks read as saved, each gets its own state.
     """
-    if world_size == checkpoint.world_size or len(owners := checkpoint.owners()) < 2:
+    if world_size == checkpoint.world_size:
+        if lent := lent_names(checkpoint, rank):
+            parts = sorted({name.partition(".")[0] for name in lent})
+            _log.info(
+                "%s: rank %d saved nothing in %s: read as rank 0 saved it", checkpoint.path, rank, first_of(parts)
+            )
+        return checkpoint
+    if len(owners := checkpoint.owners()) < 2:
         return checkpoint
     union, lost = united({checkpoint.saved_skeleton(ranks[0]): ranks for ranks in owners.values()}, rank)
     if lost:

@@ -264,8 +264,6 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
 
     Both have one shape and dtype. Two NaNs are equal; a NaN and a number are infinitely far from each other.
     """
-    import torch
-
     flat_a, flat_b = _wide(a), _wide(b)
     differing, largest, scale = 0, 0.0, 0.0
     for begin in range(0, flat_a.numel(), _BLOCK_ELEMENTS):
@@ -280,9 +278,20 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
                 apart = (one.long().maximum(other.long()) - one.long().minimum(other.long())).double()
                 apart[apart < 0] += 2.0**64  # a distance of 2**63 or more has wrapped
             largest = max(largest, float(apart.nan_to_num(nan=math.inf, posinf=math.inf).max()))
-        finite = (part_a[part_a.isfinite()].double() + (2.0**63 if a.dtype == torch.uint64 else 0)).abs()
+        finite = _as_double(part_a[part_a.isfinite()], a.dtype).abs()
         scale = max(scale, float(finite.max()) if finite.numel() else 0.0)
     return differing, largest, largest / scale if scale else math.inf if largest else 0.0
+
+
+def _as_double(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return elements of :func:`_wide`, of a tensor of ``dtype``, as float64."""
+    import torch
+
+    if dtype != torch.uint64:
+        return wide.double()
+    values = (wide ^ torch.iinfo(torch.int64).min).double()
+    values[values < 0] += 2.0**64
+    return values
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,15 +57,17 @@ def match_stateful(
     ]
     grouped, branches = below_each(counts, names), branches_of_rank(checkpoint, rank)
     empty, lent = empty_containers(checkpoint, counts.keys() - grouped.keys(), rank), lent_names(checkpoint, rank)
+    own_parts: dict[str, NamedNode] = {}
     for prefix, value in template.stateful:
         below = grouped.get(prefix, [])
-        is_lent = bool(below) and below[0] in lent
-        if is_lent and not (isinstance(value, torch.nn.Module) and value.state_dict()):
-            below, empty = [], {*empty, prefix}  # it saved nothing, and gets that
+        branch = stored_branch(checkpoint, prefix, below, branches)
+        if lent and below and branch is not None and lent >= {*below} and not _takes_names(value):
+            own_part = find_named(checkpoint.saved_skeleton(rank), {branch}, rank=rank)
+            if own_part:  # it saved ``{}``, and gets that: what rank 0 saved is another's
+                below, empty, own_parts = [], {*empty, prefix}, own_parts | own_part
         if prefix in below and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
             faults.append(f"{prefix!r} is a {type(value).__name__} in the template and a single leaf in the checkpoint")
         elif below or prefix in empty:
-            branch = stored_branch(checkpoint, prefix, below, branches)
             taker = StatefulTaker(
                 checkpoint=checkpoint,
                 name=prefix,
@@ -86,9 +88,7 @@ def match_stateful(
     if takers and checkpoint.has_skeleton:
         wanted = {taker.branch for taker in takers if taker.branch is not None}
         parts = find_named(checkpoint.skeleton(rank), wanted, rank=rank)
-        if lent:
-            own_alone = {taker.branch for taker in takers if taker.branch is not None and not taker.names}
-            parts = {**parts, **find_named(checkpoint.saved_skeleton(rank), own_alone, rank=rank)}
+        parts = {**parts, **own_parts}
     for taker in takers:
         taker.part = parts.get(taker.branch) if taker.branch is not None else None
     in_place = _add_fills(checkpoint, takers, fills, own, casts=options.cast)
@@ -96,10 +96,20 @@ def match_stateful(
         if not isinstance(taker.value, (torch.nn.Module, torch.optim.Optimizer)):
             # Its load_state_dict may clear its tensors before it reads the given ones. Torch's own copies them at most.
             held = {name: own.held[name] for name in taker.names if name in in_place}
-            taker.copied = [name for name, tensor in held.items() if type(tensor) is torch.Tensor and tensor.is_cpu]
+            # What it shares with other processes it keeps.
+            taker.copied = [
+                name
+                for name, tensor in held.items()
+                if type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.is_shared()  # type: ignore[no-untyped-call]
+            ]
     # What shares memory with anything but its equal is never filled in place.
     own.modules.copied = [tensors for tensors in own.loaded_by_names if not tensors.keys() <= in_place]
     return takers, own.modules, faults
+
+
+def _takes_names(value: object) -> bool:
+    """Return whether a value takes what any rank saved under its names: a module that has some, or an optimizer."""
+    return isinstance(value, torch.optim.Optimizer) or (isinstance(value, torch.nn.Module) and bool(value.state_dict()))
 
 
 @dataclass(frozen=True, slots=True)

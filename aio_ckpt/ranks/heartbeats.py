@@ -142,20 +142,16 @@ class Liveness(Coordinator):
                             return found
                         raise
                     if is_line_due:
-                        warning.log(self._line_of(wait, warning))
+                        is_first = warning.is_first
+                        warning.log(
+                            functools.partial(wait.line, heard=self._heard, leader=self.leader, is_first=is_first)
+                        )
                 now = time.monotonic()
                 pause = min(max(now - begun, longest) * _POLL_SHARE, longest)
                 await anyio.sleep(min(pause, max(due - now, 0)))
-        except anyio.get_cancelled_exc_class():
-            warning.log(self._line_of(wait, warning))  # the deadline of the call has passed, whose error names no rank
-            raise
-        else:
             return found
         finally:
             self._waits.remove(topic)
-
-    def _line_of(self, wait: RankWait, warning: WaitWarning) -> Callable[[str], str]:
-        return functools.partial(wait.line, heard=self._heard, leader=self.leader, is_first=warning.is_first)
 
     async def _poll(self, find: Callable[[], T | None], limit_secs: float) -> T | None:
         """Poll ``find`` until it returns a value; None after ``limit_secs``. No heartbeat tells of this wait."""

@@ -6,15 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from aio_ckpt.argument_checks import numbered
+from aio_ckpt.argument_checks import SHOWN, numbered
 from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, Topic
 from aio_ckpt.runtime.waiting import duration_text
 
 HEARTBEATS_A_STALL = 4
 """Heartbeats within ``stall_secs``. Several, because one may be late."""
-SHOWN = 5
-"""Most ranks that a line or an error names."""
 RENDEZVOUS = Topic("the rendezvous")
 """Topic in which the engines of one root meet."""
 REMEDY = ". Look at the log and the stack (py-spy dump) there: every rank must make the same calls"

@@ -70,5 +70,5 @@ def _unsafe(untrusted: Mapping[str, str]) -> UnsafeObjectError:
     """Return the error that names the objects that need trust."""
     (_, why), *more = untrusted.items()
     if more:
-        why += f" (and so it is with {first_of([repr(name) for name, _ in more])})"
+        why += f" (and so it is with {len(more)} others: {first_of([repr(name) for name, _ in more])})"
     return UnsafeObjectError(why)

@@ -213,6 +213,8 @@ def _run_one(future: Future[Any], fn: Callable[[], Any]) -> None:
             result = fn()
         except (SystemExit, KeyboardInterrupt) as error:  # if an await raised one of these, asyncio would end the loop
             raise ThreadDiedError(f"an I/O thread was ended by {named(error)}") from error
+        except StopIteration as error:  # no future of asyncio takes it: its await would never end
+            raise RuntimeError(f"a call raised {named(error)}") from error
     except BaseException as error:  # noqa: BLE001 - the waiter handles it
         future.set_exception(error)
     else:

@@ -106,9 +106,15 @@ def may_hold_compounds(data: bytes) -> bool:
     return bytes((0x94, Container.TENSOR)) in data
 
 
-def may_hold_nothing(data: bytes) -> bool:
-    """Return whether an encoded skeleton may have an empty mapping: its code, no keys and no children."""
-    return any(bytes((code, 0x90, 0x90)) in data for code in MAPPINGS)
+def is_empty(node: object) -> bool:
+    """Return whether a node of a skeleton is an empty mapping."""
+    return isinstance(node, tuple) and node[0] in MAPPINGS and not node[1]
+
+
+def has_empty_part(skeleton: Skeleton) -> bool:
+    """Return whether the state, or the value of one of its first keys, is an empty mapping."""
+    assert isinstance(skeleton, tuple)
+    return is_empty(skeleton) or any(map(is_empty, skeleton[2]))
 
 
 def decode_skeleton(data: bytes, *, name: str) -> Skeleton:

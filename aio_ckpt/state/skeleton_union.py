@@ -14,7 +14,7 @@ from typing import Any
 
 from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.leaves.keys import Key, key_text
-from aio_ckpt.state.skeleton import INDEXED, KEYED, MAPPINGS, Container, Skeleton
+from aio_ckpt.state.skeleton import INDEXED, KEYED, MAPPINGS, Container, Skeleton, is_empty
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,28 +55,48 @@ def united(skeletons: Mapping[Skeleton, Sequence[int]], rank: int) -> tuple[Skel
 
 
 def completed(own: Skeleton, lowest: Skeleton) -> Skeleton:
-    """Return ``own``, in which each part that holds no leaf is as rank 0 saved it, in ``lowest``.
+    """Return ``own``, in which each part that is an empty mapping is as rank 0 saved it, in ``lowest``.
 
-    A part is a mapping, the whole state or the value of one of its first keys. The full state on rank 0 is ``{}`` on
-    the other ranks: ``{"model": {}, "step": 3}``. An empty mapping further inside counts as such: an optimizer without
-    a state has ``{"state": {}, "param_groups": [...]}``.
+    A part is the whole state, or the value of one of its first keys: with the full state on rank 0, the other ranks
+    save ``{}``, or ``{"model": {}, "step": 3}``. The state of an optimizer is no such part, as an optimizer without
+    one has ``{"state": {}, "param_groups": [...]}``. Nor is what holds ``PerRank`` values, which are rank 0's own.
     """
-    first, other = _opened(own, 0, None, itertools.count()), _opened(lowest, 1, (0,), itertools.count())
+    assert isinstance(own, tuple)
+    assert isinstance(lowest, tuple)
+    if not own[1] and own[0] in MAPPINGS:
+        return lowest
+    lent = _lent_parts(own, lowest)
+    if not lent:
+        return own
+    first, other = _opened(own, 0, None, itertools.count()), _opened(lowest, 1, None, itertools.count())
     first.places += other.places
-    theirs = {key_text(key): child for key, child in zip(other.keys, other.children, strict=True)}
-    if not first.keys:
-        first.keys, first.children = other.keys, other.children
-    for position, key in enumerate(first.keys if first.code in KEYED else ()):
-        child, whole = first.children[position], theirs.get(key_text(key))
-        if _is_mapping(child) and _is_mapping(whole) and not _names(child, ""):
-            first.children[position] = whole
+    for position, theirs in lent.items():
+        first.children[position] = other.children[theirs]
     numbers: dict[tuple[int, int], int] = {}
     _count(first, numbers, itertools.count())
     return _closed(first, numbers)
 
 
-def _is_mapping(node: Any) -> bool:
-    return isinstance(node, _Node) and node.code in MAPPINGS
+def _lent_parts(own: Any, lowest: Any) -> dict[int, int]:
+    """Return the positions, in ``own`` and in ``lowest``, of the parts that ``own`` gets from ``lowest``."""
+    if own[0] not in KEYED or lowest[0] not in KEYED or "param_groups" in own[1]:
+        return {}
+    theirs = {key_text(key): position for position, key in enumerate(lowest[1])}
+    found = {position: theirs.get(key_text(key)) for position, key in enumerate(own[1]) if is_empty(own[2][position])}
+    return {
+        position: other
+        for position, other in found.items()
+        if other is not None and _may_be_lent(lowest[2][other], is_part=True)
+    }
+
+
+def _may_be_lent(node: Any, *, is_part: bool = False) -> bool:
+    """Return whether a part of rank 0 is a mapping that is not empty and holds no ``PerRank`` value."""
+    if isinstance(node, int):
+        return not is_part
+    if is_part and (node[0] not in MAPPINGS or not node[1]):
+        return False
+    return node[0] != Container.PER_RANK and all(map(_may_be_lent, node[2]))
 
 
 def _opened(node: Any, source: int, ranks: Sequence[int] | None, numbers: Iterator[int]) -> Any:
@@ -163,6 +183,11 @@ def _closed(node: Any, numbers: Mapping[tuple[int, int], int]) -> Skeleton:
     """Return a node as a skeleton, whose notes hold the new numbers."""
     if isinstance(node, int):
         return node
-    notes = tuple((key, numbers[node.source, value] if key == "same" else value) for key, value in node.notes)
+    notes: Notes = ()
+    for key, value in node.notes:
+        if key != "same":
+            notes += ((key, value),)
+        elif (node.source, value) in numbers:  # else the container that it shares is not in the union
+            notes += ((key, numbers[node.source, value]),)
     children = tuple(_closed(child, numbers) for child in node.children)
     return (node.code, tuple(node.keys), children, notes) if notes else (node.code, tuple(node.keys), children)

@@ -279,7 +279,6 @@ def test_a_released_buffer_is_poisoned_and_the_poison_reaches_no_file(tmp_path: 
         assert_uniform(steps_dir(tmp_path, step), float(step), count=COUNT)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_after_a_hundred_saves_arena_bytes_and_open_files_are_back_at_the_baseline(tmp_path: Path) -> None:
     """One save in ten fails in its second chunk and one in ten is cancelled there."""

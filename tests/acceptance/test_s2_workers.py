@@ -70,7 +70,6 @@ def test_saves_and_loads_start_no_process(tmp_path: Path, monkeypatch: pytest.Mo
 # -- 2: as many writes at once as asked for -------------------------------------------------------
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 16])
 def test_a_slow_store_takes_chunks_over_workers_rounds(tmp_path: Path, workers: int) -> None:
     """Each round lets through what is in flight, so that a round is the time of one write."""

@@ -152,3 +152,4 @@ def test_the_distance_of_the_least_and_the_largest_integer_of_each_dtype(dtype):
     apart = float(ends.max - ends.min)
     assert distance(a, b) == (1, apart, apart / ends.max)
     assert distance(b, a)[:2] == (1, apart)
+    assert distance(torch.tensor([3], dtype=kind), torch.tensor([5], dtype=kind)) == (1, 2.0, 2 / 3)

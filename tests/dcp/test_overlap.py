@@ -118,7 +118,6 @@ def value_in(path: Path) -> float:
     return float(found["w"][0])
 
 
-@pytest.mark.slow
 @given(order=st.lists(st.tuples(st.integers(0, 1), st.integers(1, 12)), max_size=14))
 @examples(60)
 def test_of_two_saves_in_any_order_of_their_calls_one_fails_and_the_other_is_committed(

@@ -203,6 +203,36 @@ def save_parts_on_rank_0(rank: int, count: int, root: Path) -> None:
         engine.load(few, strict=True)  # no rank has to name what it did not save
 
 
+def stepped(lr: float) -> tuple[nn.Module, torch.optim.Adam]:
+    model = seeded_linear()
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def load_live_objects_of_rank_0(rank: int, count: int, root: Path) -> None:
+    """Rank 0 alone has saved a module, an optimizer and a Stateful value: as parts, and as the whole state."""
+    model, optimizer = stepped(0.5)
+    parts: dict[str, Any] = {"model": model.state_dict(), "optim": optimizer.state_dict(), "held": Held(a=1)}
+    others: tuple[dict[str, Any], ...] = ({name: {} for name in parts} | {"lr": 1}, {})
+    with engine_on(root, SECS) as engine:
+        for step, of_others in enumerate(others, 1):
+            engine.save((parts | {"lr": 1}) if rank == 0 else of_others, step=step).result(SECS)
+            (fresh, own), held = stepped(0.1), Held(a=8)
+            engine.load({"model": fresh, "optim": own, "held": held, "lr": 0})
+            assert_equal(fresh.state_dict(), model.state_dict())
+            assert (own.param_groups[0]["lr"], len(own.state)) == (0.5, 2)
+            assert held.values == ({"a": 1} if rank == 0 or not of_others else {})
+            held = Held(a=8)
+            engine.load({"kept": held}, rename={"held": "kept"}, strict=False)
+            assert held.values == ({"a": 1} if rank == 0 or not of_others else {})
+
+
+def test_live_objects_take_what_rank_0_alone_saved_for_them(two: Ranks, tmp_path: Path) -> None:
+    two.run(load_live_objects_of_rank_0, tmp_path)
+
+
 def test_a_part_that_rank_0_alone_holds_is_that_of_all_ranks(two: Ranks, tmp_path: Path) -> None:
     """``{"model": get_model_state_dict(...), "step": 3}``: other ranks save an empty dict, and values of theirs."""
     two.run(save_parts_on_rank_0, tmp_path)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from builders import state_of
-from log_lines import LogLines, early_lines, kept_lines
+from log_lines import LogLines, early_lines
 from rank_engines import acting_engine
-from rank_processes import Ranks, engine_on, error_of, ranks
+from rank_processes import Ranks, engine_on, ranks
 
 from aio_ckpt.ranks.missing_ranks import REMEDY
 
@@ -56,7 +56,6 @@ def come_late(rank: int, count: int, root: Path, late: tuple[int, ...], call: st
         return told(lines, "not called", "for other ranks")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("call", "seen"), [("load", "load()"), ("save", "save() of step 199")])
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_does_not_call_save_is_named_with_the_call_where_it_was_last_seen(
@@ -73,25 +72,6 @@ def test_the_leader_names_the_missing_ranks_and_the_others_name_the_leader(four:
     waits = "save() of step 200 has waited N s for other ranks: rank 0 logs which"
     assert ("WARNING", 200, 0, missing) in found[0]
     assert ("WARNING", 200, 1, waits) in found[1]
-
-
-def miss_a_deadline(rank: int, count: int, root: Path) -> list[str]:
-    """Rank 0 calls ``save()`` with a deadline that passes before a line about rank 1 is due, and after a heartbeat."""
-    with kept_lines() as lines, engine_on(root, 4.0) as engine:
-        engine.save(state_of(1), step=1).result(SECS)
-        if rank == 0:
-            error = error_of(lambda: engine.save(state_of(2, 7), step=2, deadline_secs=1.5), SECS)
-            assert "deadline_secs=1.5" in str(error)
-        dist.barrier()
-        if rank == 1:
-            error_of(lambda: engine.save(state_of(2, 7), step=2), SECS)
-        return [line for line in lines.messages if "not called" in line]
-
-
-def test_a_deadline_that_passes_names_in_the_log_the_rank_that_did_not_call(two: Ranks, tmp_path: Path) -> None:
-    (line,), of_late = two.run(miss_a_deadline, tmp_path)
-    assert line.startswith("rank 1 has not called save() of step 2 for 1 s; it was last seen in save() of step 1")
-    assert of_late == []
 
 
 # -- a rank is in another call ------------------------------------------------------------------------

@@ -26,7 +26,6 @@ def grounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Range]:
     return Range(tmp_path_factory.mktemp("range"))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("how", IN_FILE)
 @pytest.mark.parametrize("kind", KINDS)
 @FEW

@@ -83,7 +83,6 @@ def test_after_kill_9_training_resumes_from_a_whole_checkpoint_never_older_than_
             assert tallies[contender, f"kill -9, {way}"]["tried"] > 0
 
 
-@pytest.mark.slow
 def test_after_a_power_loss_what_save_called_durable_is_there_and_whole(tmp_path: Path) -> None:
     options = ("--only", "shutdown,blocklog", "--trials", "1", "--samples", "10", "--contenders", ",".join(ENGINE))
     code, shown, document, _ = campaign(tmp_path, *options, "--secs", str(SECS))

@@ -134,7 +134,9 @@ def test_a_type_is_told_of_once_and_a_load_names_all_its_leaves(root: Path, capl
             history[f"epoch{number}"] = Epoch()
             engine.save({"w": torch.ones(1), "history": history}).result(TIMEOUT)
         assert caplog.text.count("only running code can read it back") == 1
-        with pytest.raises(UnsafeObjectError, match=r"history\.epoch0.*so it is with 'history\.epoch1'.*and 2 more"):
+        with pytest.raises(
+            UnsafeObjectError, match=r"history\.epoch0.*so it is with 7 others: 'history\.epoch1'.*and 2 more"
+        ):
             engine.read()
 
 

@@ -230,7 +230,6 @@ POINTS = [
 """The calls of a deletion in their order, and the steps that are listed once it ended before each."""
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "where", "left"), POINTS)
 def test_a_kill_at_any_point_leaves_the_step_whole_or_gone_and_the_next_writer_clears_up(
     root: Path, tmp_path: Path, name: str, where: str, left: list[int]
@@ -277,7 +276,6 @@ def test_trash_whose_next_listing_fails_is_deleted_by_the_pass_after_that(
     assert not [*(root / TRASH_DIR).iterdir()]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "where", "left"), POINTS)
 def test_a_disk_that_fails_midway_is_told_and_what_is_left_is_deleted_later(
     root: Path, name: str, where: str, left: list[int]

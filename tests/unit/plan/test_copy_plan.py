@@ -173,7 +173,6 @@ def watched_capture(
     executor.close(TIMEOUT)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("copied", [frozenset[int](), frozenset({0, 1, 3, 4})])
 @pytest.mark.parametrize("guarded", [set[int](), {0, 2, 3}, {0, 1, 2, 3, 4, 5}])
 def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
@@ -200,7 +199,6 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
     assert bool(moved) == bool(copied)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("guarded", [frozenset[int](), frozenset({0, *range(2, 50)})])
 def test_no_chunk_is_written_before_the_copies_into_it_though_they_were_issued_before_its_run(
     monkeypatch: pytest.MonkeyPatch, guarded: frozenset[int]

@@ -59,6 +59,16 @@ def test_tasks_run_on_the_named_daemon_thread(portal: Portal) -> None:
     assert portal.call(where, timeout=TIMEOUT) == ("engine-loop", True)
 
 
+def test_a_call_that_raises_stop_iteration_ends_its_await(portal: Portal) -> None:
+    """No future of asyncio takes it. A ``load_state_dict`` of a user that raises it would let a load wait for ever."""
+
+    async def call() -> None:
+        await run_blocking(portal.executor, next, iter(()))
+
+    with pytest.raises(RuntimeError, match="a call raised StopIteration"):
+        portal.call(call, timeout=TIMEOUT)
+
+
 def test_a_submit_does_not_wait_for_the_loop(portal: Portal) -> None:
     gate = threading.Event()
 

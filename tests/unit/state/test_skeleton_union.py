@@ -75,17 +75,30 @@ def as_completed(own: object, lowest: object) -> Any:
     return build(skeleton, leaves, rank=1)
 
 
-def test_a_part_without_a_leaf_is_as_rank_0_saved_it() -> None:
-    whole = {"m": OrderedDict(w=1, deep={"x": [2]}), "step": 3, "rng": {"r": PerRank(4)}}
-    assert as_completed({}, whole) == {"m": whole["m"], "step": 3, "rng": {"r": {"rank0": 4}}}
+def test_a_part_that_is_an_empty_mapping_is_as_rank_0_saved_it() -> None:
+    whole = {"m": OrderedDict(w=1, deep={"x": [2]}), "step": 3}
+    assert as_completed({}, whole) == whole
     assert as_completed({"m": {}, "step": 5}, whole) == {"m": whole["m"], "step": 5}
-    assert as_completed({"m": {"deep": {}}, "own": {}}, whole) == {"m": whole["m"], "own": {}}
+    assert as_completed({"m": {}, "own": {}}, whole) == {"m": whole["m"], "own": {}}
 
 
-def test_a_part_with_a_leaf_and_what_is_no_mapping_stay_as_they_were_saved() -> None:
-    lowest = {"o": {"state": {0: 1}, "groups": [2]}, "l": [3], "n": {"a": 1}, "p": {"b": 1}}
-    own = {"o": {"state": {}, "groups": [2]}, "l": [], "n": None, "p": 7}
+def test_every_other_part_stays_as_it_was_saved() -> None:
+    lowest = {"o": {"state": {0: 1}, "groups": [2]}, "l": [3], "n": {"a": 1}, "p": {"b": 1}, "d": {"x": {"y": 1}}}
+    own = {"o": {"state": {}, "groups": [2]}, "l": [], "n": None, "p": 7, "d": {"x": {}}}
     assert as_completed(own, lowest) == own
+    of_an_optimizer = {"state": {}, "param_groups": [{"lr": 1}]}
+    assert as_completed(of_an_optimizer, {**of_an_optimizer, "state": {0: 1}}) == of_an_optimizer
+    for of_rank_0 in ({"a": PerRank(5)}, PerRank({"n": 1})):
+        assert as_completed({"rng": {}, "lr": 1}, {"rng": of_rank_0, "lr": 1}) == {"rng": {}, "lr": 1}
+    assert as_completed({"x": PerRank({})}, {"x": PerRank({"n": 1})}) == {"x": {}}
+
+
+def test_what_is_shared_with_a_part_that_is_replaced_or_left_out_stands_alone() -> None:
+    shared, empty = {"a": 1}, dict[str, Any]()
+    found = as_completed({"cfg": {"a": 2}, "model": {}}, {"cfg": shared, "model": {"w": 3, "cfg": shared}})
+    assert found["model"] == {"w": 3, "cfg": shared}
+    whole = {"model": {"w": 3}, "log": [{}, 4]}
+    assert as_completed({"model": empty, "log": [empty, 4]}, whole) == whole
 
 
 def test_what_is_shared_in_a_part_of_rank_0_stays_shared() -> None:
