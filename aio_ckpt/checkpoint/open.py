@@ -379,13 +379,9 @@ async def _read_ranks(
     numbers: Iterable[int] = range(root.world_size)
     if part is not None and part.world_size == root.world_size:
         await read(part.rank)
-        own = found[part.rank]
+        own, name = found[part.rank], root.ranks[part.rank].name
         needed = [own.stored_by if own.skeleton else None]
-        if (
-            part.rank
-            and own.skeleton
-            and has_empty_part(decode_skeleton(own.skeleton, name=root.ranks[part.rank].name))
-        ):
+        if part.rank and own.skeleton and has_empty_part(decode_skeleton(own.skeleton, name=name)):
             await read(0)  # see Checkpoint.skeleton
             if found[0].skeleton != own.skeleton:
                 needed.append(found[0].stored_by)

@@ -87,8 +87,7 @@ def match_stateful(
     parts: Mapping[str, NamedNode] = {}
     if takers and checkpoint.has_skeleton:
         wanted = {taker.branch for taker in takers if taker.branch is not None}
-        parts = find_named(checkpoint.skeleton(rank), wanted, rank=rank)
-        parts = {**parts, **own_parts}
+        parts = find_named(checkpoint.skeleton(rank), wanted, rank=rank) | own_parts
     for taker in takers:
         taker.part = parts.get(taker.branch) if taker.branch is not None else None
     in_place = _add_fills(checkpoint, takers, fills, own, casts=options.cast)

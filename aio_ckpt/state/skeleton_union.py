@@ -81,22 +81,17 @@ def _lent_parts(own: Any, lowest: Any) -> dict[int, int]:
     """Return the positions, in ``own`` and in ``lowest``, of the parts that ``own`` gets from ``lowest``."""
     if own[0] not in KEYED or lowest[0] not in KEYED or "param_groups" in own[1]:
         return {}
-    theirs = {key_text(key): position for position, key in enumerate(lowest[1])}
-    found = {position: theirs.get(key_text(key)) for position, key in enumerate(own[1]) if is_empty(own[2][position])}
-    return {
-        position: other
-        for position, other in found.items()
-        if other is not None and _may_be_lent(lowest[2][other], is_part=True)
+    theirs = {
+        key_text(key): position
+        for position, (key, child) in enumerate(zip(lowest[1], lowest[2], strict=True))
+        if isinstance(child, tuple) and child[0] in MAPPINGS and not (is_empty(child) or _holds_per_rank(child))
     }
+    keys = map(key_text, own[1])
+    return {position: theirs[key] for position, key in enumerate(keys) if key in theirs and is_empty(own[2][position])}
 
 
-def _may_be_lent(node: Any, *, is_part: bool = False) -> bool:
-    """Return whether a part of rank 0 is a mapping that is not empty and holds no ``PerRank`` value."""
-    if isinstance(node, int):
-        return not is_part
-    if is_part and (node[0] not in MAPPINGS or not node[1]):
-        return False
-    return node[0] != Container.PER_RANK and all(map(_may_be_lent, node[2]))
+def _holds_per_rank(node: Any) -> bool:
+    return isinstance(node, tuple) and (node[0] == Container.PER_RANK or any(map(_holds_per_rank, node[2])))
 
 
 def _opened(node: Any, source: int, ranks: Sequence[int] | None, numbers: Iterator[int]) -> Any:
