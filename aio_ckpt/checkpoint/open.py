@@ -160,11 +160,11 @@ class Checkpoint:
             return self.union
         if not 0 < rank < self.world_size:
             return self.saved_skeleton(0)
-        saved, data = self.saved_skeleton(rank), self._stored_skeleton(rank)
-        if not has_empty_part(saved) or data == self._stored_skeleton(0):
-            return saved
+        data = self._stored_skeleton(rank)
         if data not in self._completed:
-            self._completed[data] = completed(saved, self.saved_skeleton(0))
+            saved = self.saved_skeleton(rank)
+            is_own = not has_empty_part(data) or data == self._stored_skeleton(0)
+            self._completed[data] = saved if is_own else completed(saved, self.saved_skeleton(0))
         return self._completed[data]
 
     def saved_skeleton(self, rank: int) -> Skeleton:
@@ -379,9 +379,9 @@ async def _read_ranks(
     numbers: Iterable[int] = range(root.world_size)
     if part is not None and part.world_size == root.world_size:
         await read(part.rank)
-        own, name = found[part.rank], root.ranks[part.rank].name
+        own = found[part.rank]
         needed = [own.stored_by if own.skeleton else None]
-        if part.rank and own.skeleton and has_empty_part(decode_skeleton(own.skeleton, name=name)):
+        if part.rank and has_empty_part(own.skeleton):
             await read(0)  # see Checkpoint.skeleton
             if found[0].skeleton != own.skeleton:
                 needed.append(found[0].stored_by)

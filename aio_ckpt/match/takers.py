@@ -173,7 +173,7 @@ def _nested_at(checkpoint: Checkpoint, branch: str, leaves: dict[str, object]) -
     """Return the nested value called ``branch``, which stock DCP flattened. ``leaves``: all its leaves, by name."""
     paths = checkpoint.dcp_paths or {}
     nested: Any = unflatten_dcp(paths, leaves)
-    name = next(iter(leaves), "")
+    name = next(iter(leaves))
     path = paths.get(name, (name,))
     depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == branch), None)
     if depth is None:

@@ -6,5 +6,5 @@ are too large or not needed (an image that never fits is a BudgetExceededError, 
 an ``arena`` is the staging memory of one save, page-locked if a device is copied into it, and ``staging_kind`` decides
 of which memory. ``read_buffers`` serve reads. ``image_copies`` and ``host_copy`` copy host memory; ``cuda`` copies from
 and to devices: its streams wait for the work of the caller's stream (``cuda_driver``: many copies in one call).
-``torch.cuda`` is used here only. Imports ``runtime``, ``format``, ``config`` and ``_torch``.
+``torch.cuda`` is used here only. Imports ``runtime``, ``format`` and ``config``.
 """

@@ -14,7 +14,7 @@ from typing import Any
 
 from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.leaves.keys import Key, key_text
-from aio_ckpt.state.skeleton import INDEXED, KEYED, MAPPINGS, Container, Skeleton, is_empty
+from aio_ckpt.state.skeleton import INDEXED, KEYED, MAPPINGS, Container, Skeleton
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,9 +61,7 @@ def completed(own: Skeleton, lowest: Skeleton) -> Skeleton:
     save ``{}``, or ``{"model": {}, "step": 3}``. The state of an optimizer is no such part, as an optimizer without
     one has ``{"state": {}, "param_groups": [...]}``. Nor is what holds ``PerRank`` values, which are rank 0's own.
     """
-    assert isinstance(own, tuple)
-    assert isinstance(lowest, tuple)
-    if not own[1] and own[0] in MAPPINGS:
+    if _is_empty(own):
         return lowest
     lent = _lent_parts(own, lowest)
     if not lent:
@@ -84,10 +82,14 @@ def _lent_parts(own: Any, lowest: Any) -> dict[int, int]:
     theirs = {
         key_text(key): position
         for position, (key, child) in enumerate(zip(lowest[1], lowest[2], strict=True))
-        if isinstance(child, tuple) and child[0] in MAPPINGS and not (is_empty(child) or _holds_per_rank(child))
+        if isinstance(child, tuple) and child[0] in MAPPINGS and not (_is_empty(child) or _holds_per_rank(child))
     }
     keys = map(key_text, own[1])
-    return {position: theirs[key] for position, key in enumerate(keys) if key in theirs and is_empty(own[2][position])}
+    return {position: theirs[key] for position, key in enumerate(keys) if key in theirs and _is_empty(own[2][position])}
+
+
+def _is_empty(node: Any) -> bool:
+    return isinstance(node, tuple) and node[0] in MAPPINGS and not node[1]
 
 
 def _holds_per_rank(node: Any) -> bool:

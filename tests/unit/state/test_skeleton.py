@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import msgspec
 import pytest
 import torch
@@ -16,7 +18,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.state.build import build
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import skeleton_names
-from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
+from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton, has_empty_part
 
 
 def test_a_key_that_no_file_holds_is_refused_by_name():
@@ -102,6 +104,25 @@ def test_crafted_notes_give_a_state_or_say_that_the_checkpoint_is_corrupt(notes,
         build(skeleton, dict.fromkeys(names, 1), rank=0)
     except CorruptCheckpointError:
         pass
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted"),
+    [
+        ({}, True),
+        ({"a": 1, "b": {}}, True),
+        (OrderedDict(a=OrderedDict()), True),
+        ({"a": {"b": {}}, "c": [], "d": None}, False),
+        ({"a": [{}], 3: ()}, False),
+    ],
+)
+def test_an_empty_part_is_found_in_the_bytes_at_the_first_level_alone(state, wanted):
+    assert has_empty_part(encode_skeleton(flatten(state, rank=0).skeleton)) == wanted
+
+
+@pytest.mark.parametrize("raw", [b"", b"\x10", b"\x93\x10", b"\x90", b"\x91" * 10**5 + b"\x90", b"\xc1"])
+def test_bytes_that_are_no_skeleton_have_no_empty_part(raw):
+    assert not has_empty_part(raw)
 
 
 def test_a_skeleton_nested_for_ever_is_corrupt():
