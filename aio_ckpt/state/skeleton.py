@@ -87,6 +87,11 @@ _NUMBERS = frozenset({"shape", "stride"})
 """Names of the notes whose values are lists of whole numbers."""
 
 
+_CODE = msgspec.msgpack.Decoder(int)
+_FIELDS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_CHILDREN = msgspec.msgpack.Decoder(list[int | list[msgspec.Raw]])
+
+
 def encode_skeleton(skeleton: Skeleton) -> bytes:
     """Return the skeleton as msgpack.
 
@@ -112,16 +117,15 @@ def has_empty_part(data: bytes) -> bool:
     Only these are decoded: all of a large skeleton takes tenths of a second. False for bytes that are no skeleton.
     """
     try:
-        root = msgspec.msgpack.decode(data, type=list[msgspec.Raw])
-        children = msgspec.msgpack.decode(root[2], type=list[int | list[msgspec.Raw]])
+        root = _FIELDS.decode(data)
+        children = _CHILDREN.decode(root[2])
         return any(isinstance(node, list) and _is_empty_mapping(node) for node in (root, *children))
     except (msgspec.MsgspecError, LookupError, RecursionError):  # decode_skeleton tells the damage
         return False
 
 
 def _is_empty_mapping(node: list[msgspec.Raw]) -> bool:
-    is_mapping = msgspec.msgpack.decode(node[0], type=int) in MAPPINGS
-    return is_mapping and not msgspec.msgpack.decode(node[1], type=list[msgspec.Raw])
+    return _CODE.decode(node[0]) in MAPPINGS and not _FIELDS.decode(node[1])
 
 
 def decode_skeleton(data: bytes, *, name: str) -> Skeleton:
