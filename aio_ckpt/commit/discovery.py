@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import functools
@@ -140,29 +139,24 @@ async def step_directories(storage: Storage, root: Path, names: StepNames) -> St
     Raises:
         ReadError: the listing failed; or none is committed, and one may not be looked into.
     """
-    found: list[CommittedCheckpoint] = []
-    bare: list[CommittedCheckpoint] = []
-    passed: dict[Path, ReadError] = {}
-
-    async def look(path: Path) -> None:
-        step = names.step(path.name)
-        if step is None or step > MAX_STEP:
-            return
-        with _passing_by_unreadable(path, passed):
-            status = await storage.status(path / METADATA_FILE)
-            if status is not None:
-                found.append(CommittedCheckpoint(step=step, path=path, identity=status.identity))
-            else:
+    for _ in range(MAX_RETRIES):
+        found: list[CommittedCheckpoint] = []
+        bare: list[CommittedCheckpoint] = []
+        passed: dict[Path, ReadError] = {}
+        steps = {name: step for name in await names_in(storage, root) if (step := names.step(name)) is not None}
+        steps = {name: step for name, step in steps.items() if step <= MAX_STEP}
+        statuses = await storage.statuses(root, [f"{name}/{METADATA_FILE}" for name in steps])
+        for (name, step), status in zip(steps.items(), statuses, strict=True):
+            path = root / name
+            with _passing_by_unreadable(path, passed):
+                if isinstance(status, ReadError):
+                    raise status
+                if status is not None:
+                    found.append(CommittedCheckpoint(step=step, path=path, identity=status.identity))
+                    continue
                 if not await storage.exists(path) and await storage.is_link(path):  # it never was a step
                     _warn_once(path, "the symbolic link leads nowhere")
                 bare.append(CommittedCheckpoint(step=step, path=path))
-
-    for _ in range(MAX_RETRIES):
-        found.clear()
-        bare.clear()
-        passed.clear()
-        await asyncio.gather(*(look(root / name) for name in await names_in(storage, root)))
-        found.sort(key=lambda each: each.path.name)
         # A client of a shared file system looks into a directory of this name even after another host has renamed it to
         # trash, for a minute. It asks the server for the names of the root.
         if not bare or {each.path.name for each in bare} <= {*await names_in(storage, root)}:

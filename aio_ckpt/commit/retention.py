@@ -188,7 +188,9 @@ class Retention:
                     left = await restore_protected(self._storage, self._root, self._names, self._check)
                 steps = {path: self._names.step(path.name) for path in left}
                 await self._delete({path: step for path, step in steps.items() if step is not None}, undeleted)
-                while moved := await self._move_expired(undeleted):
+                has_more = True
+                while has_more:
+                    moved, has_more = await self._move_expired(undeleted)
                     removed += await self._delete(moved, undeleted)
             except OSError as error:
                 self._has_trash = True
@@ -241,17 +243,21 @@ class Retention:
             for name in trash:
                 await delete_trash(self._storage, self._root / TRASH_DIR / name)
 
-    async def _move_expired(self, undeleted: dict[int, str]) -> dict[Path, int]:
-        """Rename some of the expired steps to trash, oldest first. Returns the step of each new path."""
+    async def _move_expired(self, undeleted: dict[int, str]) -> tuple[dict[Path, int], bool]:
+        """Rename some of the expired steps to trash, oldest first.
+
+        Returns the step of each new path, and whether more steps have expired.
+        """
         moved: dict[Path, int] = {}
         async with self._renames:
-            due = [] if self._must_wait() else await self._list_expired()
-            for checkpoint in [each for each in due if each.step not in undeleted][:_MOVED_AT_ONCE]:
+            expired = [] if self._must_wait() else await self._list_expired()
+            due = [checkpoint for checkpoint in expired if checkpoint.step not in undeleted]
+            for checkpoint in due[:_MOVED_AT_ONCE]:
                 await self._check()
                 with self._reporting_kept(checkpoint.step, undeleted):
                     if (trash := await self._move_to_trash(checkpoint)) is not None:
                         moved[trash] = checkpoint.step
-        return moved
+        return moved, len(due) > _MOVED_AT_ONCE
 
     async def _delete(self, trash: Mapping[Path, int], undeleted: dict[int, str]) -> list[int]:
         """Make the renames to trash durable, by one pair of fsyncs, then delete the directories.

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofiles.ospath import wrap  # type: ignore[attr-defined] # its stubs lack it
 
@@ -36,10 +36,11 @@ from aio_ckpt.storage.os_errors import with_remedy
 if TYPE_CHECKING:
     from aio_ckpt.config import DirectIO
 
+E = TypeVar("E", bound="WriteError | ReadError")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def translated(kind: type[WriteError | ReadError], path: Path, error: OSError) -> WriteError | ReadError:
+def translated(kind: type[E], path: Path, error: OSError) -> E:
     """Return an error of the system as ``kind``, with errno, message, remedy and path."""
     text = with_remedy(error, writes=kind is WriteError)
     return kind(error.errno or errno.EIO, text, error.filename or str(path), None, error.filename2)

@@ -10,10 +10,11 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import os
 import shutil
 import stat
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
@@ -39,8 +40,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
-_REMOVERS, _FILES_A_REMOVER = 4, 16
-"""Most threads that remove the files of one directory, and the files for which a further one is worth it."""
+_THREADS, _FILES_A_THREAD = 4, 16
+"""Most threads that look at the files of one directory, or remove them, and the files for which a further one is worth
+it. A server takes its time for each file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +181,12 @@ class Storage:
         """Return the status of ``path``; None if it does not exist. Symbolic links are followed."""
         return self._run(ReadError, path, _status, path)
 
+    async def statuses(self, directory: Path, names: Sequence[str]) -> list[FileStatus | ReadError | None]:
+        """Return :meth:`status` of each file below ``directory``, or its error."""
+        batches = _batches(names)
+        found = await asyncio.gather(*(self._run(ReadError, directory, _statuses, directory, each) for each in batches))
+        return list(itertools.chain.from_iterable(found))
+
     def fresh_status(self, path: Path) -> Coro[FileStatus | None]:
         """Return the status of a file as its server knows it now; None if the file is gone.
 
@@ -229,13 +237,11 @@ class Storage:
     async def remove_tree(self, path: Path) -> None:
         """Remove a directory and all below it, or a file. Do nothing if it does not exist.
 
-        Symbolic links are removed, ``path`` included. What they lead to stays. Of many files, several are removed at
-        once, because a server takes its time for each.
+        Symbolic links are removed, ``path`` included. What they lead to stays.
         """
-        names = await self._run(WriteError, path, _file_names, path)
-        removers = min(_REMOVERS, len(names) // _FILES_A_REMOVER)
-        batches = (names[start::removers] for start in range(removers)) if removers > 1 else ()
-        await asyncio.gather(*(self._run(WriteError, path, _remove_files, path, batch) for batch in batches))
+        batches = _batches(await self._run(WriteError, path, _file_names, path))
+        if len(batches) > 1:
+            await asyncio.gather(*(self._run(WriteError, path, _remove_files, path, batch) for batch in batches))
         await self._run(WriteError, path, _remove_tree, path)
 
     def lock(self, path: Path) -> RootLock:
@@ -298,6 +304,24 @@ def _status(path: Path) -> FileStatus | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return _file_status(found)
+
+
+def _statuses(directory: Path, names: Sequence[str]) -> list[FileStatus | ReadError | None]:
+    return [_status_or_error(directory / name) for name in names]
+
+
+def _status_or_error(path: Path) -> FileStatus | ReadError | None:
+    try:
+        return _status(path)
+    except OSError as error:
+        return translated(ReadError, path, error)
+
+
+def _batches(names: Sequence[str]) -> list[Sequence[str]]:
+    """Cut names into one run for each thread."""
+    nthreads = max(1, min(_THREADS, len(names) // _FILES_A_THREAD))
+    length = -(-len(names) // nthreads)
+    return [names[start : start + length] for start in range(0, len(names), length or 1)]
 
 
 def _fresh_status(path: Path) -> FileStatus | None:
@@ -372,7 +396,7 @@ def _file_names(path: Path) -> list[str]:
         return []
 
 
-def _remove_files(directory: Path, names: list[str]) -> None:
+def _remove_files(directory: Path, names: Sequence[str]) -> None:
     for name in names:
         (directory / name).unlink(missing_ok=True)
 

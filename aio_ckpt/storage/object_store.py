@@ -8,6 +8,7 @@ once the call that put it has returned, and no answer of a store is old.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import functools
 import os
@@ -143,6 +144,17 @@ class ObjectStorage(Storage):
     def status(self, path: Path) -> Coro[FileStatus | None]:
         """Return the status of an object, or of a directory that holds one; None if there is neither."""
         return self._run(ReadError, path, self._status, path)
+
+    async def statuses(self, directory: Path, names: Sequence[str]) -> list[FileStatus | ReadError | None]:
+        """Return the status of each object below a directory: one request in each free thread."""
+
+        async def of(path: Path) -> FileStatus | ReadError | None:
+            try:
+                return await self.status(path)
+            except ReadError as error:
+                return error
+
+        return await asyncio.gather(*(of(directory / name) for name in names))
 
     def fresh_status(self, path: Path) -> Coro[FileStatus | None]:
         """Return :meth:`status`: no answer is old."""
@@ -432,6 +444,7 @@ class AnyStorage(Storage):
     list_dir = _by_path(Storage.list_dir)
     lengths = _by_path(Storage.lengths)
     status = _by_path(Storage.status)
+    statuses = _by_path(Storage.statuses)
     fresh_status = _by_path(Storage.fresh_status)
     first_link = _by_path(Storage.first_link)
     open_data_file = _by_path(Storage.open_data_file)

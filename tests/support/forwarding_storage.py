@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from aio_ckpt.errors import ReadError
 from aio_ckpt.storage.clone import Stamp
 from aio_ckpt.storage.data_file import DataFile, ReadFile
 from aio_ckpt.storage.direct_io import PageCache
@@ -103,6 +104,9 @@ class ForwardingStorage(Storage):
 
     async def status(self, path: Path) -> FileStatus | None:
         return await self.run_read(Call("status", path), lambda: self._inner.status(path))
+
+    async def statuses(self, directory: Path, names: Sequence[str]) -> list[FileStatus | ReadError | None]:
+        return await self.run_read(Call("status", directory), lambda: self._inner.statuses(directory, names))
 
     async def fresh_status(self, path: Path) -> FileStatus | None:
         return await self.run_read(Call("status", path), lambda: self._inner.fresh_status(path))

@@ -14,7 +14,7 @@ import errno
 import os
 import random
 import selectors
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -379,6 +379,10 @@ class SimStorage(Storage):
     async def status(self, path: Path) -> FileStatus | None:
         """What is there."""
         return await self.run("status", path, ReadError, lambda: _status(self.at(path)))
+
+    async def statuses(self, directory: Path, names: Sequence[str]) -> list[FileStatus | ReadError | None]:
+        """What is there, of several."""
+        return [await self.status(directory / name) for name in names]
 
     async def fresh_status(self, path: Path) -> FileStatus | None:
         """There is one host, whose answers are not old."""

@@ -14,6 +14,7 @@ import torch
 from gated_storage import TIMEOUT
 from property_examples import gate_stride
 from saved_files import data_file
+from single_looks import SingleLooks
 from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
@@ -41,7 +42,7 @@ def number_of(found: object) -> float:
     return values.pop()
 
 
-class DisturbedStorage(Storage):
+class DisturbedStorage(SingleLooks):
     """Before the ``at``-th thing that a reader asks of the file system, something else happens."""
 
     def __init__(self, executor: Executor, happens: Callable[[], object], at: int) -> None:

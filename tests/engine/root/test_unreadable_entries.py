@@ -14,14 +14,16 @@ import torch
 from builders import listing, save, steps_dir, weights
 from command_line import called
 from gated_storage import TIMEOUT
+from single_looks import SingleLooks
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import ReadError
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import FileStatus, Storage
+from aio_ckpt.storage import local
+from aio_ckpt.storage.local import FileStatus
 
 
-class RefusingStorage(Storage):
+class RefusingStorage(SingleLooks):
     """Refuses to look below directories, as of another user with mode 700: a test that root runs cannot have any."""
 
     refused: frozenset[int] = frozenset()
@@ -136,14 +138,14 @@ def test_verify_of_a_root_counts_a_step_that_it_may_not_look_into_as_a_fault(
     """A link may lead into a directory of which not even that it is there may be seen."""
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2)
-    real = Storage.status
+    real = local._status
 
-    async def status(self: Storage, path: Path) -> FileStatus | None:
+    def status(path: Path) -> FileStatus | None:
         if path.parent == steps_dir(root, 2) or (is_link and path == steps_dir(root, 2)):
-            raise ReadError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return await real(self, path)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
 
-    monkeypatch.setattr(Storage, "status", status)
+    monkeypatch.setattr(local, "_status", status)
     code, out, _ = called(capsys, "verify", root)
     assert code == 1
     assert "step_000000001: good" in out

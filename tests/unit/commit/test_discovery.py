@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from single_looks import SingleLooks
+
 from aio_ckpt.commit.discovery import discover_all
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
 from aio_ckpt.format.root_names import TRASH_DIR, StepNames
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import FileStatus, Storage
+from aio_ckpt.storage.local import FileStatus
 
 
-class OldDirectory(Storage):
+class OldDirectory(SingleLooks):
     """A host that has listed a root before another one renamed ``step_1`` to trash and committed ``step_2``.
 
     It looks into the renamed directory by its old name, as a client of NFS does for a minute.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -32,6 +34,69 @@ class StuckStorage(Storage):
             await anyio.sleep_forever()
 
 
+class CountedThreads(Executor):
+    """Counts the calls that it is given."""
+
+    count = 0
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.count += 1
+        return super().submit(*args, **kwargs)
+
+
+def retention_of(storage: Storage, root: Path, keep_every: int | None = None) -> Retention:
+    """Retention that keeps the newest step."""
+    return Retention(
+        storage,
+        root,
+        NAMES,
+        Policy(keep_last=1, keep_every=keep_every, keep_best=None),
+        check=unclaimed,
+        committed=functools.partial(discover, storage, root, NAMES),
+        renames=anyio.Lock(),
+        must_wait=lambda: False,
+    )
+
+
+def make_steps(root: Path, *steps: int) -> None:
+    for step in steps:
+        (root / NAMES.name(step)).mkdir()
+        (root / NAMES.name(step) / ".metadata").write_bytes(b"x")
+
+
+async def test_a_pass_takes_as_many_calls_of_threads_beside_400_kept_steps_as_beside_100(tmp_path: Path) -> None:
+    """A call of a thread for each step would take the trainer tenths of a second of its interpreter at each save."""
+    counts = []
+    for nkept in (100, 400):
+        executor, root = CountedThreads("test", 2), tmp_path / str(nkept)
+        storage = Storage(executor)
+        root.mkdir()
+        make_steps(root, *range(10, 10 * nkept + 1, 10), 10 * nkept + 1, 10 * nkept + 2)
+        try:
+            await make_engine_dirs(storage, root)
+            executor.count = 0
+            await retention_of(storage, root, keep_every=10).enforce(10 * nkept + 2)
+            counts.append(executor.count)
+            assert listing(root) == sorted(
+                [*map(NAMES.name, range(10, 10 * nkept + 1, 10)), NAMES.name(10 * nkept + 2)]
+            )
+        finally:
+            assert executor.close(5.0)
+    assert counts[0] == counts[1]
+
+
+async def test_a_pass_deletes_all_that_has_expired_also_if_that_is_more_than_it_renames_at_once(tmp_path: Path) -> None:
+    executor = Executor("test", 2)
+    storage = Storage(executor)
+    make_steps(tmp_path, *range(50))
+    try:
+        await make_engine_dirs(storage, tmp_path)
+        await retention_of(storage, tmp_path).enforce(49)
+        assert listing(tmp_path) == [NAMES.name(49)]
+    finally:
+        assert executor.close(5.0)
+
+
 @pytest.mark.parametrize("is_protected", [False, True])
 async def test_the_trash_of_a_pass_that_is_cancelled_during_its_rename_is_deleted_by_the_next_one(
     tmp_path: Path, is_protected: bool
@@ -39,19 +104,8 @@ async def test_the_trash_of_a_pass_that_is_cancelled_during_its_rename_is_delete
     executor = Executor("test", 2)
     storage = StuckStorage(executor)
     storage.renamed = anyio.Event()
-    retention = Retention(
-        storage,
-        tmp_path,
-        NAMES,
-        Policy(keep_last=1, keep_every=None, keep_best=None),
-        check=unclaimed,
-        committed=functools.partial(discover, storage, tmp_path, NAMES),
-        renames=anyio.Lock(),
-        must_wait=lambda: False,
-    )
-    for step in (1, 2):
-        (tmp_path / NAMES.name(step)).mkdir()
-        (tmp_path / NAMES.name(step) / ".metadata").write_bytes(b"x")
+    retention = retention_of(storage, tmp_path)
+    make_steps(tmp_path, 1, 2)
     try:
         await make_engine_dirs(storage, tmp_path)
         async with anyio.create_task_group() as group:

@@ -919,6 +919,22 @@ async def test_many_files_are_removed_by_several_threads_and_links_not_followed(
     assert not any((tmp_path / "kept").iterdir())
 
 
+async def test_many_files_are_looked_at_in_order_and_an_error_is_that_of_its_file(
+    local: Storage, tmp_path: Path
+) -> None:
+    for number in range(0, 100, 2):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}" / "f").touch()
+    (tmp_path / "7").symlink_to("7")
+    found = await local.statuses(tmp_path, [f"{number}/f" for number in range(100)])
+    assert [isinstance(each, ReadError) for each in found] == [number == 7 for number in range(100)]
+    assert found[7].errno == errno.ELOOP
+    assert str(tmp_path / "7" / "f") in str(found[7])
+    assert [each is None for each in found] == [number % 2 == 1 and number != 7 for number in range(100)]
+    assert found[42].identity == (await local.status(tmp_path / "42" / "f")).identity
+    assert await local.statuses(tmp_path, []) == []
+
+
 async def test_not_knowing_whether_a_path_exists_is_an_error_and_no_answer(local: Storage, tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     assert not await local.exists(tmp_path / "f" / "below a file")

@@ -1,0 +1,22 @@
+"""Storage of this host that looks at each file of a listing by a call of its own, for tests that change ``status``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from aio_ckpt.errors import ReadError
+from aio_ckpt.storage.local import FileStatus, Storage
+
+
+class SingleLooks(Storage):
+    """Storage whose ``statuses`` calls ``status`` once for each name."""
+
+    async def statuses(self, directory: Path, names: Sequence[str]) -> list[FileStatus | ReadError | None]:
+        found: list[FileStatus | ReadError | None] = []
+        for name in names:
+            try:
+                found.append(await self.status(directory / name))
+            except ReadError as error:
+                found.append(error)
+        return found
