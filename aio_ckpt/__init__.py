@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aio_ckpt.engine.engine import CheckpointEngine
     from aio_ckpt.every import Every
     from aio_ckpt.leaves.values import PerRank, Shard, UntrustedObject
-    from aio_ckpt.ranks.exchange import SoloCoordinator
+    from aio_ckpt.ranks.coordinator import SoloCoordinator
     from aio_ckpt.ranks.store_coordinator import StoreCoordinator
     from aio_ckpt.standalone import load, read
     from aio_ckpt.sync import SyncCheckpointEngine
@@ -43,7 +43,7 @@ _MODULES = {
     "PerRank": "aio_ckpt.leaves.values",
     "SaveTicket": "aio_ckpt.ticket",
     "Shard": "aio_ckpt.leaves.values",
-    "SoloCoordinator": "aio_ckpt.ranks.exchange",
+    "SoloCoordinator": "aio_ckpt.ranks.coordinator",
     "StoreCoordinator": "aio_ckpt.ranks.store_coordinator",
     "SyncCheckpointEngine": "aio_ckpt.sync",
     "UntrustedObject": "aio_ckpt.leaves.values",

@@ -16,7 +16,7 @@ from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.loader import load_report, read_report, selection
-from aio_ckpt.engine.outcomes import log_load
+from aio_ckpt.engine.outcome_log import log_load
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.ranks.exchange import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from bench.common.measure import Spread
 from bench.common.options import log
 from bench.common.results import FigureRow, Goal, Report, out_folder, publish

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.deliver_pieces import finish_buffers, verify_and_copy
 from aio_ckpt.checkpoint.read_requests import ReadRequest, ReassemblyBuffer
-from aio_ckpt.checkpoint.verify_pieces import copy_pieces, finish_buffers
 from aio_ckpt.errors import AioCkptError, MismatchError
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import begin_uploads, on_device, prefers_page_locked
-from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.memory.read_buffers import bounce_buffers, page_locked
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
@@ -148,7 +148,7 @@ class _Run:
             _check_length(request, request.start + got)
         finally:
             self.reading.release()
-        await run_blocking(self.executor, copy_pieces, request, view, self.verify, self.copies)
+        await run_blocking(self.executor, verify_and_copy, request, view, self.verify, self.copies)
         complete: list[ReassemblyBuffer] = []
         for reassembly, count in reassemblies.items():
             reassembly.pieces_left -= count

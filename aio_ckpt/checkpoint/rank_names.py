@@ -15,7 +15,7 @@ from aio_ckpt.state.skeleton_union import united
 _log = logging.getLogger("aio_ckpt")
 
 
-def as_one_state(checkpoint: Checkpoint, *, rank: int, world_size: int) -> Checkpoint:
+def as_seen_by_rank(checkpoint: Checkpoint, *, rank: int, world_size: int) -> Checkpoint:
     """Return the checkpoint with the union of what its ranks hold, if ranks of another number read it.
 
     Stages of a pipeline and experts hold names of their own. If as many ranks read as saved, each gets its own state.

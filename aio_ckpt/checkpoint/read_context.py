@@ -9,7 +9,7 @@ from pathlib import Path
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.load_progress import NO_METER, Meter
 from aio_ckpt.checkpoint.open import Checkpoint, RankSubset, open_checkpoint
-from aio_ckpt.checkpoint.rank_names import as_one_state
+from aio_ckpt.checkpoint.rank_names import as_seen_by_rank
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
@@ -50,7 +50,7 @@ class ReadContext:
             CheckpointNotFoundError and others: see :func:`aio_ckpt.checkpoint.open.open_checkpoint`.
         """
         checkpoint = await open_checkpoint(self.storage, path, executor=self.executor, step=step, part=part)
-        seen = functools.partial(as_one_state, rank=self.rank, world_size=self.world_size)
+        seen = functools.partial(as_seen_by_rank, rank=self.rank, world_size=self.world_size)
         return await run_blocking(self.executor, seen, checkpoint)
 
     def files(self, directory: Path) -> Files:

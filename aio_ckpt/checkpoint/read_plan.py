@@ -26,13 +26,13 @@ from aio_ckpt.checkpoint.read_requests import (
     ReassemblyBuffer,
     Row,
     block_rows,
-    cut_requests,
+    group_into_requests,
 )
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_zip import is_dense
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import can_copy_by_address, is_host_memory
-from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.memory.read_buffers import address_of
 
 _REQUEST_BYTES_MIN = (3 << 20) + 2 * PAGE_BYTES
@@ -166,7 +166,7 @@ class ReadPlan:
     def requests(self, readers: int) -> list[ReadRequest]:
         """Return all reads, ascending by file and offset. ``readers`` of them will be in flight."""
         size = min(max(self.total_bytes // (_REQUESTS_A_READER * readers), _REQUEST_BYTES_MIN), REQUEST_BYTES_MAX)
-        found = [request for file, rows in self.rows.items() for request in cut_requests(file, rows, size)]
+        found = [request for file, rows in self.rows.items() for request in group_into_requests(file, rows, size)]
         return sorted(found, key=lambda request: (request.file, request.start))
 
     # -- one item -----------------------------------------------------------------------------------

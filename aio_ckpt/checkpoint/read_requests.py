@@ -15,7 +15,7 @@ from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.checksum import crc32_of_parts
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_columns import IntArray
-from aio_ckpt.memory.image_copies import Copies
+from aio_ckpt.memory.copies import Copies
 
 _ObjectArray: TypeAlias = npt.NDArray[np.object_]
 
@@ -164,7 +164,7 @@ class ReadRequest:
         return self.stop - self.start
 
 
-def cut_requests(file: str, rows: Sequence[Row], request_bytes: int) -> list[ReadRequest]:
+def group_into_requests(file: str, rows: Sequence[Row], request_bytes: int) -> list[ReadRequest]:
     """Group pieces, given in any order, into reads of about ``request_bytes``. Never splits a piece.
 
     The reads are page-aligned. Small gaps are read over.

@@ -21,7 +21,7 @@ from aio_ckpt.checkpoint.foreign_items import check_zip, parse_item, parse_or_ob
 from aio_ckpt.checkpoint.locate import Ends, check_inside, read_ends
 from aio_ckpt.checkpoint.open import Checkpoint, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.checkpoint.read_plan import ObjectMemory, ReadPlan
-from aio_ckpt.checkpoint.read_requests import REQUEST_BYTES_MAX, ReadRequest, ReassemblyBuffer, Row, cut_requests
+from aio_ckpt.checkpoint.read_requests import REQUEST_BYTES_MAX, ReadRequest, ReassemblyBuffer, Row, group_into_requests
 from aio_ckpt.errors import (
     AioCkptError,
     CorruptCheckpointError,
@@ -360,7 +360,7 @@ class _Verification:
                 self.faults.append(fault_of(error, file=file, tensor=None))
             self.on_progress(int(request.pieces.nbytes.sum()))
 
-        requests = cut_requests(file, rows, REQUEST_BYTES_MAX) if rows else []
+        requests = group_into_requests(file, rows, REQUEST_BYTES_MAX) if rows else []
         await fetch(self.files, requests, executor=self.executor, readers=self.readers, verify=True, on_read=on_read)
 
         def sum_of(start: int, stop: int) -> int | None:

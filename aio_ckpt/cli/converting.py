@@ -259,7 +259,7 @@ def _written(root: Path, names: StepNames, save: Callable[[SyncCheckpointEngine]
         MemoryError: the system does not give the memory in which the result is staged.
         Exception: any other error of the save.
     """
-    from aio_ckpt.ranks.exchange import SoloCoordinator
+    from aio_ckpt.ranks.coordinator import SoloCoordinator
     from aio_ckpt.sync import SyncCheckpointEngine
 
     config = EngineConfig(budget_bytes=_BUDGET_BYTES, step_dir=names.step_dir)

@@ -23,7 +23,6 @@ from typing import Annotated
 import msgspec
 
 from aio_ckpt.format.root_names import (
-    ENGINE_DIRS,
     LOCK_FILE,
     PENDING_DIR,
 )
@@ -152,14 +151,6 @@ def _short(text: str) -> str:
 def encoded_owner(owner: Owner) -> bytes:
     """Return the content of a file that names an owner."""
     return msgspec.json.encode(owner)
-
-
-async def make_engine_dirs(storage: Storage, root: Path) -> None:
-    """Make the directories below ``.aio_ckpt/``, durably, as the holder of the lock.
-
-    Call :func:`~aio_ckpt.commit.trash.check_engine_dirs` before.
-    """
-    await storage.make_dirs(*(root / name for name in ENGINE_DIRS))
 
 
 async def now_of(storage: Storage, root: Path) -> float | None:

@@ -6,8 +6,8 @@ import errno
 from pathlib import Path
 
 from aio_ckpt.commit.discovery import discover
+from aio_ckpt.commit.engine_dirs import refuse_linked_dirs
 from aio_ckpt.commit.step_numbers import check_step_number
-from aio_ckpt.commit.trash import check_engine_dirs
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
 from aio_ckpt.format.root_names import PROTECTED_DIR, StepNames, protected_name, protected_step
 from aio_ckpt.storage.local import Storage, names_in
@@ -32,7 +32,7 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
     step = check_step_number(step)
     mark = root / protected_name(step)
     is_new = True
-    await check_engine_dirs(storage, root)
+    await refuse_linked_dirs(storage, root)
     if not await storage.exists(mark.parent):  # a writer makes it at its first save
         await _check_committed(storage, root, names, step)  # first: a mistyped root stays as it is
         await storage.make_dirs(mark.parent)
@@ -66,7 +66,7 @@ async def unprotect(storage: Storage, root: Path, step: int) -> None:
         StepOrderError: ``step`` is no valid step.
     """
     mark = root / protected_name(check_step_number(step))
-    await check_engine_dirs(storage, root)
+    await refuse_linked_dirs(storage, root)
     if await storage.exists(mark):
         await storage.remove_file(mark)
         await storage.sync_dir(mark.parent)

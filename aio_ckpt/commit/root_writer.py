@@ -9,10 +9,10 @@ from pathlib import Path
 
 import anyio
 
+from aio_ckpt.commit.engine_dirs import make_engine_dirs, refuse_linked_dirs
 from aio_ckpt.commit.leftovers import clear_leftovers
-from aio_ckpt.commit.owner import Owner, make_engine_dirs
+from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.root_claim import Claim, lock_root, mount_of_root
-from aio_ckpt.commit.trash import check_engine_dirs
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import RootError
 from aio_ckpt.format.root_names import StepNames
@@ -33,7 +33,7 @@ async def writing(
     Raises:
         RootError: a living writer holds the root; names its process and host.
     """
-    await check_engine_dirs(storage, root)
+    await refuse_linked_dirs(storage, root)
     mount = await mount_of_root(storage, root)
     with lock_root(storage, root, mount) as lock:
         await make_engine_dirs(storage, root)

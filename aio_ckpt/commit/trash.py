@@ -1,4 +1,4 @@
-"""Trash: directories that no reader finds any more, and their deletion; also the end of a failed save.
+"""Trash: directories that no reader finds any more, and their deletion.
 
 A directory cannot be deleted at once if a thread still works in it, or if the deletion fails. It is then deleted after
 a later commit, at the end of the engine, or by the next writer.
@@ -6,45 +6,29 @@ a later commit, at the end of the engine, or by the next writer.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from aio_ckpt.errors import AioCkptError, RootError
+from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.root_names import ENGINE_DIR, ENGINE_DIRS, TRASH_DIR
+from aio_ckpt.format.root_names import TRASH_DIR
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.storage.local import Storage
-from aio_ckpt.storage.paths import LINKED
 
 if TYPE_CHECKING:
-    from aio_ckpt.snapshot.image import Image  # needs torch, and files are listed without it, see aio_ckpt.cli
+    pass  # needs torch, and files are listed without it, see aio_ckpt.cli
 
 _log = logging.getLogger("aio_ckpt")
 _AGAIN_SECS = 0.05
-TIDY_SECS = 60.0
-"""Longest time that a committed save waits for the removal of what it needs no more."""
 THREAD_WAIT_SECS = 5.0
 """Time that a failed save waits for its threads before it finishes. The lease waits as long as it takes."""
-
-
-async def check_engine_dirs(storage: Storage, root: Path) -> None:
-    """Refuse a root whose directories of the engine are symbolic links: the engine deletes what it finds in them.
-
-    Call this before the first change below ``root``, the lock included.
-
-    Raises:
-        RootError: one of them is a symbolic link.
-    """
-    link = await storage.first_link(*(root / name for name in (ENGINE_DIR, *ENGINE_DIRS)))
-    if link is not None:
-        raise RootError(errno.ELOOP, LINKED, str(link))
+TIDY_SECS = 60.0
+"""Longest time that a committed save waits for the removal of what it needs no more."""
 
 
 async def delete_trash(storage: Storage, path: Path) -> None:
@@ -150,41 +134,3 @@ class Trash:
             else:
                 return
             await anyio.sleep(_AGAIN_SECS)
-
-
-async def end_failed_save(
-    trash: Trash,
-    pending: Path | None,
-    images: Sequence[Image],
-    threads: ThreadTracker,
-    *,
-    title: str,
-    cause: BaseException,
-    is_in_doubt: bool = False,
-    are_several: bool = False,
-) -> None:
-    """Give the memory back once the last thread has ended, and remove the directory of the save.
-
-    ``title`` names the save. ``pending`` is None if another rank removes it. It stays if ``is_in_doubt``, as the
-    checkpoint may become visible. If ``are_several``, a late rank may make the directory anew.
-    """
-    for image in images:
-        image.fail_slots(cause)
-        image.lease.close()
-    with anyio.move_on_after(THREAD_WAIT_SECS):
-        for image in images:
-            await asyncio.wrap_future(follow(image.lease.ended))
-        await threads.wait()
-
-    def is_idle() -> bool:
-        return threads.is_idle and all(image.lease.ended.done() for image in images)
-
-    if not is_idle():
-        _log.error("%s: a thread still works for it; its pending directory stays until it has ended", title)
-    if pending is None:
-        return
-    if is_in_doubt:
-        # The directory may hold the files of a visible step, or of the step that it replaced.
-        _log.error("%s: %s stays until it is cleared: the checkpoint may still become visible", title, pending)
-    elif not is_idle() or not await trash.delete(pending) or are_several:
-        trash.add(pending, is_idle)

@@ -27,7 +27,7 @@ from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.runtime.ctrl_c import Lock
 from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Portal
-from aio_ckpt.runtime.priority import lower_priority
+from aio_ckpt.runtime.thread_priority import lower_priority
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.captured_chunks import CapturedRun
 from aio_ckpt.snapshot.image import Image, lease_image

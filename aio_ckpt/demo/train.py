@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.leaves.values import PerRank
-from aio_ckpt.ranks.exchange import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.reports import amount
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.ticket import SaveTicket

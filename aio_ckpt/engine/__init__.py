@@ -14,7 +14,8 @@ packages below; the engine alone knows their order. ``engine`` wires it together
 - a load: ``loader`` shows its stages; ``newest_good``: which checkpoint verifies;
   ``group_load.LoadLeader``: the same on all ranks
 - several ranks: ``agreement``: what they agree on before a capture
-- both: ``context``: what all calls share; ``outcomes``: what is logged, explained and counted
+- both: ``context``: what all calls share; ``outcomes``: what follows the end of a save: ``outcome_log``,
+  ``statistics`` and callbacks; ``failed_save``: what goes; ``full_disk_remedy``: what its error says
 - the end: ``shutdown``
 
 Imports all packages below; never an entry point (``dcp``, ``cli``, ``integrations``).

@@ -61,9 +61,9 @@ from aio_ckpt.memory.arena_lifetimes import LifetimeStats
 from aio_ckpt.memory.staging_kind import check_staging
 from aio_ckpt.mirror.mirror_queue import MirrorQueue
 from aio_ckpt.plan.safetensors_plan import FileRename, SafetensorsOptions
-from aio_ckpt.ranks.exchange import Coordinator
+from aio_ckpt.ranks.coordinator import Coordinator
+from aio_ckpt.ranks.failure import Failure
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.messages import Failure
 from aio_ckpt.ranks.polls import AgreedPreemption, AgreedTimer, AgreedWork, Work
 from aio_ckpt.ranks.store_coordinator import default_coordinator, has_default_group
 from aio_ckpt.remote_path import Place, RemotePath
@@ -72,8 +72,8 @@ from aio_ckpt.rescue.hooks import Rescue
 from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Executor, Portal, await_at_exit, start_beside
-from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.runtime.signals import PREEMPTION_SIGNALS
+from aio_ckpt.runtime.thread_priority import lower_priority
 from aio_ckpt.snapshot.optimizer_guard import OptimizerLike
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.mounts import Mount

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from aio_ckpt.commit.owner import owner_by_name
 from aio_ckpt.commit.publish_files import only_writer, publish_files
-from aio_ckpt.commit.trash import Trash, end_failed_save
+from aio_ckpt.commit.trash import Trash
 from aio_ckpt.engine.common_stages import CommonStages
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.failed_save import end_failed_save
 from aio_ckpt.engine.job import FileJob
 from aio_ckpt.format.safetensors_file import SUFFIX
 from aio_ckpt.ranks.save_round import SaveState

@@ -33,7 +33,8 @@ from aio_ckpt.errors import (
     FormatVersionError,
     PeerFailedError,
 )
-from aio_ckpt.ranks.exchange import Coordinator, Exchange
+from aio_ckpt.ranks.coordinator import Coordinator
+from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, Matched

@@ -16,11 +16,11 @@ import anyio
 
 from aio_ckpt.argument_checks import check_flag, check_one_of
 from aio_ckpt.commit import step_numbers
-from aio_ckpt.commit.extra import check_extra
-from aio_ckpt.commit.metrics import check_metrics
+from aio_ckpt.commit.user_extra import check_extra
 from aio_ckpt.commit.user_files import check_files
+from aio_ckpt.commit.user_metrics import check_metrics
 from aio_ckpt.leaves.objects import ObjectBytes
-from aio_ckpt.memory.image_copies import CopyEvent
+from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.file_plan import FileContent
 from aio_ckpt.plan.save_plan import Plan
 from aio_ckpt.plan.trusted_plan import Versions

@@ -22,7 +22,8 @@ from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import Job, RemoveJob, SaveJob, WriteJob
 from aio_ckpt.engine.known_steps import KnownSteps
-from aio_ckpt.engine.outcomes import OutcomeRecorder, logged_errors
+from aio_ckpt.engine.outcome_log import logged_errors
+from aio_ckpt.engine.outcomes import OutcomeRecorder
 from aio_ckpt.engine.remove_pipeline import RemovePipeline
 from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError, PeerFailedError, SaveCancelledError

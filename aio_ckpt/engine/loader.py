@@ -34,7 +34,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.group_load import first_round, newest_good_for_all
 from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.newest_good import WantedCheckpoint, newest_good
-from aio_ckpt.engine.outcomes import log_load
+from aio_ckpt.engine.outcome_log import log_load
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.ranks.messages import Topic

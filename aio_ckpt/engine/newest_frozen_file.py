@@ -33,7 +33,7 @@ class NewestFrozenFile:
     _newest: _Newest | None = None
     _ignores_limit: bool = False
 
-    def share_on(self) -> FrozenFile | None:
+    def lift_relink_limit(self) -> FrozenFile | None:
         """Ignore the limit from now on: the disk has no room for another file.
 
         Returns the file that saves go on to share; None if a save has written its own for another reason.

@@ -19,12 +19,12 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt.commit import discovery, path_checkpoints, protection, retention, rollback
+from aio_ckpt.commit.engine_dirs import make_engine_dirs, refuse_linked_dirs
 from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.mirror_copies import record_rollback
-from aio_ckpt.commit.owner import make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.root_claim import Claim, lock_root, longest_silence, mount_of_root
-from aio_ckpt.commit.trash import Trash, check_engine_dirs
+from aio_ckpt.commit.trash import Trash
 from aio_ckpt.config import EngineConfig, Mirror
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.known_steps import KnownSteps
@@ -281,7 +281,7 @@ class RootSession:
                 await self._renew(lock)
                 if self._lacks_claim:  # the root may be a new one
                     _log.warning(_NEW_LOCK_FILE, ctx.root)
-                    await check_engine_dirs(ctx.storage, ctx.root)
+                    await refuse_linked_dirs(ctx.storage, ctx.root)
                     await make_engine_dirs(ctx.storage, ctx.root)
                     await self._take_claim(lock, await mount_of_root(ctx.storage, ctx.root), NO_DEADLINE)
                     self._lacks_claim = False
@@ -359,7 +359,7 @@ class RootSession:
     async def _make_root(self) -> None:
         storage, root = self._ctx.storage, self._ctx.root
         if await storage.exists(root):
-            await check_engine_dirs(storage, root)
+            await refuse_linked_dirs(storage, root)
             return
         try:
             await storage.make_dirs(root)

@@ -26,19 +26,20 @@ from aio_ckpt.commit.manifests import (
     written_names,
 )
 from aio_ckpt.commit.root_claim import Claim
-from aio_ckpt.commit.trash import Trash, end_failed_save
+from aio_ckpt.commit.trash import Trash
 from aio_ckpt.commit.user_files import write_user_files
 from aio_ckpt.engine.common_stages import CommonStages
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.failed_save import end_failed_save
+from aio_ckpt.engine.full_disk_remedy import explain_if_disk_full
 from aio_ckpt.engine.job import SaveJob, sent_target
 from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
-from aio_ckpt.engine.outcomes import explain_failure
 from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, rank_manifest_name
 from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.root_manifest import FileEntry
-from aio_ckpt.plan.global_plan import places
+from aio_ckpt.plan.global_plan import packed_places
 from aio_ckpt.ranks.heartbeats import heartbeat_pauses
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.remote_path import RemotePath
@@ -257,7 +258,7 @@ class StatePipeline:
             sent.moved(plan.layout, written.spans, is_alone=is_alone),
             extents_crc32(written.spans),
             job.content,
-            places(plan.layout, plan.held) if is_first else None,
+            packed_places(plan.layout, plan.held) if is_first else None,
         )
 
     # -- commit ---------------------------------------------------------------------------------------
@@ -344,9 +345,9 @@ class StatePipeline:
         """Tell the other ranks of a failure, then delete the files of the save. Returns the first error."""
         if job.round.is_leader and isinstance(cause, WriteError | ReadError) and cause.errno in _GONE:
             cause = await self._lost_claim(cause)
-        await explain_failure(cause, self.ctx, _needed_bytes(job, cause), job.target)
+        await explain_if_disk_full(cause, self.ctx, _needed_bytes(job, cause), job.target)
         if is_disk_full(cause) and job.plan.layout.frozen_items and job.clone_source is None:
-            self._share_on(job)
+            self._lift_relink_limit(job)
         end = await job.round.end(cause, stage=stage, limit_secs=_reply_secs(job.deadline))
         await end_failed_save(
             self.trash,
@@ -360,9 +361,9 @@ class StatePipeline:
         )
         return end.cause
 
-    def _share_on(self, job: SaveJob) -> None:
+    def _lift_relink_limit(self, job: SaveJob) -> None:
         """Let later saves share the frozen file beyond the limit, if this one failed as it wrote another one."""
-        shared = self.newest_frozen.share_on()
+        shared = self.newest_frozen.lift_relink_limit()
         if shared is not None:
             log_step(
                 logging.WARNING,

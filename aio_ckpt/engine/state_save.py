@@ -21,9 +21,9 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.job import NumberedCall, SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
 from aio_ckpt.engine.known_steps import EarlierSteps
-from aio_ckpt.engine.outcomes import Statistics
 from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.engine.state_pipeline import StatePipeline
+from aio_ckpt.engine.statistics import Statistics
 from aio_ckpt.engine.trusted_leaves import Leased, TrustedLeaves
 from aio_ckpt.errors import AioCkptError, StepOrderError
 from aio_ckpt.format.checkpoint_files import data_file_name

@@ -26,14 +26,14 @@ from aio_ckpt.dcp.installed import Installed
 from aio_ckpt.dcp.runtime import SharedRuntime
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import AioCkptError, PeerFailedError
+from aio_ckpt.ranks.failure import Failure, work_failure
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.messages import Failure
-from aio_ckpt.ranks.polls import AgreedWork, Work, work_failure
+from aio_ckpt.ranks.polls import AgreedWork, Work
 from aio_ckpt.ranks.store_coordinator import default_coordinator
 from aio_ckpt.runtime.ctrl_c import Lock, new_future
 from aio_ckpt.runtime.futures import follow, outcome_of, run_cancellable
 from aio_ckpt.runtime.portal import STOP_SECS, Portal
-from aio_ckpt.runtime.priority import lower_priority
+from aio_ckpt.runtime.thread_priority import lower_priority
 
 T = TypeVar("T")
 

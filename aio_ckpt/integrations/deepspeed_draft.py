@@ -13,8 +13,8 @@ from pathlib import Path
 from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.errors import AioCkptError, ConfigError, CorruptCheckpointError, PeerFailedError, RootError, WriteError
 from aio_ckpt.integrations import checkpoint_folder
-from aio_ckpt.ranks.messages import Failure
-from aio_ckpt.ranks.polls import AgreedWork, Work, work_failure
+from aio_ckpt.ranks.failure import Failure, work_failure
+from aio_ckpt.ranks.polls import AgreedWork, Work
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import translate_errors

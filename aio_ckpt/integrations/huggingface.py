@@ -30,7 +30,7 @@ from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, ReadError
 from aio_ckpt.integrations import checkpoint_folder
 from aio_ckpt.integrations.patch_points import Expected, PatchPoint, moved_names, replaced
-from aio_ckpt.ranks.exchange import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 

@@ -34,7 +34,7 @@ from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpo
 from aio_ckpt.integrations.lightning_layout import META, OPTIMIZER, as_bytes, join, moved, split
 from aio_ckpt.integrations.patch_points import Expected, moved_names
 from aio_ckpt.integrations.path_saves import PathSaves, wait_for_saves
-from aio_ckpt.ranks.exchange import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.store_coordinator import default_coordinator
 from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.standalone import read

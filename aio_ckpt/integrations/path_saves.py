@@ -15,7 +15,7 @@ from typing import Any
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.errors import RootError
-from aio_ckpt.ranks.exchange import Coordinator
+from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.storage.paths import device_of

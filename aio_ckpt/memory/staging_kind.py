@@ -29,7 +29,7 @@ def check_staging(staging: Staging, shm_path: str | Path | None, world_size: int
         )
 
 
-def can_lock(source: torch.device) -> bool:
+def can_page_lock(source: torch.device) -> bool:
     """Return whether the driver page-locks memory for copies from ``source``. The test locks one page."""
     arena: Arena | None = None
     try:
@@ -65,13 +65,13 @@ class StagingChoice:
         if source is None:
             return "pageable"
         if self._auto_kind is None:
-            self._auto_kind = "pinned" if can_lock(source) else "pageable"
+            self._auto_kind = "pinned" if can_page_lock(source) else "pageable"
         return self._auto_kind
 
     def take(self, source: torch.device | None, acquire: Callable[[ArenaKind], T]) -> T:
         """Return ``acquire(kind)``. With ``auto``, fall back to pageable memory if the arena cannot be page-locked.
 
-        A limit on locked memory may allow the one page of :func:`can_lock` and still refuse the arena of a state.
+        A limit on locked memory may allow the one page of :func:`can_page_lock` and still refuse the arena of a state.
         """
         kind = self.kind(source)
         try:

@@ -40,7 +40,7 @@ from aio_ckpt.reports import amount
 from aio_ckpt.runtime.ctrl_c import Lock
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import STOP_SECS, Portal
-from aio_ckpt.runtime.priority import lower_priority
+from aio_ckpt.runtime.thread_priority import lower_priority
 from aio_ckpt.storage.mounts import OBJECT_STORE
 from aio_ckpt.storage.object_store import AnyStorage
 from aio_ckpt.ticket import Milestone

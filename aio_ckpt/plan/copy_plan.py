@@ -102,7 +102,7 @@ class ChunkCopies:
     gathered: tuple[GatherRun, ...]
     """Small dense tensors on CUDA that are adjacent in the image."""
     packed: tuple[Piece, ...]
-    """Larger host tensors, each copied by itself (:mod:`aio_ckpt.memory.image_copies`)."""
+    """Larger host tensors, each copied by itself (:mod:`aio_ckpt.memory.copies`)."""
     converted: tuple[Piece, ...]
     """Tensors on devices, copied by torch on a side stream."""
     is_issued: bool

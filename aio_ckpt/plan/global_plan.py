@@ -215,16 +215,16 @@ class Stored:
     share: Assignment
     """The part of ``local`` that the rank writes."""
     places: bytes
-    """Places of the items of the share, in their order in ``local``; see :func:`places`."""
+    """Places of the items of the share, in their order in ``local``; see :func:`packed_places`."""
 
     @classmethod
     def whole(cls, local: LocalPlan, layout: ImageLayout, objects: int) -> Stored:
         """Return the items of a rank that writes all that it holds."""
         names = sum(len(item.fqns) for item in layout.items)
-        return cls(local=local, share=Assignment.of([True] * names, [True] * objects), places=places(layout))
+        return cls(local=local, share=Assignment.of([True] * names, [True] * objects), places=packed_places(layout))
 
 
-def places(layout: ImageLayout, held: Sequence[int] = ()) -> bytes:
+def packed_places(layout: ImageLayout, held: Sequence[int] = ()) -> bytes:
     """Return the place of every item of ``layout``: offset and length in its file, and 1 if that is the frozen one.
 
     Each is an int64, little-endian. The items are in the order of their leaves in ``held``, or else of the layout.

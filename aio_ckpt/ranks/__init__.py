@@ -3,7 +3,8 @@
 In: a message of each rank. Out: the leader's decision, the same on every rank, or an error that names the rank that
 failed. One rank alone is a group with one member. Stores are used here only.
 
-- exchanges: ``exchange``; between several ranks by ``store_coordinator``, ``store``, ``store_values`` and ``messages``
+- exchanges: ``exchange``, by a ``coordinator``; between several ranks by ``store_coordinator``, ``store``,
+  ``store_values`` and ``messages``; ``failure``: what a rank tells of its own
 - members: ``membership``, and how long a call waits for the others; ``heartbeats``: sends them, and looks while a wait
   lasts; ``missing_ranks``: after how much silence a rank is lost, and the log lines about the others
 - a save: ``save_round``; ``save_ledger``: the leader's table of all shares

@@ -14,7 +14,7 @@ from typing import TypeVar
 import anyio
 
 from aio_ckpt.errors import EngineClosedError, PeerFailedError
-from aio_ckpt.ranks.exchange import Coordinator
+from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.ranks.messages import Call, Heartbeat, Topic
 from aio_ckpt.ranks.missing_ranks import HEARTBEATS_A_STALL, LostPeer, RankWait
 from aio_ckpt.ranks.store import StoreClient, StoreKeys

@@ -22,7 +22,8 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, RootError, StallError
 from aio_ckpt.memory.available import ranks_on_host
-from aio_ckpt.ranks.exchange import CallEnd, Coordinator, Exchange
+from aio_ckpt.ranks.coordinator import CallEnd, Coordinator
+from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
 from aio_ckpt.runtime.ctrl_c import new_future

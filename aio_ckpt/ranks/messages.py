@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from aio_ckpt.errors import PeerFailedError
+from aio_ckpt.ranks.failure import Failure
 from aio_ckpt.runtime.waiting import call_text
 
 _NUMBERED_WITH_SAVES = frozenset({"rollback", "delete", "remove"})
@@ -52,26 +51,6 @@ class Topic(NamedTuple):
             return f"the {self.kind} of step {step}" + (f" ({part})" if part else "")
         notes = ", ".join(filter(None, [f"call {self.number}" if self.number else "", part]))
         return (f"{self.kind}()" if self.number else self.kind) + (f" ({notes})" if notes else "")
-
-
-class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Failure of a rank, as it tells the others."""
-
-    rank: int
-    """The rank that failed first."""
-    stage: str
-    cause: str
-    """Type and text of the error."""
-    is_in_doubt: bool = False
-    """Whether the checkpoint of a failed save may still become visible."""
-
-    def error(self, where: str, rank: int) -> PeerFailedError:
-        """Return the failure as an error that ``rank`` raises. ``where``: the text of the topic."""
-        whom = "this rank" if self.rank == rank else f"rank {self.rank}"
-        text = f"{whom} failed in {where}: {self.cause}"
-        error = PeerFailedError(text, rank=self.rank, stage=self.stage, cause=self.cause)
-        error.in_doubt = self.is_in_doubt
-        return error
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -157,14 +136,3 @@ def unpack(data: bytes) -> Iterator[Frame]:
         stop = at + 4 + int.from_bytes(data[at : at + 4], "little")
         yield _FRAMES.decode(data[at + 4 : stop])
         at = stop
-
-
-def failure_of(rank: int, stage: str, error: BaseException) -> Failure:
-    """Return the failure that ``error`` is. If the error names a rank and a stage itself, the failure names those."""
-    is_in_doubt = bool(getattr(error, "in_doubt", False))
-    if isinstance(error, PeerFailedError):  # the first rank that failed is named
-        return Failure(error.rank, error.stage, error.cause or str(error), is_in_doubt)
-    stage = getattr(error, "stage", "") or stage
-    # The text of a cancellation by anyio is the address of a scope, which says nothing.
-    text = "the call was cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
-    return Failure(rank, stage, f"{type(error).__name__}: {text}", is_in_doubt)

@@ -17,18 +17,16 @@ import anyio
 
 from aio_ckpt.errors import AioCkptError, StallError
 from aio_ckpt.ranks.exchange import Exchange
+from aio_ckpt.ranks.failure import WORK_STAGE, Failure, work_failure
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.messages import Failure, Topic
+from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.runtime.ctrl_c import Lock, new_future
-from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.futures import first_cause, follow
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.signals import Preemption
 from aio_ckpt.runtime.waiting import WaitWarning
 from aio_ckpt.ticket import Milestone
 
-WORK_STAGE = "write"
-"""Stage of the failures of agreed work."""
 Work: TypeAlias = Future[Any] | Milestone[Any]
 """Work that ends by itself, with a result or an error."""
 
@@ -239,11 +237,6 @@ class AgreedPreemption:
         if self._members.are_several and not self._is_watching:
             self._is_watching = True
             self._agreed.watch()
-
-
-def work_failure(error: BaseException, rank: int) -> Failure:
-    """Return the failure of work of ``rank`` that ended with ``error``."""
-    return Failure(rank, WORK_STAGE, named(error))
 
 
 class AgreedWork:

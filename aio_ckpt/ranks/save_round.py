@@ -18,7 +18,8 @@ import anyio.lowlevel
 
 from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.shard_table import malformed
-from aio_ckpt.ranks.exchange import CallEnd, Exchange
+from aio_ckpt.ranks.coordinator import CallEnd
+from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.membership import CALL_STAGE, Membership
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import (

@@ -2,7 +2,7 @@
 
 No collective is used: the process groups belong to the training, and a gloo group is unusable after one timeout. Every
 rank appends one message to a value of the store. The leader reads them all, decides, and sets one value. Every rank
-polls for it. One process alone uses :class:`~aio_ckpt.ranks.exchange.SoloCoordinator`.
+polls for it. One process alone uses :class:`~aio_ckpt.ranks.coordinator.SoloCoordinator`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import torch.distributed as dist
 from aio_ckpt._torch import PrefixStore, default_store
 from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
-from aio_ckpt.ranks.exchange import CallEnd, Coordinator, SoloCoordinator
+from aio_ckpt.ranks.coordinator import CallEnd, Coordinator, SoloCoordinator
+from aio_ckpt.ranks.failure import Failure, failure_of
 from aio_ckpt.ranks.flag_watch import FlagWatch
 from aio_ckpt.ranks.heartbeats import POLL_SECS_MAX, Liveness
-from aio_ckpt.ranks.messages import REPLIES, Failure, Frame, Reply, Topic, failure_of
+from aio_ckpt.ranks.messages import REPLIES, Frame, Reply, Topic
 from aio_ckpt.ranks.missing_ranks import HEARTBEATS_A_STALL, RENDEZVOUS
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
 from aio_ckpt.ranks.store_values import Store

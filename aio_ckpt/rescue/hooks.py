@@ -20,15 +20,8 @@ from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.plan.save_plan import Plan
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.rescue.orphans import (
-    Decision,
-    OrphanSegment,
-    decide_against_root,
-    find_orphans,
-    remove_segment,
-    segment_directories,
-    segment_prefix,
-)
+from aio_ckpt.rescue.decision import Decision, decide_against_root
+from aio_ckpt.rescue.orphans import OrphanSegment, find_orphans, remove_segment, segment_directories, segment_prefix
 from aio_ckpt.rescue.segment import SegmentDirectory, SharedSegment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, store_record
 from aio_ckpt.runtime.portal import Executor, Portal, run_blocking, watch_submissions

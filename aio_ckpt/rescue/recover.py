@@ -26,14 +26,8 @@ from aio_ckpt.format.root_names import SEGMENTS_FILE, StepNames
 from aio_ckpt.memory.arena import Arena
 from aio_ckpt.memory.arena_lifetimes import Lease
 from aio_ckpt.plan.layout import file_chunks
-from aio_ckpt.rescue.orphans import (
-    Refusal,
-    RescuableSave,
-    decide_against_root,
-    find_orphans,
-    remove_segment,
-    segment_directories,
-)
+from aio_ckpt.rescue.decision import Refusal, RescuableSave, decide_against_root
+from aio_ckpt.rescue.orphans import find_orphans, remove_segment, segment_directories
 from aio_ckpt.rescue.segment import map_image
 from aio_ckpt.rescue.snapshot_record import layout_of
 from aio_ckpt.runtime.futures import first_cause

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from aio_ckpt.errors import SourceChangedError, StallError
+from aio_ckpt.memory.copies import Copies, CopyEvent, pack_part
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import copy_all, first_unreadable
-from aio_ckpt.memory.image_copies import Copies, CopyEvent, pack_part
 from aio_ckpt.plan.chunks import Chunk, Piece
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable, GatherRun
 from aio_ckpt.plan.fingerprint import fingerprint_of

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from aio_ckpt.memory.image_copies import CopyEvent
+from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.snapshot.stall_timer import StallTimer
 

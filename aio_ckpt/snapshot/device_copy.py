@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from aio_ckpt.format.tensor_columns import IntArray
-from aio_ckpt.memory.image_copies import Copies, Groups, groups_by_address
+from aio_ckpt.memory.copies import Copies, Groups, groups_by_address
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable
 from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.save_plan import ImagePlan

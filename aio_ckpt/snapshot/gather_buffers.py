@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from aio_ckpt.format.constants import align_up
-from aio_ckpt.memory.image_copies import Copies, Groups, groups_by_address
+from aio_ckpt.memory.copies import Copies, Groups, groups_by_address
 from aio_ckpt.plan.copy_plan import CopyPlan, GatherRun
 from aio_ckpt.plan.save_plan import ImagePlan
 

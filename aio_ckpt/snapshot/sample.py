@@ -10,8 +10,8 @@ import torch
 
 from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import CopyStreams
-from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.plan.structure import flat_bytes
 from aio_ckpt.plan.tensor_item import TensorItem
 from aio_ckpt.snapshot.image import Image

@@ -58,13 +58,13 @@ def sync_dir(path: Path) -> None:
     except OSError as error:
         if error.errno not in NOT_SUPPORTED:
             raise
-        warn_of_names(mount_point(path))
+        warn_of_unsynced_names(mount_point(path))
     finally:
         os.close(descriptor)
 
 
 @functools.cache
-def warn_of_names(mount: Path) -> None:
+def warn_of_unsynced_names(mount: Path) -> None:
     """Log what is not durable on a file system that refuses fsync of directories."""
     _logger.warning(
         "%s: the file system there refuses fsync of a directory: after a power loss, the newest checkpoints may be "

@@ -24,8 +24,8 @@ from trained_states import KEPT, Training, check_a_save_every_step, weigh
 from watched_writes import TIMEOUT, Gate, WatchedStorage, Write, watched_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig
-from aio_ckpt.commit import trash as undo
 from aio_ckpt.config import Staging
+from aio_ckpt.engine import failed_save
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.root_names import PENDING_DIR
 from aio_ckpt.memory.arena import POISON
@@ -61,7 +61,7 @@ def hold_in_first_file(storage: WatchedStorage, *, first: int) -> Gate:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed save does not wait for its threads before it reports; its lease waits all the same."""
-    monkeypatch.setattr(undo, "THREAD_WAIT_SECS", 0.05)
+    monkeypatch.setattr(failed_save, "THREAD_WAIT_SECS", 0.05)
 
 
 def test_a_save_keeps_its_own_bytes_while_the_next_one_is_captured_and_the_trainer_churns_memory(

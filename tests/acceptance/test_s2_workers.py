@@ -24,7 +24,7 @@ from waits import until
 from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit import trash as undo
+from aio_ckpt.engine import failed_save
 from aio_ckpt.errors import SaveCancelledError, WriteError
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
@@ -130,7 +130,7 @@ def test_a_full_disk_at_any_chunk_is_raised_and_leaves_nothing_behind(tmp_path: 
 def test_the_buffer_is_lent_to_nobody_before_the_other_writes_of_a_full_disk_settle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    monkeypatch.setattr(undo, "THREAD_WAIT_SECS", 0.05)
+    monkeypatch.setattr(failed_save, "THREAD_WAIT_SECS", 0.05)
     storage = WatchedStorage()
     gate = storage.gate()
 

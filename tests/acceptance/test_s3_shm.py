@@ -26,7 +26,7 @@ from watched_writes import TIMEOUT, WatchedCondition, WatchedStorage, watched_en
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES
-from aio_ckpt.ranks.exchange import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.messages import Topic
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")

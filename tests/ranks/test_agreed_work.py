@@ -12,7 +12,7 @@ from rank_processes import Ranks, engine_on
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import EngineClosedError, PeerFailedError, WriteError
-from aio_ckpt.ranks.messages import Failure
+from aio_ckpt.ranks.failure import Failure
 from aio_ckpt.ranks.polls import AgreedWork
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage

@@ -23,7 +23,8 @@ from slow import slow
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import heartbeats
 from aio_ckpt.ranks import store_coordinator as coordinator_module
-from aio_ckpt.ranks.exchange import CallEnd, Exchange, SoloCoordinator
+from aio_ckpt.ranks.coordinator import CallEnd, SoloCoordinator
+from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Heartbeat, Topic
 from aio_ckpt.ranks.missing_ranks import HEARTBEATS_A_STALL, REMEDY, RankWait
 from aio_ckpt.ranks.store import StoreKeys

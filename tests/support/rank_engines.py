@@ -15,8 +15,9 @@ from gated_storage import Call, Gate, GatedStorage
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import PeerFailedError
-from aio_ckpt.ranks.exchange import CallEnd
-from aio_ckpt.ranks.messages import Failure, Reply, Topic
+from aio_ckpt.ranks.coordinator import CallEnd
+from aio_ckpt.ranks.failure import Failure
+from aio_ckpt.ranks.messages import Reply, Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
 

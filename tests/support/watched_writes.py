@@ -13,7 +13,7 @@ from typing import Any
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import WriteError
-from aio_ckpt.ranks.exchange import Coordinator
+from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.runtime.ctrl_c import Condition
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import DataFile, translate_errors

@@ -16,7 +16,7 @@ from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.errors import SaveCancelledError, ThreadDiedError
-from aio_ckpt.ranks.exchange import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.messages import Topic
 from tests.campaigns.faults import work
 from tests.campaigns.faults.campaign import (

@@ -19,8 +19,7 @@ from typing import Any
 from unittest import mock
 
 import aio_ckpt
-from aio_ckpt.commit import trash as undo
-from aio_ckpt.engine import state_pipeline
+from aio_ckpt.engine import failed_save, state_pipeline
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.leaves import objects as encoding
@@ -147,7 +146,7 @@ def dying_work(folder: Path, *, stride: int = 1) -> Iterator[Point]:
 
 def hanging_work(folder: Path) -> Iterator[Point]:
     """The n-th piece of work hangs in the system until its save was given up, then it goes on."""
-    with Clock() as clock, mock.patch.object(undo, "THREAD_WAIT_SECS", 0.05):
+    with Clock() as clock, mock.patch.object(failed_save, "THREAD_WAIT_SECS", 0.05):
         for number in itertools.count(1):
             with _ground(folder / str(number), saves=1, stall_timeout_secs=STALL_SECS) as ground:
                 clock.drive(ground.engine)

@@ -49,7 +49,7 @@ from aio_ckpt.memory.arena_lifetimes import Lease, LifetimeManager
 from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan import chunks
 from aio_ckpt.plan.plan_cache import PlanCache
-from aio_ckpt.ranks.exchange import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.save_ledger import ContentSums

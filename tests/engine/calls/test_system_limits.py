@@ -267,7 +267,7 @@ def test_without_fsync_of_directories_a_commit_succeeds_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, commit: str, code: int
 ) -> None:
     refused_sync(monkeypatch, code, of_files=False)
-    durability.warn_of_names.cache_clear()
+    durability.warn_of_unsynced_names.cache_clear()
     commits(tmp_path / "root")[commit]()
     told = [record for record in caplog.records if "refuses fsync of a directory" in record.getMessage()]
     assert len(told) == 1

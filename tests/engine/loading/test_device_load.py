@@ -21,16 +21,16 @@ from property_examples import examples
 from tensor_bits import bytes_of
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
+from aio_ckpt.checkpoint import deliver_pieces as place
 from aio_ckpt.checkpoint import fetch
 from aio_ckpt.checkpoint import read_plan as readplan
-from aio_ckpt.checkpoint import verify_pieces as place
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES, align_up
 from aio_ckpt.match import tensors
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory import read_buffers as bounce
+from aio_ckpt.memory.copies import Copies, CopyEvent
 from aio_ckpt.memory.host_copy import CopyVectors
-from aio_ckpt.memory.image_copies import Copies, CopyEvent
 from aio_ckpt.storage import data_file as datafile
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ import torch
 from gated_storage import TIMEOUT
 
 from aio_ckpt import CheckpointEngine, EngineConfig
-from aio_ckpt.checkpoint import read_context, verify_pieces
+from aio_ckpt.checkpoint import deliver_pieces, read_context
 from aio_ckpt.errors import MismatchError, ReadError, SaveCancelledError, TemplateMismatchError
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.storage import data_file as datafile
@@ -211,7 +211,7 @@ def test_without_verification_nothing_is_summed_and_nothing_said_to_be_verified(
     engine.save(made()).result(TIMEOUT)
     state = zeros()
     with monkeypatch.context() as patched:
-        patched.setattr(verify_pieces, "crc32_of", None)
+        patched.setattr(deliver_pieces, "crc32_of", None)
         assert not load(engine, state).verified
     check_equal(state)
     engine.close_blocking()

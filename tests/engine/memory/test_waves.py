@@ -22,7 +22,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import SaveCancelledError, WriteError
 from aio_ckpt.memory import available
-from aio_ckpt.memory.image_copies import Copies
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.ticket import SaveTicket
 
 BUDGET = MIB

@@ -14,7 +14,7 @@ from gated_storage import TIMEOUT
 import aio_ckpt
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.engine import capture_resources
-from aio_ckpt.engine.outcomes import duration
+from aio_ckpt.engine.outcome_log import duration
 
 
 def test_a_commit_a_load_and_a_read_log_one_line_each(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,8 +27,8 @@ from warm_python import run_warm
 from aio_ckpt import CheckpointEngine, EngineConfig, KeepBest, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.commit.discovery import CommittedCheckpoint
-from aio_ckpt.commit.metrics import check_metrics
 from aio_ckpt.commit.retention import Policy, best, expired
+from aio_ckpt.commit.user_metrics import check_metrics
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
 from aio_ckpt.format.checkpoint_files import TRAILER_BYTES
 from aio_ckpt.format.root_manifest import decode_root

@@ -17,7 +17,7 @@ from aio_ckpt import CheckpointEngine, Every, SyncCheckpointEngine
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import ConfigError, StepOrderError
 from aio_ckpt.every import passes_multiple
-from aio_ckpt.ranks.exchange import SoloCoordinator
+from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.polls import AgreedTimer
 from aio_ckpt.runtime.portal import Portal

@@ -20,7 +20,7 @@ from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
 from saved_files import RANK_MANIFEST
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
-from aio_ckpt.commit import trash as undo
+from aio_ckpt.commit import trash
 from aio_ckpt.errors import (
     BusyError,
     SaveCancelledError,
@@ -440,7 +440,7 @@ def test_what_was_replaced_and_could_not_be_removed_is_removed_behind_the_commit
 def test_a_directory_that_is_filled_again_and_again_is_left_to_the_next_engine(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(undo, "THREAD_WAIT_SECS", 0.3)
+    monkeypatch.setattr(trash, "THREAD_WAIT_SECS", 0.3)
     with gated_engine(root) as (engine, storage):
         storage.fail("create_data_file", "*", broken())
         for _ in range(20):

@@ -22,8 +22,8 @@ from gated_storage import TIMEOUT, Gate, gated_engine
 from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
-from aio_ckpt.commit import trash as undo
 from aio_ckpt.engine import engine as engine_module
+from aio_ckpt.engine import failed_save
 from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.format.root_names import PENDING_DIR
@@ -333,7 +333,7 @@ def test_terminate_lets_a_commit_that_has_begun_finish(root: Path) -> None:
 def test_terminate_releases_the_engine_though_a_save_does_not_end(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(undo, "THREAD_WAIT_SECS", 1.0)
+    monkeypatch.setattr(failed_save, "THREAD_WAIT_SECS", 1.0)
     with gated_engine(root, stall_timeout_secs=0.2) as (engine, storage):
         storage.hold("sync", "*.distcp")
         storage.hold("remove_tree", "pending/*")

@@ -12,8 +12,8 @@ import pytest
 from builders import listing
 
 from aio_ckpt.commit.discovery import discover
+from aio_ckpt.commit.engine_dirs import make_engine_dirs
 from aio_ckpt.commit.in_place import unclaimed
-from aio_ckpt.commit.owner import make_engine_dirs
 from aio_ckpt.commit.retention import Policy, Retention
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.runtime.portal import Executor

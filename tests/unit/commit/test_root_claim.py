@@ -14,7 +14,8 @@ import pytest
 from lock_holder import locked_by_another_process
 
 from aio_ckpt.commit import root_claim as claims
-from aio_ckpt.commit.owner import Owner, encoded_owner, make_engine_dirs
+from aio_ckpt.commit.engine_dirs import make_engine_dirs
+from aio_ckpt.commit.owner import Owner, encoded_owner
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.errors import RootError, WriteError
 from aio_ckpt.format.root_names import CLAIM_FILE, LOCK_FILE, TRASH_DIR

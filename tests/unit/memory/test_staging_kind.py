@@ -10,7 +10,7 @@ from aio_ckpt.errors import EngineClosedError
 from aio_ckpt.memory import arena as arenas
 from aio_ckpt.memory import staging_kind as staging
 from aio_ckpt.memory.arena import ArenaKind
-from aio_ckpt.memory.staging_kind import StagingChoice, can_lock
+from aio_ckpt.memory.staging_kind import StagingChoice, can_page_lock
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -29,7 +29,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def test_the_driver_is_tried_with_one_page_and_nothing_stays(registered: set[int]) -> None:
-    assert can_lock(CPU)
+    assert can_page_lock(CPU)
     assert registered == set()
 
 
@@ -48,7 +48,7 @@ def test_auto_takes_pageable_memory_from_when_the_driver_refuses_to_lock_that_mu
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A limit on locked memory may allow one page and not the arena of a state."""
-    monkeypatch.setattr(staging, "can_lock", lambda source: True)
+    monkeypatch.setattr(staging, "can_page_lock", lambda source: True)
     taken = list[ArenaKind]()
 
     def take(kind: ArenaKind) -> ArenaKind:
@@ -67,7 +67,7 @@ def test_auto_takes_pageable_memory_from_when_the_driver_refuses_to_lock_that_mu
 def test_a_setting_of_the_users_and_errors_of_our_own_are_not_worked_around(
     monkeypatch: pytest.MonkeyPatch, setting: Staging
 ) -> None:
-    monkeypatch.setattr(staging, "can_lock", lambda source: True)
+    monkeypatch.setattr(staging, "can_page_lock", lambda source: True)
 
     taken = list[ArenaKind]()
 
@@ -87,7 +87,7 @@ def test_the_driver_is_asked_once_and_not_for_a_state_in_host_memory(monkeypatch
         calls.append(source)
         return True
 
-    monkeypatch.setattr(staging, "can_lock", counted)
+    monkeypatch.setattr(staging, "can_page_lock", counted)
     choice = StagingChoice("auto")
     assert choice.kind(None) == "pageable"
     assert calls == []

@@ -18,9 +18,9 @@ from property_examples import examples
 from rings import TIMEOUT, image_of, issued
 
 from aio_ckpt.memory.arena_lifetimes import LifetimeManager
+from aio_ckpt.memory.copies import Copies, CopyEvent
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import CopyVectors, copy_all
-from aio_ckpt.memory.image_copies import Copies, CopyEvent
 from aio_ckpt.plan.copy_plan import ChunkCopies, CopyPlan, CopyTable, GatherRun
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
 from aio_ckpt.runtime.portal import Executor

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from aio_ckpt.errors import PeerFailedError
-from aio_ckpt.ranks.exchange import Coordinator, Exchange, SoloCoordinator
+from aio_ckpt.ranks.coordinator import Coordinator, SoloCoordinator
+from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from log_lines import early_lines
 
 from aio_ckpt.errors import StallError
-from aio_ckpt.ranks.messages import Failure, Frame, Heartbeat, Reply
+from aio_ckpt.ranks.failure import Failure
+from aio_ckpt.ranks.messages import Frame, Heartbeat, Reply
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
 from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.runtime.portal import ON_SUBMIT

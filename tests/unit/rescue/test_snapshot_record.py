@@ -25,8 +25,9 @@ from aio_ckpt.format.rank_manifest import decode_rank
 from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import file_chunks
+from aio_ckpt.rescue.decision import decide
 from aio_ckpt.rescue.hooks import Rescue
-from aio_ckpt.rescue.orphans import OrphanSegment, decide, find_orphans, segment_prefix
+from aio_ckpt.rescue.orphans import OrphanSegment, find_orphans, segment_prefix
 from aio_ckpt.rescue.segment import SegmentDirectory, SharedSegment, StoredSegment, read_segment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record, layout_of, raw_sums, store_record
 from aio_ckpt.snapshot.image import Image

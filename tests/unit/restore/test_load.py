@@ -53,7 +53,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.memory.image_copies import Copies
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.restore.load import match_checkpoint
 from aio_ckpt.restore.read_state import read_state
 from aio_ckpt.runtime.portal import Executor

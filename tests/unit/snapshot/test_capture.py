@@ -29,8 +29,8 @@ from aio_ckpt.leaves import objects
 from aio_ckpt.leaves.objects import ObjectEncoder, decode_object
 from aio_ckpt.memory import host_copy as moves
 from aio_ckpt.memory.arena_lifetimes import LifetimeManager
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import CopyStreams
-from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.save_plan import PlannedSave
 from aio_ckpt.runtime.portal import Executor

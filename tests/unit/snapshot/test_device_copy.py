@@ -10,7 +10,7 @@ import pytest
 import torch
 from rings import issued
 
-from aio_ckpt.memory.image_copies import Copies
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.plan.structure import flat_bytes
 from aio_ckpt.snapshot.device_copy import DeviceCopier, copy_budget_bytes
 

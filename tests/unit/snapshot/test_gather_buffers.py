@@ -13,7 +13,7 @@ from rings import TIMEOUT, image_of, plan_of
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.memory.arena_lifetimes import LifetimeManager
-from aio_ckpt.memory.image_copies import Copies
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.plan import gathering
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot import gather_buffers

@@ -19,7 +19,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
 
     monkeypatch.setattr(os, "fsync", fail)
     monkeypatch.setattr(os, "fdatasync", fail)
-    durability.warn_of_names.cache_clear()
+    durability.warn_of_unsynced_names.cache_clear()
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS])

@@ -10,16 +10,16 @@ from aio_ckpt.checkpoint.read_requests import Pieces, ReadRequest, ReassemblyBuf
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.tensor_columns import IntArray
+from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.memory.host_copy import copy_all, memmove
-from aio_ckpt.memory.image_copies import Copies
 from aio_ckpt.memory.read_buffers import address_of
 
 _SMALL_COPY_BYTES = 64 << 10
 """Longest copy that is made together with others in one call. A longer one is one ``memmove``."""
 
 
-def copy_pieces(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence[Copies]) -> None:
+def verify_and_copy(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence[Copies]) -> None:
     """Verify the pieces of a request, then copy them to their targets.
 
     ``copies``: the copies to each device, by its number in ``Pieces.devices``. The loops take 1 us a piece.

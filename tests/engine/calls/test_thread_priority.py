@@ -13,7 +13,7 @@ import torch
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.runtime import priority
+from aio_ckpt.runtime import thread_priority
 from aio_ckpt.runtime.portal import Portal
 
 TIMEOUT = 20.0
@@ -63,7 +63,7 @@ def test_an_engine_works_where_no_priority_may_be_set(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "setpriority", refuse)
-    monkeypatch.setattr(priority, "_IOPRIO_SET", {platform.machine(): 99_999})
+    monkeypatch.setattr(thread_priority, "_IOPRIO_SET", {platform.machine(): 99_999})
     before = priorities()
     with SyncCheckpointEngine(tmp_path) as engine:
         assert portals[0].executor.submit(priorities).result(TIMEOUT) == before

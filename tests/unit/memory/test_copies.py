@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 from tensor_bits import bits
 
-from aio_ckpt.memory.image_copies import Copies, groups_by_address, pack_part
+from aio_ckpt.memory.copies import Copies, groups_by_address, pack_part
 
 
 @st.composite

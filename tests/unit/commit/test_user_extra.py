@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
 
-from aio_ckpt.commit.extra import MAX_EXTRA_BYTES, check_extra
+from aio_ckpt.commit.user_extra import MAX_EXTRA_BYTES, check_extra
 from aio_ckpt.errors import ConfigError
 
 SCALARS = (

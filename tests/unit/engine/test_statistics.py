@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from builders import report_of
 
-from aio_ckpt.engine.outcomes import Counters, Statistics, stage_secs
+from aio_ckpt.engine.statistics import Counters, Statistics, stage_secs
 from aio_ckpt.errors import SaveCancelledError, WriteError
 from aio_ckpt.reports import StageTimings
 
