@@ -158,7 +158,7 @@ def load_report(
     found = outcome.found
     return LoadReport(
         **_common_fields(chosen, skipped, outcome),
-        missing=(*found.missing, *found.lacking),
+        missing=found.all_missing,
         unexpected=found.unexpected,
         dropped=found.dropped,
         mismatched=found.mismatched,

@@ -87,6 +87,11 @@ def has_fields(kind: type) -> bool:
     return dataclasses.is_dataclass(kind) or issubclass(kind, _NAMESPACES)
 
 
+def is_frozen(kind: type) -> bool:
+    """Return whether values of this type are dataclasses that refuse a change of their fields."""
+    return dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
 Form: TypeAlias = Literal["mapping", "fields", "tuple", "list"]
 
 
@@ -105,6 +110,14 @@ _READ_AS_OBJECT: frozenset[type] = frozenset((list, tuple, collections.deque, *_
 _PLAIN_PICKLING = tuple(getattr(object, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
 
 
+@dataclass(frozen=True, slots=True)
+class _FrozenSlots:
+    """Dataclass whose pickling ``dataclasses`` itself defines, as it does for all that are frozen and have slots."""
+
+
+_FROZEN_SLOTS_PICKLING = getattr(_FrozenSlots, "__getstate__", None)
+
+
 @_cached
 def is_opened(kind: type) -> bool:
     """Return whether values of this transparent type are taken apart even without a tensor in them.
@@ -113,7 +126,8 @@ def is_opened(kind: type) -> bool:
     are stored as one object: it may leave out fields on purpose.
     """
     pickling = tuple(getattr(kind, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
-    return kind not in _READ_AS_OBJECT and (pickling == _PLAIN_PICKLING or not has_fields(kind))
+    is_plain = pickling == _PLAIN_PICKLING or pickling == (*_PLAIN_PICKLING[:2], _FROZEN_SLOTS_PICKLING)
+    return kind not in _READ_AS_OBJECT and (is_plain or not has_fields(kind))
 
 
 def fields_of(value: Any) -> tuple[list[str], list[object]]:

@@ -16,7 +16,7 @@ from aio_ckpt.match.compounds import match_compounds
 from aio_ckpt.match.dtype_changes import changed, is_narrower
 from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.leaves import match_any_leaves, match_leaves
-from aio_ckpt.match.missing_names import missing_remedies
+from aio_ckpt.match.missing_names import missing_remedies, saved_elsewhere
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.stateful import match_stateful
 from aio_ckpt.match.takers import LeavesTaker, StatefulTaker, Taker
@@ -36,7 +36,7 @@ class Match:
     takers: Sequence[Taker]
     """Parts of the template that get values once all is verified, in this order."""
     missing: tuple[str, ...]
-    """Template names that the checkpoint lacks, but for entries of Stateful values: see ``StatefulTaker.lacking``."""
+    """Template names that the checkpoint lacks, but for entries of Stateful values: see :attr:`all_missing`."""
     unexpected: tuple[str, ...]
     """Names that the template lacks."""
     mismatched: tuple[str, ...]
@@ -49,9 +49,10 @@ class Match:
     """Tensors of modules of another dtype, which ``load_state_dict`` converts without a cast, as messages name them."""
 
     @property
-    def lacking(self) -> list[str]:
-        """Names of entries of Stateful values that the checkpoint lacks. Known once the takers are prepared."""
-        return [name for taker in self.takers if isinstance(taker, StatefulTaker) for name in taker.lacking]
+    def all_missing(self) -> tuple[str, ...]:
+        """Names that the checkpoint lacks, entries of Stateful values too. Known once the takers are prepared."""
+        entries = (name for taker in self.takers if isinstance(taker, StatefulTaker) for name in taker.lacking)
+        return (*self.missing, *entries)
 
     @property
     def fills_template(self) -> bool:
@@ -88,6 +89,8 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
     if missing and not options.allow_missing:
         beyond = [*map(checkpoint.stored_name, modules.unexpected)]
         beyond += _not_loaded(checkpoint, below, template.names, ctx, is_missing=True)[0]
+        if elsewhere := saved_elsewhere(checkpoint, modules.missing, ctx.rank):
+            raise MissingNameError(f"{checkpoint.path}: {elsewhere}")
         remedies = modules.remedies or missing_remedies(
             checkpoint, state, missing, beyond, taken={*template.names, *below}
         )

@@ -37,6 +37,25 @@ def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, bran
     return f"the template has {pair[0]!r} where {pair[1]!r} is stored: {rename}"
 
 
+def saved_elsewhere(checkpoint: Checkpoint, missing: Sequence[str], rank: int) -> str:
+    """Return which other rank saved ``missing`` names of Stateful values, and the remedy; '' if none did.
+
+    Such a value gets what its own rank saved. A leaf is read whoever saved it.
+    """
+    if not missing or not checkpoint.has_skeleton or checkpoint.union is not None:
+        return ""
+    names = {*missing}
+    for ranks in checkpoint.owners().values():
+        owner = ranks[0]
+        if rank not in ranks and any(not names.isdisjoint(branches_of(name)) for name in checkpoint.names_of(owner)):
+            return (
+                f"rank {rank} did not save {listed(missing)}; rank {owner} did, and a value with load_state_dict() "
+                "gets what its own rank saved: give its state_dict() in its place, and call its load_state_dict() "
+                "after the load"
+            )
+    return ""
+
+
 def missing_remedies(
     checkpoint: Checkpoint, state: object, missing: Sequence[str], unexpected: Sequence[str], *, taken: Set[str]
 ) -> list[str]:

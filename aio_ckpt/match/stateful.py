@@ -31,7 +31,16 @@ from aio_ckpt.match.rename import branches_of_rank, stored_branch
 from aio_ckpt.match.takers import StatefulTaker
 from aio_ckpt.match.tensors import exact_addresses, fill_fault, full_shape, has_other_shape
 from aio_ckpt.state.flatten import Template, leaves_of
-from aio_ckpt.state.names import NamedNode, below_each, find_named, is_below, is_extra_state, listed
+from aio_ckpt.state.names import (
+    NamedNode,
+    below_each,
+    branches_of,
+    find_named,
+    is_below,
+    is_extra_state,
+    listed,
+    prefix_of,
+)
 
 
 def match_stateful(
@@ -84,6 +93,7 @@ def match_stateful(
         else:
             own.modules.missing.append(prefix)
     faults += match_stateful_compounds(checkpoint, takers, ctx)
+    faults += _moment_faults(takers)
     parts: Mapping[str, NamedNode] = {}
     if takers and checkpoint.has_skeleton:
         wanted = {taker.branch for taker in takers if taker.branch is not None}
@@ -209,6 +219,32 @@ def _meta_fault(prefix: str, value: Any, held: Mapping[str, Target]) -> list[str
     ]
 
 
+def _moment_faults(takers: Sequence[StatefulTaker]) -> Iterator[str]:
+    """Yield the fault of each optimizer without state that would get moments of a parameter of another shape.
+
+    ``load_state_dict`` takes moments of any shape, and ``step()`` would fail. An optimizer with state keeps its own.
+    """
+    kept = {memory_of(own).data_ptr(): name for taker in takers for name, own in taker.kept.items()}
+    for taker in takers if kept else ():
+        if not isinstance(taker.value, torch.optim.Optimizer):
+            continue
+        branches = {branch for name in taker.names for branch in branches_of(name)}
+        for number, parameter in enumerate(_parameters(taker.value)):
+            name = kept.get(memory_of(parameter).data_ptr())
+            state = f"{prefix_of(taker.name or None)}state.{number}"
+            if name is not None and state in branches and not taker.value.state.get(parameter):
+                yield (
+                    f"{state!r} belongs to {name!r}, which has another shape here, and {taker.name!r} has no state of "
+                    "its own to keep: step() it once before the load, or leave it out of the template"
+                )
+                break
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, in the order of their numbers in its ``state_dict()``."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _layouts_below(prefix: str, value: Any, names: Iterable[str], held: Mapping[str, Target]) -> dict[str, Target]:
     """Return the tensors whose layout and device newly allocated ones get, by name.
 
@@ -218,7 +254,7 @@ def _layouts_below(prefix: str, value: Any, names: Iterable[str], held: Mapping[
     found: dict[str, Target] = {name: own for name, own in held.items() if isinstance(own, (DTensor, Shard))}
     if not isinstance(value, torch.optim.Optimizer):
         return found
-    parameters = [parameter for group in value.param_groups for parameter in group["params"]]
+    parameters = _parameters(value)
     is_moved, dot = is_load_of_torch(value), prefix and f"{prefix}."
     for name in names:
         number, _, key = name.removeprefix(f"{dot}state.").partition(".")

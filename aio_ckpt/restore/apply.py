@@ -61,6 +61,8 @@ def _warn(ctx: ReadContext, checkpoint: Checkpoint, found: Match) -> None:
             ctx.world_size,
             listed(found.dropped),
         )
+    if missing := found.all_missing:
+        _log.warning("%s: allow_missing=True: lacks %s, left as they are", checkpoint.path, listed(missing))
     if found.unexpected:
         _log.warning(
             "%s: the template lacks %s; not loaded (strict=True refuses this)",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from aio_ckpt.leaves.containers import UnreadableError, entries_of, fields_of, is_mapping, parts_of, remade
+from aio_ckpt.leaves.containers import UnreadableError, entries_of, fields_of, is_frozen, is_mapping, parts_of, remade
 from aio_ckpt.leaves.keys import frozen_keys
 from aio_ckpt.leaves.refill import refilled
 from aio_ckpt.leaves.values import LeafKind, PerRank
@@ -24,7 +25,9 @@ def put_back(
     rank: int,
     empty: Sequence[str] | None = None,
 ) -> None:
-    """Set the leaves named in ``objects`` in the caller's containers. A tuple or ``PerRank`` is rebuilt in its parent.
+    """Set the leaves named in ``objects`` in the caller's containers.
+
+    A tuple, a frozen dataclass or a ``PerRank`` is made anew in its parent.
 
     A list, a random generator and other mutable values of the same type as the stored one stay, and get its content. If
     one has two names, it stays under the first. What such a list holds is replaced.
@@ -126,6 +129,8 @@ def _with(value: Any, code: int, changed: list[tuple[Any, object]], items: list[
     if code == Container.TUPLE:
         return tuple(items) if type(value) is tuple else remade(type(value), items)
     if code == Container.FIELDS:
+        if is_frozen(type(value)):  # it may be a key, or a default that others have, too
+            value = copy.copy(value)
         for key, item in changed:
             object.__setattr__(value, key, item)
         return value

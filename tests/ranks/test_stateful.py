@@ -103,3 +103,35 @@ def test_a_sharded_model_that_differs_is_refused_before_anything_is_touched(two:
     for error, is_same in two.run(load_deeper, tmp_path):
         assert "lacks 2 names: 'model.2.weight', 'model.2.bias'; allow_missing=True" in error
         assert is_same
+
+
+def stage(layer: int, value: float) -> nn.ModuleDict:
+    """A stage of a pipeline, which holds one layer."""
+    made = nn.ModuleDict({f"layer{layer}": nn.Linear(4, 4)})
+    nn.init.constant_(made[f"layer{layer}"].weight, value)  # type: ignore[arg-type]
+    return made
+
+
+def swap_stages(rank: int, count: int, root: Path) -> tuple[str, float]:
+    """Save a stage on each rank, and load it on the other one; the error, and the weight that its dict gets."""
+    moved = stage(1 - rank, -1.0)
+    with engine_on(root, SECS) as engine:
+        engine.save({"model": stage(rank, float(rank))}, step=1).result(SECS)
+        with pytest.raises(MissingNameError) as caught:
+            engine.load({"model": moved})
+        state = {"model": moved.state_dict()}
+        engine.load(state)
+        moved.load_state_dict(state["model"])
+    return str(caught.value), moved.get_parameter(f"layer{1 - rank}.weight")[0, 0].item()
+
+
+def test_of_a_stage_that_moved_the_error_names_the_rank_that_saved_it_and_its_remedy_loads_it(
+    two: Ranks, tmp_path: Path
+) -> None:
+    """A remedy of another kind, such as ``rename=``, would load the weights of another layer."""
+    for rank, (error, weight) in enumerate(two.run(swap_stages, tmp_path)):
+        names = f"'model.layer{1 - rank}.weight', 'model.layer{1 - rank}.bias'"
+        assert f"rank {rank} did not save 2 names: {names}; rank {1 - rank} did, and a value" in error
+        assert "rename=" not in error
+        assert "allow_missing" not in error
+        assert weight == 1 - rank

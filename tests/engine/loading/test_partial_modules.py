@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import aio_ckpt
 from aio_ckpt import LoadReport, SyncCheckpointEngine
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
+from aio_ckpt.state.names import listed
 
 Load = Callable[..., LoadReport]
 
@@ -40,7 +41,9 @@ def by(request: pytest.FixtureRequest) -> str:
 # -- missing ------------------------------------------------------------------------------------------
 
 
-def test_keys_of_a_module_that_are_not_stored_stay_and_are_reported(tmp_path: Path, by: str) -> None:
+def test_keys_of_a_module_that_are_not_stored_stay_and_are_reported_and_logged(
+    tmp_path: Path, by: str, caplog: pytest.LogCaptureFixture
+) -> None:
     trained, model = net(), net(adapter=torch.nn.BatchNorm1d(4))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     path = saved(tmp_path / "x", {"model": {"head.weight": trained["head"].weight}}, by)
@@ -48,6 +51,7 @@ def test_keys_of_a_module_that_are_not_stored_stay_and_are_reported(tmp_path: Pa
         aio_ckpt.load(path, {"model": net()})
     report = aio_ckpt.load(path, {"model": model}, allow_missing=True)
     assert report.missing == tuple(f"model.{name}" for name in before if name != "head.weight")
+    assert f"{path}: allow_missing=True: lacks {listed(report.missing)}, left as they are" in caplog.messages
     assert torch.equal(model["head"].weight, trained["head"].weight)
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name != "head.weight")
@@ -145,6 +149,32 @@ def test_keys_of_modules_and_of_optimizers_with_state_stay_if_their_shape_differ
     assert torch.equal(grown["head"].weight, trained["head"].weight)
     assert torch.equal(own.state[grown["words"].weight]["exp_avg"], moments)
     own.step()
+
+
+def test_an_optimizer_that_was_not_stepped_is_refused_the_moments_of_a_parameter_of_another_shape(
+    tmp_path: Path,
+) -> None:
+    """Its ``load_state_dict`` takes them, and ``step()`` then fails with a text about sizes of tensors."""
+
+    def made(words: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.ModuleDict({"words": torch.nn.Embedding(words, 4), "head": torch.nn.Linear(4, 4)})
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+    trained, of_trained = made(10)
+    step(trained, of_trained)
+    path = saved(tmp_path / "x", {"model": trained, "opt": of_trained}, "ours")
+    grown, own = made(12)
+    with pytest.raises(TemplateMismatchError, match=r"'opt.state.0' belongs to 'model.words.weight'.*step\(\) it once"):
+        aio_ckpt.load(path, {"model": grown, "opt": own}, skip_mismatched=True)
+    assert not own.state
+    step(grown, own)
+    report = aio_ckpt.load(path, {"model": grown, "opt": own}, skip_mismatched=True)
+    assert report.mismatched == ("model.words.weight", "opt.state.0.exp_avg", "opt.state.0.exp_avg_sq")
+    step(grown, own)
 
 
 def test_a_load_of_an_engine_takes_skip_mismatched(tmp_path: Path) -> None:

@@ -237,8 +237,38 @@ class Config:
     name: str = "run"
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenConfig:
+    """As people use for a key of a cache, or for the default of a parameter."""
+
+    rate: float = 0.1
+    weight: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlottedConfig:
+    """The same, whose pickling ``dataclasses`` defines."""
+
+    rate: float = 0.1
+    weight: torch.Tensor | None = None
+
+
 class Layers(list[int]):
     """As omegaconf's lists."""
+
+
+@pytest.mark.parametrize("kind", [FrozenConfig, SlottedConfig])
+def test_a_frozen_dataclass_is_replaced_where_it_stands_and_is_itself_not_changed(root: Path, kind: type) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"config": kind(0.5), "of": [kind(0.7, torch.ones(2))]}).result(TIMEOUT)
+        default, weight = kind(), torch.zeros(2)
+        state = {"config": default, "of": [kind(0.1, weight)]}
+        engine.load(state)
+    assert state["config"] == kind(0.5)
+    assert default == kind()
+    assert state["of"][0].rate == 0.7
+    assert state["of"][0].weight is weight
+    assert weight.tolist() == [1, 1]
 
 
 def test_settings_of_a_type_of_ones_own_need_no_trust(root: Path, caplog: pytest.LogCaptureFixture) -> None:
