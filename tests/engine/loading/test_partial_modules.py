@@ -129,14 +129,19 @@ def test_tensors_of_another_shape_stay_and_are_reported_if_that_is_asked_for(tmp
     assert not template["array"].any()  # type: ignore[union-attr]
 
 
-def test_keys_of_modules_and_of_optimizers_with_state_stay_if_their_shape_differs(tmp_path: Path, by: str) -> None:
-    def stepped(words: int) -> tuple[torch.nn.ModuleDict, torch.optim.Optimizer]:
-        model = net(words)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        return model, optimizer
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
 
+
+def stepped(words: int) -> tuple[torch.nn.ModuleDict, torch.optim.Optimizer]:
+    model = net(words)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def test_keys_of_modules_and_of_optimizers_with_state_stay_if_their_shape_differs(tmp_path: Path, by: str) -> None:
     (trained, its), (grown, own) = stepped(10), stepped(12)
     path = saved(tmp_path / "x", {"model": trained, "opt": its}, by)
     with pytest.raises(TemplateMismatchError, match="skip_mismatched=True leaves it as it is"):
@@ -155,19 +160,10 @@ def test_an_optimizer_that_was_not_stepped_is_refused_the_moments_of_a_parameter
     tmp_path: Path,
 ) -> None:
     """Its ``load_state_dict`` takes them, and ``step()`` then fails with a text about sizes of tensors."""
-
-    def made(words: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model = torch.nn.ModuleDict({"words": torch.nn.Embedding(words, 4), "head": torch.nn.Linear(4, 4)})
-        return model, torch.optim.AdamW(model.parameters())
-
-    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
-        optimizer.step()
-
-    trained, of_trained = made(10)
-    step(trained, of_trained)
-    path = saved(tmp_path / "x", {"model": trained, "opt": of_trained}, "ours")
-    grown, own = made(12)
+    trained, its = stepped(10)
+    path = saved(tmp_path / "x", {"model": trained, "opt": its}, "ours")
+    grown = net(12)
+    own = torch.optim.AdamW(grown.parameters())
     with pytest.raises(TemplateMismatchError, match=r"'opt.state.0' belongs to 'model.words.weight'.*step\(\) it once"):
         aio_ckpt.load(path, {"model": grown, "opt": own}, skip_mismatched=True)
     assert not own.state
