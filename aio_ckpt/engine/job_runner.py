@@ -17,7 +17,7 @@ from aio_ckpt.runtime.error_notes import named, note_stage
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import watch_submissions
-from aio_ckpt.runtime.waiting import WaitWarning
+from aio_ckpt.runtime.waiting import WaitWarning, forgiving_suspension
 
 J_contra = TypeVar("J_contra", bound=WriteJob, contravariant=True)
 J = TypeVar("J", bound=WriteJob)
@@ -84,7 +84,8 @@ async def _watch(ctx: EngineContext, job: WriteJob) -> None:
                 f"{_named(ctx, job)} made no progress for {limit_secs} s: "
                 f"storage under {job.place} is stalled, it was {job.activity}"
             )
-        with anyio.move_on_after(job.deadline.left_secs(idle_left)):
+        secs = job.deadline.left_secs(idle_left)
+        with forgiving_suspension(secs, job.stall.forgive), anyio.move_on_after(secs):
             await job.stall.raise_failure()
 
 

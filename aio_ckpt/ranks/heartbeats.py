@@ -21,7 +21,7 @@ from aio_ckpt.ranks.store import StoreClient, StoreKeys
 from aio_ckpt.runtime import waiting
 from aio_ckpt.runtime.error_notes import copy_to_raise
 from aio_ckpt.runtime.futures import first_cause
-from aio_ckpt.runtime.waiting import WaitWarning
+from aio_ckpt.runtime.waiting import WaitWarning, forgiving_suspension
 
 T = TypeVar("T")
 
@@ -147,8 +147,9 @@ class Liveness(Coordinator):
                             functools.partial(wait.line, heard=self._heard, leader=self.leader, is_first=is_first)
                         )
                 now = time.monotonic()
-                pause = min(max(now - begun, longest) * _POLL_SHARE, longest)
-                await anyio.sleep(min(pause, max(due - now, 0)))
+                pause = min(max(now - begun, longest) * _POLL_SHARE, longest, max(due - now, 0))
+                with forgiving_suspension(pause, wait.forgive):
+                    await anyio.sleep(pause)
             return found
         finally:
             self._waits.remove(topic)

@@ -76,6 +76,12 @@ class RankWait:
         silent = [rank for rank in ranks if now - self._seen[rank][1] >= self._stall_secs]
         return LostPeer(error=self._silence_error(silent, is_met=is_met), is_silent=True) if silent else None
 
+    def forgive(self, secs: float) -> None:
+        """Do not count ``secs`` that have passed: this process was suspended, and maybe the other ranks with it."""
+        self._began += secs
+        self._seen = {rank: (beat, since + secs) for rank, (beat, since) in self._seen.items()}
+        self._apart = {rank: since + secs for rank, since in self._apart.items()}
+
     def _beat(self, rank: int) -> Heartbeat:
         """Return the last heartbeat of a rank; number 0 if it gave none."""
         found = self._seen[rank][0]

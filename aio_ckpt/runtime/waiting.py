@@ -26,6 +26,23 @@ FIRST_LINE_SECS = 30.0
 """Duration of a wait when the first line names it. Shorter waits are normal."""
 
 
+_LATE_SECS = 1.0
+"""Lateness of a wait from which on it is no matter of a busy processor."""
+
+
+@contextlib.contextmanager
+def forgiving_suspension(secs: float, forgive: Callable[[float], object]) -> Iterator[None]:
+    """Call ``forgive`` with the seconds by which the block, a wait for at most ``secs``, has ended too late.
+
+    The process was suspended then (SIGSTOP, Slurm, ``docker pause``), and the monotonic clock went on.
+    """
+    began = time.monotonic()
+    yield
+    late_secs = time.monotonic() - began - secs
+    if late_secs > _LATE_SECS:
+        forgive(late_secs)
+
+
 def next_line_secs(waited_secs: float) -> float:
     """Return the duration at which the next line is due: ``FIRST_LINE_SECS``, twice as much, four times, and so on."""
     due = FIRST_LINE_SECS

@@ -25,6 +25,10 @@ class StallTimer:
         """Restart the stall timer: the save has made progress."""
         self.last = time.monotonic()
 
+    def forgive(self, secs: float) -> None:
+        """Do not count ``secs`` that have passed: the process was suspended."""
+        self.last += secs
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Pause the stall timer of this save in the block, which waits for what has a limit of its own."""

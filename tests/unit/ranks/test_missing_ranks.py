@@ -146,3 +146,16 @@ def test_the_first_heartbeat_of_a_call_comes_before_the_first_line() -> None:
     assert [next(pauses) for _ in range(3)] == [15, 150, 150]
     pauses = heartbeat_pauses(20)
     assert [next(pauses) for _ in range(3)] == [5, 5, 5]
+
+
+def test_the_time_in_which_this_process_was_suspended_is_no_silence_of_a_rank() -> None:
+    wait = RankWait(Topic("save", 5), SAVE, stage="agree", stall_secs=600.0, name="/ckpt")
+    sent = [msgspec.msgpack.encode(beat(SAVE))]
+    assert wait.look([1], sent, Heartbeat(0), is_met=True) is None
+    wait._seen = {rank: (found, since - 700) for rank, (found, since) in wait._seen.items()}
+    wait.forgive(650)
+    assert wait.look([1], sent, Heartbeat(0), is_met=True) is None
+    wait._seen = {rank: (found, since - 600) for rank, (found, since) in wait._seen.items()}
+    lost = wait.look([1], sent, Heartbeat(0), is_met=True)
+    assert lost is not None
+    assert "rank 1 gave no sign of life in the save of step 200 for 600.0 s" in str(lost.error)

@@ -15,6 +15,7 @@ import pytest
 from log_lines import LogLines, early_lines
 
 from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.runtime import waiting
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.runtime.waiting import WaitWarning, call_text, disk_warning, duration_text, next_line_secs
 
@@ -148,3 +149,14 @@ def test_a_place_in_a_store_is_no_file_system(caplog: pytest.LogCaptureFixture) 
     assert lines._describe is not None
     lines.log(lines._describe)
     assert "the store of s3://bucket/run is slow, or does not answer" in caplog.text
+
+
+def test_a_wait_that_ends_late_is_forgiven_the_time_in_which_the_process_was_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, forgiven = [100.0], list[float]()
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    for took in (3.0, 5.9, 65.0):
+        with waiting.forgiving_suspension(5.0, forgiven.append):
+            now[0] += took
+    assert forgiven == [60.0]
