@@ -212,9 +212,9 @@ class PeerFailedError(AioCkptError, RuntimeError):
 
 
 class SystemLimitError(AioCkptError, OSError, RuntimeError):
-    """The system gives this process no more threads or open files; names the limit and how to raise it.
+    """The system gives this process no more threads, open files or memory to read; names how to raise the limit.
 
-    ``errno`` is EAGAIN for threads, EMFILE or ENFILE for files.
+    ``errno`` is EAGAIN for threads, EMFILE or ENFILE for files, ENOMEM for memory.
     """
 
 

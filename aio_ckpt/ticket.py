@@ -78,7 +78,10 @@ class Milestone(Generic[T]):
             Exception: why the milestone was not reached.
         """
         self._wait(timeout)
-        return self._take()
+        try:
+            return self._take()
+        finally:
+            del self  # as in _take
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait like :meth:`result` and return the failure, or None. The caller has then observed it."""
@@ -96,7 +99,10 @@ class Milestone(Generic[T]):
         if not self._future.done():
             self._check(f"await {self.name}")
             yield from self._wait_in_loop().__await__()
-        return self._take()
+        try:
+            return self._take()
+        finally:
+            del self  # as in _take
 
     def add_done_callback(self, fn: Callable[[Milestone[T]], object]) -> None:
         """Call ``fn(self)`` once the outcome is known: in the thread that sets it, or at once if it is known.
@@ -161,7 +167,7 @@ class Milestone(Generic[T]):
         try:
             raise error.with_traceback(self._traceback)
         finally:
-            del error  # it holds this frame by its traceback
+            del error, self  # the error holds this frame by its traceback, and so would hold itself
 
 
 class PendingCall(Milestone[T]):

@@ -920,7 +920,7 @@ def _forsake(
 
     The garbage collector calls this on any thread, which may hold any lock. So this logs nothing and starts no thread.
     """
-    if not portal.is_closed:
+    if portal.is_of_this_process and not portal.is_closed:
         root_session.forsake()
         portal.post(_log_forsaken, root)
         portal.post(_close_forsaken, root_session, throttle, shutdown)

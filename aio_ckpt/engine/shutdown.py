@@ -14,7 +14,7 @@ import anyio
 
 from aio_ckpt.engine.job import Job, WriteJob
 from aio_ckpt.engine.job_queue import MAX_CALLS, JobQueue, raise_failure
-from aio_ckpt.errors import StallError
+from aio_ckpt.errors import EngineForkedError, StallError
 from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.exit_status import fail_at_exit
 from aio_ckpt.runtime.futures import follow
@@ -32,6 +32,8 @@ def log_if_second_to(error: BaseException | None) -> Iterator[None]:
     except Exception as second:
         if error is None:
             raise
+        if isinstance(second, EngineForkedError):  # a fork that leaves the block, as by sys.exit(), has no saves
+            return
         # A failed save was logged when it failed, so one line says that nobody will see this error raised.
         _log.error("a save failed while the trainer was failing: %s", named(second))
         _log.debug("where", exc_info=True)
@@ -150,7 +152,7 @@ class Shutdown:
             if late:
                 steps = [job.step for job in late if job.step is not None]
                 lost = ", ".join([f"steps {steps}"] * bool(steps) + [job.title for job in late if job.step is None])
-                _log.error("interpreter exit: %s were not committed in drain_timeout_secs", lost)
+                _log.error("interpreter exit: %s were not committed in drain_timeout_secs, or before Ctrl-C", lost)
             for name in self._agreements():
                 _log.error("interpreter exit: other ranks did not end in drain_timeout_secs: %s", name)
             if late or self._queue.take_unreported(MAX_CALLS) is not None:

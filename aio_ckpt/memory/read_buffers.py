@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 import torch
 
+from aio_ckpt.errors import SystemLimitError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, map_private
 from aio_ckpt.memory.cuda import on_device, register_host_memory, unregister_host_memory
@@ -21,11 +22,20 @@ _log = logging.getLogger("aio_ckpt")
 
 
 def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
-    """Return ``count`` new page-aligned buffers of ``nbytes`` each, which lie side by side in one mapping."""
+    """Return ``count`` new page-aligned buffers of ``nbytes`` each, which lie side by side in one mapping.
+
+    Raises:
+        SystemLimitError: the system refuses the memory.
+    """
     if not nbytes:
         return [memoryview(b"")] * count
     size = align_up(nbytes, PAGE_BYTES)
-    memory = map_private(size * count + HUGE_PAGE_BYTES)
+    try:
+        memory = map_private(size * count + HUGE_PAGE_BYTES)
+    except OSError as error:
+        remedy = "set fewer workers, or raise the limit on memory (ulimit -v)"
+        text = f"{error.strerror}: no memory for read buffers of {size * count} bytes: {remedy}"
+        raise SystemLimitError(error.errno, text) from error
     # A fork would make the pages copy-on-write while a disk or a device uses them.
     memory.madvise(mmap.MADV_DONTFORK)
     view = memoryview(memory)

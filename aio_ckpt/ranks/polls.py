@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import anyio
 
-from aio_ckpt.errors import AioCkptError, StallError
+from aio_ckpt.errors import AioCkptError, EngineClosedError, StallError
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.failure import WORK_STAGE, Failure, work_failure
 from aio_ckpt.ranks.membership import Membership
@@ -135,7 +135,8 @@ class AgreedPoll:
             self._first = await _FIRST_POLL.run(self._members.coordinator, self._topic, polls, self._after_all)
         except AioCkptError as error:
             self.error = error
-            self._on_error(error)
+            if not isinstance(error, EngineClosedError):  # then nobody polls any more
+                self._on_error(error)
         finally:
             with self._lock:
                 if self._first is None and self._has_come():

@@ -90,6 +90,7 @@ def cancellable_result_blocking(work: Future[T], given_up: Future[None]) -> T:
                 is_over = True
             except BaseException:  # noqa: BLE001 - a second signal, while the first one's error is on its way
                 pass
+        del work  # the traceback of its error holds this frame, which would close a cycle
 
 
 class Ending(Protocol):

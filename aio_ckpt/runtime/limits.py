@@ -23,9 +23,11 @@ def threads_remedy() -> str:
     """Return the limit on threads and how to raise it."""
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     processes = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+    memory = resource.getrlimit(resource.RLIMIT_AS)[0]
+    stacks = "" if memory == resource.RLIM_INFINITY else f", or on memory (ulimit -v, here {memory // 1024})"
     return (
         f"raise the limit on processes (ulimit -u, here {processes}) or on those of the container (pids.max of its "
-        "cgroup), or let the process start fewer threads, such as those of data loaders"
+        f"cgroup){stacks}, or let the process start fewer threads, such as those of data loaders"
     )
 
 

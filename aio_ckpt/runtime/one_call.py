@@ -18,7 +18,8 @@ def call_on_own_threads(work: Callable[[Executor], Coroutine[Any, Any, T]], work
     portal, given_up = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", workers + SMALL_IO_THREADS), new_future()
     try:
         portal.start()
-        running = portal.submit(run_cancellable, given_up, lambda: work(portal.executor))
-        return cancellable_result_blocking(running, given_up)
+        return cancellable_result_blocking(
+            portal.submit(run_cancellable, given_up, lambda: work(portal.executor)), given_up
+        )
     finally:
         portal.close(STOP_SECS)

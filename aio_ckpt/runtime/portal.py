@@ -341,7 +341,7 @@ class Portal:
             RuntimeError: the portal was started before.
             SystemLimitError: the system refuses a thread for the loop, or every other one, or the loop's own files.
         """
-        if os.getpid() != self._pid:
+        if not self.is_of_this_process:
             raise _fork_refusal(self._pid, self.name)
         if self._thread is not None or self._is_closing:
             raise RuntimeError(f"{self.name}: a portal is started once")
@@ -369,11 +369,16 @@ class Portal:
     @property
     def executor(self) -> Executor:
         """Executor for blocking calls, to be passed to :func:`run_blocking`."""
-        if os.getpid() != self._pid:
+        if not self.is_of_this_process:
             raise _fork_refusal(self._pid, self.name)
         if self._executor is None:
             raise EngineClosedError(f"{self.name}: not started")
         return self._executor
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process made the portal, and is no fork of the one that did."""
+        return os.getpid() == self._pid
 
     @property
     def is_closed(self) -> bool:
@@ -387,7 +392,7 @@ class Portal:
         Raises:
             WrongThreadError: the caller runs on the loop's thread or on a thread of the executor.
         """
-        if os.getpid() != self._pid:
+        if not self.is_of_this_process:
             raise _fork_refusal(self._pid, self.name)
         if getattr(_OWNER, "value", None) is self:
             raise WrongThreadError(
@@ -406,7 +411,7 @@ class Portal:
         Raises:
             EngineClosedError: the portal is closed.
         """
-        if os.getpid() != self._pid:
+        if not self.is_of_this_process:
             raise _fork_refusal(self._pid, self.name)
         future: Future[T] = new_future()
         if on_done is not None:
@@ -445,7 +450,7 @@ class Portal:
 
     def post(self, fn: Callable[[*Ts], object], *args: *Ts) -> None:
         """Call ``fn(*args)`` soon on the loop, from any thread. If the loop has ended, do nothing."""
-        if os.getpid() != self._pid:
+        if not self.is_of_this_process:
             raise _fork_refusal(self._pid, self.name)
         self._schedule(fn, *args)
 
@@ -454,7 +459,7 @@ class Portal:
 
         It is not called if the portal is closed by then, nor in a forked child.
         """
-        if os.getpid() != self._pid:
+        if not self.is_of_this_process:
             raise _fork_refusal(self._pid, self.name)
         hook = functools.partial(self._run_at_exit, callback)
         if multiprocessing.parent_process() is None:
@@ -464,7 +469,7 @@ class Portal:
             self._forget_exit = Finalize(None, hook, exitpriority=0).cancel
 
     def _run_at_exit(self, callback: Callable[[], object]) -> None:
-        if os.getpid() == self._pid and not self.is_closed:
+        if self.is_of_this_process and not self.is_closed:
             callback()
 
     def close(self, timeout: float) -> None:
@@ -478,12 +483,14 @@ class Portal:
         self._is_closing = True
         forget, self._forget_exit = self._forget_exit, _nothing
         forget()
-        if self._group is not None:
-            self._schedule(self._group.cancel_scope.cancel)
-        if self._thread is not None:
-            self._thread.join(timeout)
-        threads_ended = self._executor is None or self._executor.close(max(0.0, deadline - time.monotonic()))
-        self._resolve_rest(None)
+        try:
+            if self._group is not None:
+                self._schedule(self._group.cancel_scope.cancel)
+            if self._thread is not None:
+                self._thread.join(timeout)
+        finally:  # Ctrl-C in the wait for the loop leaves no thread
+            threads_ended = self._executor is None or self._executor.close(max(0.0, deadline - time.monotonic()))
+            self._resolve_rest(None)
         if (self._thread is not None and self._thread.is_alive()) or not threads_ended:
             _logger.warning("%s: a thread was still at work %.1f s after close and is left behind", self.name, timeout)
 
@@ -509,6 +516,8 @@ class Portal:
         self._context = contextvars.copy_context()
         async with anyio.create_task_group() as group:
             self._group = group
+            if self._is_closing:  # Ctrl-C ended start()
+                return
             self._ready.set_result(None)
             await anyio.sleep_forever()
 
@@ -542,6 +551,8 @@ class Portal:
             else:
                 if self._claim(future):
                     future.set_result(value)
+            finally:
+                del future, args  # an error's traceback holds this frame, which would close a cycle through the future
 
     def _resolve_rest(self, cause: BaseException | None) -> None:
         for future in list(self._unresolved):

@@ -27,6 +27,8 @@ def _remedy(code: int, *, writes: bool) -> str:
             return files_remedy()
         case errno.ENFILE:
             return "the machine has no more open files: raise fs.file-max, or end processes that hold many"
+        case errno.EFBIG:
+            return "raise the limit on the size of files (ulimit -f), or give a path on a file system that allows it"
         case errno.EROFS:
             return "give a path on a file system that is mounted for writing"
         case errno.EACCES if writes:

@@ -20,6 +20,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.dcp import Reader, Writer
 from aio_ckpt.errors import AioCkptError, SystemLimitError, WriteError
+from aio_ckpt.memory import read_buffers
 from aio_ckpt.storage import data_file, durability, local
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*distributed is")
@@ -179,6 +180,22 @@ def test_verify_that_gets_no_descriptor_calls_no_file_damaged(tmp_path: Path, by
     assert (done.returncode, done.stdout) == (1, "")
     assert "Too many open files: this process may have" in done.stderr
     assert "ulimit -n" in done.stderr
+
+
+def test_a_load_that_gets_no_memory_to_read_with_names_the_limit_and_touches_nothing(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        engine.save(state(2.0), step=1).result()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(read_buffers, "map_private", no_memory)
+            with pytest.raises(SystemLimitError, match=r"no memory for read buffers of \d+ bytes: .*ulimit -v"):
+                engine.load(back := state(0.0))
+        assert not back["w"].any()
+        engine.load(back)
+        assert back["w"].eq(2).all()
+
+
+def no_memory(_: int) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def test_an_engine_without_open_files_to_come_names_the_limit_and_leaves_no_thread(

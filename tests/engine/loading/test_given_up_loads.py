@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +17,9 @@ import pytest
 import torch
 from gated_storage import TIMEOUT
 
+import aio_ckpt
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt.errors import TemplateMismatchError
 from aio_ckpt.runtime import futures
 from aio_ckpt.storage import data_file as datafile
 from aio_ckpt.ticket import Milestone
@@ -152,3 +157,43 @@ def test_a_signal_ends_a_load_which_fills_nothing_afterwards(
         check_is_empty(state)
         assert engine.load(state).step == 1
         assert state["x"] == 1
+
+
+async def of_async_engine(root: Path, state: dict[str, Any]) -> None:
+    with contextlib.suppress(TemplateMismatchError):  # asyncio.run() itself keeps the frames of an error
+        async with CheckpointEngine(root) as engine:
+            await engine.load(state)
+
+
+def of_sync_engine(root: Path, state: dict[str, Any]) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.load(state)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        of_sync_engine,
+        lambda root, state: asyncio.run(of_async_engine(root, state)),
+        lambda root, state: aio_ckpt.load(root / "step_000000001", state),
+    ],
+    ids=["sync", "async", "without an engine"],
+)
+def test_a_load_that_failed_keeps_no_tensor_of_its_template(
+    tmp_path: Path, load: Callable[[Path, dict[str, Any]], None]
+) -> None:
+    """Not until the garbage collector runs, either: it may be a model on a GPU, of which the next one has no room."""
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save({"w": torch.ones(3)}, step=1).result()
+
+    def fail() -> weakref.ref[torch.Tensor]:
+        tensor = torch.zeros(4)
+        with contextlib.suppress(TemplateMismatchError):
+            load(tmp_path, {"w": tensor})
+        return weakref.ref(tensor)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()

@@ -221,3 +221,27 @@ while atexit._ncallbacks() == hooks:
     child = run_warm(script, str(root), timeout=60)
     assert child.returncode == 0, child.stderr
     assert (root / "step_000000001").is_dir()
+
+
+def test_a_fork_that_leaves_or_drops_it_says_nothing(root: Path) -> None:
+    found = run_warm(
+        """
+        import os, sys
+        from aio_ckpt import SyncCheckpointEngine
+
+        def drop():
+            engine = SyncCheckpointEngine(sys.argv[1])
+            if os.fork() == 0:
+                sys.exit(0)
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+            engine.close()
+
+        drop()
+        with SyncCheckpointEngine(sys.argv[1]):
+            if os.fork() == 0:
+                sys.exit(3)
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+        """,
+        str(root),
+    )
+    assert (found.returncode, found.stderr) == (0, "")

@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
 
+import anyio
+import anyio.abc
 import pytest
 from child_python import child_environment, python
 from system_limits import threads_up_to
@@ -211,6 +213,44 @@ def test_close_cancels_tasks_waits_for_their_cleanup_and_resolves_every_future()
     portal.close(TIMEOUT)
     assert isinstance(future.exception(0), EngineClosedError)
     assert portal.is_closed
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_the_wait_of_close_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    portal = Portal("interrupted", 2)
+    portal.start()
+    loop, threads = portal._thread, portal.executor._threads
+    assert loop is not None
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(loop, "join", interrupted)
+        portal.close(TIMEOUT)
+    for thread in (loop, *threads):
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+
+
+def test_ctrl_c_in_the_wait_for_the_loop_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop may still be about to begin."""
+    begins = threading.Event()
+    real = anyio.create_task_group
+
+    def late() -> anyio.abc.TaskGroup:
+        assert begins.wait(TIMEOUT)
+        return real()
+
+    portal = Portal("interrupted", 2)
+    monkeypatch.setattr(anyio, "create_task_group", late)
+    monkeypatch.setattr(portal._ready, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        portal.start()
+    portal.close(0.0)
+    begins.set()
+    assert portal._thread is not None
+    portal._thread.join(TIMEOUT)
+    assert not portal._thread.is_alive()
 
 
 def test_everything_after_close_is_refused_and_a_post_is_ignored(portal: Portal) -> None:

@@ -19,6 +19,7 @@ from aio_ckpt.storage.data_file import translate_errors
         (errno.EMFILE, ReadError, f"may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open"),
         (errno.EMFILE, WriteError, r"raise the limit (ulimit -n)"),
         (errno.ENFILE, WriteError, "raise fs.file-max"),
+        (errno.EFBIG, WriteError, "raise the limit on the size of files (ulimit -f)"),
         (errno.EROFS, WriteError, "give a path on a file system that is mounted for writing"),
         (errno.EACCES, WriteError, "give a path that this user may write to"),
         (errno.EACCES, ReadError, "let this user read it"),
