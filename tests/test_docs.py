@@ -265,6 +265,7 @@ def run_on_two_ranks(block: Block) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    place["CUDA_VISIBLE_DEVICES"] = ""  # there may be fewer GPUs than ranks
     ranks = [
         WarmPython(
             block.text,

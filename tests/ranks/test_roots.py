@@ -14,6 +14,7 @@ from builders import weights
 from disk_tree import tree_of
 from log_lines import kept_lines
 from rank_processes import Ranks, engine_on
+from waits import until
 
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError
 from aio_ckpt.format.root_names import CLAIM_FILE, ENGINE_DIR
@@ -121,7 +122,12 @@ def in_its_own_order(rank: int, count: int, folder: Path) -> tuple[str, list[str
         engine_on(folder / second, SECS),
     ):
         text = text_of(lambda: engine.save(weights(1), step=1).result(SECS))
-    return text, [line for line in lines.messages if line.startswith("the root of this rank")]
+
+        def told() -> list[str]:
+            return [line for line in lines.messages if line.startswith("the root of this rank")]
+
+        until(lambda: rank == 0 or len(told()) == 2)  # the other engine meets in the background
+    return text, told()
 
 
 def test_engines_that_were_opened_in_different_orders_fail_and_name_both_roots(two: Ranks, tmp_path: Path) -> None:

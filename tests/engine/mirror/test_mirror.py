@@ -230,10 +230,11 @@ KILLED = """
     from builders import weights
     from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngine, copying
 
-    copy, copied = copying._copy_file, []
+    copy, copied, saved = copying._copy_file, [], threading.Event()
 
     def second_file_hangs(*arguments):
         if copied:
+            saved.wait()
             os.write(1, b"held\\n")  # print() of two threads mixes their lines
             threading.Event().wait()
         copied.append(arguments)
@@ -244,6 +245,7 @@ KILLED = """
     with SyncCheckpointEngine(root, EngineConfig(mirror=Mirror(place))) as engine:
         for step in (1, 2):
             engine.save(weights(step), step).result(60)
+        saved.set()
         threading.Event().wait()
 """
 
