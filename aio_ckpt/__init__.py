@@ -10,7 +10,8 @@ Each package's docstring says what goes in, what comes out, what it may import, 
   it, ``write`` writes it, and ``commit`` makes it visible and removes what expires; ``mirror`` copies it elsewhere
 - a load: ``checkpoint`` opens and verifies, ``match`` compares, ``restore`` reads and applies
 - below both: ``format`` (bytes), ``memory`` (buffers), ``storage`` and ``remote_path`` (files and objects), ``runtime``
-  (threads and waits), ``ranks`` (agreement), ``rescue`` (snapshots of dead trainers), ``argument_checks``
+  (threads and waits), ``ranks`` (agreement), ``rescue`` (snapshots of dead trainers), ``argument_checks``,
+  ``message_texts``
 - other entries: ``cli``, ``demo``, ``dcp`` (torch's own calls), ``integrations`` (frameworks)
 
 Names that need torch are imported at first use (PEP 562): torch takes seconds, and ``aio-ckpt ls`` needs none of it.

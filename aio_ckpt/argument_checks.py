@@ -1,4 +1,4 @@
-"""Checks of arguments and settings, and the texts that messages share.
+"""Checks of arguments and settings.
 
 Each check raises a ConfigError that names the argument, its value and what to give.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import reprlib
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.message_texts import shown
 
 MAX_SECS = 1e9
 """Longest time, in seconds, that every wait of the operating system accepts."""
@@ -32,37 +30,6 @@ _COPIED_BY = {
     "https": "curl",
 }
 """By scheme, a command that copies files."""
-SHOWN = 5
-"""Most things of a kind that a message names, unless said otherwise."""
-_REPR = reprlib.Repr()
-_REPR.maxother = 200
-
-
-def command_line(*words: object) -> str:
-    """Return a command of ``aio-ckpt`` for a message, such that a shell takes it as it is printed."""
-    return f"`aio-ckpt {shlex.join(map(str, words))}`"
-
-
-def shown(value: object) -> str:
-    """Return ``repr(value)`` for a message, of at most 200 characters. Never raises.
-
-    The repr of a caller's value may raise, such as that of an int of 5,000 digits.
-    """
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an int of {value.bit_length()} bits"
-    return _REPR.repr_instance(value, 1)
-
-
-def first_of(things: Sequence[object], *, between: str = ", ", most: int = SHOWN) -> str:
-    """Return the first of several things, and how many more there are, for a message: "a, b and 3 more"."""
-    before = " " if between == ", " else between
-    more = f"{before}and {len(things) - most} more" if len(things) > most else ""
-    return f"{between.join(map(str, things[:most]))}{more}"
-
-
-def numbered(noun: str, numbers: Sequence[int], *, most: int = SHOWN) -> str:
-    """Return the first of several things that have numbers, for a message: "rank 1", "ranks 1, 2 and 3 more"."""
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {first_of(numbers, most=most)}"
 
 
 def check_seconds(name: str, value: object) -> None:
@@ -111,11 +78,6 @@ def check_one_of(step: object, path: object) -> None:
     """Raise ConfigError if both a step and a path are given."""
     if step is not None and path is not None:
         raise ConfigError(f"step={shown(step)} and path={shown(path)} each name a checkpoint: give one of them")
-
-
-def without_secrets(text: str) -> str:
-    """Return a URL without its user, its password and its query; any other text as it is."""
-    return _SECRETS.sub(r"\1", text) if _URL.match(text) else text
 
 
 def local_name(text: str) -> str:
@@ -181,3 +143,8 @@ def is_among(value: object, allowed: tuple[str, ...]) -> bool:
     """Return whether ``value`` is one of the strings ``allowed``."""
     # The type is checked first, because an array would be compared element by element.
     return isinstance(value, str) and value in allowed
+
+
+def without_secrets(text: str) -> str:
+    """Return a URL without its user, its password and its query; any other text as it is."""
+    return _SECRETS.sub(r"\1", text) if _URL.match(text) else text

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from aio_ckpt.argument_checks import check_callback, check_flag, check_seconds, is_among, is_path, shown
+from aio_ckpt.argument_checks import check_callback, check_flag, check_seconds, is_among, is_path
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.message_texts import shown
 from aio_ckpt.remote_path import Place, check_place, place_of
 from aio_ckpt.reports import SaveReport
 

@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 import anyio
 
-from aio_ckpt.argument_checks import command_line
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.commit.discovery import checkpoint_at, discover
 from aio_ckpt.commit.in_place import LOCK, PENDING
@@ -34,15 +33,16 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.root_names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, StepNames
+from aio_ckpt.message_texts import command_line
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.reports import CopyReport
 from aio_ckpt.runtime.one_call import call_on_own_threads
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.directories import make_dirs
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.object_store import AnyStorage, ObjectStorage, Unpublished
+from aio_ckpt.storage.os_errors import translate_errors
 from aio_ckpt.storage.small_files import read_root, save_of
 
 __all__ = ["copy"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from aio_ckpt.argument_checks import MAX_SECS, check_flag, shown
+from aio_ckpt.argument_checks import MAX_SECS, check_flag
 from aio_ckpt.commit.step_numbers import check_step_number, whole_number
 from aio_ckpt.engine.engine import BaseEngine
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.message_texts import shown
 
 __all__ = ["Every"]
 

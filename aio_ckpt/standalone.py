@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from aio_ckpt.argument_checks import check_callback, check_flag, check_kind, shown
+from aio_ckpt.argument_checks import check_callback, check_flag, check_kind
 from aio_ckpt.checkpoint.load_progress import metered
 from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
@@ -22,6 +22,7 @@ from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.rename import Rename
+from aio_ckpt.message_texts import shown
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress
 from aio_ckpt.restore.load import load_checkpoint

@@ -19,8 +19,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from aio_ckpt.argument_checks import MAX_SECS, check_wait, shown
+from aio_ckpt.argument_checks import MAX_SECS, check_wait
 from aio_ckpt.errors import ConfigError, EngineClosedError, SaveCancelledError, StallError
+from aio_ckpt.message_texts import shown
 from aio_ckpt.reports import Progress, SaveReport, title
 from aio_ckpt.runtime.ctrl_c import new_future
 

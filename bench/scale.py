@@ -253,7 +253,7 @@ def _sent(reports: Iterable[PlanMsg | Vote]) -> bytes:
 def _received(ledger: Ledger, data: bytes) -> list[PlanMsg | Vote]:
     reports = [SAVE.messages.decode(frame.body or b"") for frame in unpack(data)]
     received = [report for report in reports if report is not None]
-    ledger.check(received)
+    ledger.check_same_target(received)
     return received
 
 

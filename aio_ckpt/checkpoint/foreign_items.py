@@ -6,8 +6,6 @@ A manifest of aio_ckpt holds the place of the raw bytes of a tensor; stock DCP h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -17,6 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, StoredObject, UnparsedItem, global_shape
+from aio_ckpt.checkpoint.dcp_places import descriptors_of, storage_info_of, stored_at
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.checksum import crc32_of
@@ -53,18 +52,6 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
     return catalog
 
 
-def storage_info_of(index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) -> StorageInfo:
-    """Return the place of an item according to ``.metadata``.
-
-    Raises:
-        CorruptCheckpointError: ``.metadata`` holds no place for it.
-    """
-    place = places.get(index)
-    if place is None:
-        raise CorruptCheckpointError(f"{METADATA_FILE}: tells no place for {index.fqn!r} {index.offset or ''}")
-    return place
-
-
 def unparsed_item_of(
     name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: StorageInfo
 ) -> UnparsedItem:
@@ -80,16 +67,6 @@ def unparsed_item_of(
         is_transformed=bool(descriptors_of(place)),
         stride=getattr(entry.properties, "strides", None),
     )
-
-
-def stored_at(name: str, place: StorageInfo, crc32: int | None = None) -> StoredObject:
-    """Return the object at ``place``."""
-    return StoredObject(name, place.relative_path, place.offset, place.length, crc32, bool(descriptors_of(place)))
-
-
-def descriptors_of(place: StorageInfo) -> Sequence[str]:
-    """Return the stream extensions of DCP that an item was written through, outermost first."""
-    return getattr(place, "transform_descriptors", None) or ()
 
 
 def parse_item(unparsed: UnparsedItem, head: bytearray, tail: bytearray) -> Item:

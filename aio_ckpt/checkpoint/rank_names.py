@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from aio_ckpt.argument_checks import first_of
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.state.names import below_each, branches_of, find_named, is_below, is_selected, skeleton_names
 from aio_ckpt.state.skeleton_union import united
 

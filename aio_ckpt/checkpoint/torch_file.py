@@ -16,7 +16,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.zip_directory import CompressedError, ZipRecord, body_offset, read_directory, read_record
-from aio_ckpt.storage.data_file import translate_errors
+from aio_ckpt.storage.os_errors import translate_errors
 
 _BLOCK_BYTES = 1 << 20
 _MAGIC = b"PK\x03\x04"

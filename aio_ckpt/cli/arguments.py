@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from aio_ckpt.argument_checks import check_path, command_line
+from aio_ckpt.argument_checks import check_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
 from aio_ckpt.format.root_names import ENGINE_DIR, StepNames
+from aio_ckpt.message_texts import command_line
 from aio_ckpt.remote_path import RemotePath, check_place
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.argument_checks import command_line
 from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
 from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress, counted
 from aio_ckpt.cli.listing import best_rule
@@ -22,6 +21,7 @@ from aio_ckpt.cli.texts import plural, printable
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ProtectedStepError, StepOrderError
 from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
+from aio_ckpt.message_texts import command_line
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.argument_checks import check_path, first_of
+from aio_ckpt.argument_checks import check_path
 from aio_ckpt.cli.arguments import Directory, MistypedPathError, json_option, step_dir_option
 from aio_ckpt.cli.console import Screen, bytes_progress
 from aio_ckpt.cli.texts import printable
@@ -25,6 +25,7 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
 )
 from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.reports import SaveReport, amount
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aio_ckpt.argument_checks import command_line
 from aio_ckpt.cli.arguments import check_root, json_option, root_argument, step_dir_option
 from aio_ckpt.cli.console import Cells, Screen
 from aio_ckpt.cli.texts import age_text, extra_text, metrics_text, plural, printable, time_text
@@ -18,6 +17,7 @@ from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR, StepNames
+from aio_ckpt.message_texts import command_line
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount
 

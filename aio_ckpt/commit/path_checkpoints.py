@@ -10,12 +10,12 @@ import errno
 import os
 from pathlib import Path
 
-from aio_ckpt.argument_checks import first_of
 from aio_ckpt.commit.discovery import checkpoint_at
 from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.user_files import files_of_caller, is_of_checkpoint
 from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.root_names import ENGINE_DIR, TRASH_DIR, StepNames
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.durability import sync_or_undo
 from aio_ckpt.storage.local import Storage

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.argument_checks import numbered
 from aio_ckpt.commit.discovery import CommittedCheckpoint, step_directories
 from aio_ckpt.commit.leftovers import restore_protected
 from aio_ckpt.commit.protection import protected_steps
@@ -25,6 +24,7 @@ from aio_ckpt.errors import (
     StepOrderError,
 )
 from aio_ckpt.format.root_names import TRASH_DIR, StepNames, protected_name
+from aio_ckpt.message_texts import numbered
 from aio_ckpt.storage.durability import sync_parents
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import read_root

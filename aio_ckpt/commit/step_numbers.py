@@ -1,57 +1,17 @@
-"""Step numbers: the valid ones, and the ones that a save may have."""
+"""Step numbers: the valid ones, and the next one."""
 
 from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Collection
-from pathlib import Path
 from typing import TypeVar
 
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import StepOrderError
+from aio_ckpt.message_texts import shown
 
 MAX_STEP = 1 << 62
 """Largest number that a manifest holds."""
 T = TypeVar("T")
-
-
-def check_exceeds_newest(
-    step: object,
-    *,
-    newest: int | None,
-    committed: Collection[int],
-    pending: Collection[int],
-    overwrite: bool,
-    mirror: Path | None = None,
-) -> int:
-    """Return the step of a save that its caller gave, as an int.
-
-    ``newest`` may be a step of the ``mirror`` alone.
-
-    Raises:
-        StepOrderError: ``step`` is no whole number from 0, or it does not exceed ``newest`` and is not overwritten.
-    """
-    step = check_step_number(step)
-    if newest is None or step > newest or (overwrite and step in committed):
-        return step
-    known = f"the newest committed or pending step {newest}"
-    earlier, anew = "an earlier one", "another root begins anew"
-    if mirror is not None and newest not in committed and newest not in pending:
-        known += f", which may be in the mirror {mirror} alone"
-        earlier += f", also if load() passes step {newest} by as damaged"
-        anew = "another root with another mirror begins anew"
-    remedy = f"load() resumes after step {newest}, rollback(step) goes back to {earlier}, {anew}"
-    if mirror is None and newest not in committed and newest not in pending:
-        known += ", which this engine has committed and whose directory is gone"
-        remedy = f"give step {newest + 1} or a later one, or open a new engine, which counts the steps that are there"
-    elif step in pending:
-        remedy = (
-            "its save is pending: await its ticket (or engine.ready(), if one save is in flight) before overwrite=True"
-        )
-    elif step in committed:
-        remedy += f", save(overwrite=True) replaces step {step}"
-    raise StepOrderError(f"step={step} does not exceed {known}: {remedy}")
 
 
 def check_step_number(step: object) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.message_texts import shown
 
 MAX_EXTRA_BYTES = 1 << 16
 """Largest length of ``save(extra=)`` as JSON."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
+from aio_ckpt.message_texts import shown
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.object_store import store_of

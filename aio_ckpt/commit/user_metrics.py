@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.message_texts import shown
 
 
 def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float | None]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
-from aio_ckpt.argument_checks import check_flag, check_kind, local_path, shown
+from aio_ckpt.argument_checks import check_flag, check_kind, local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.installed import Installed, same_handle
 from aio_ckpt.dcp.item_sources import Sources
@@ -27,6 +27,7 @@ from aio_ckpt.dcp.runtime import Replacement, Runtime, SharedRuntime
 from aio_ckpt.dcp.stager import AsyncStager, stage_copy
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError, PlanChangedError, RootError
+from aio_ckpt.message_texts import shown
 from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.storage.object_client import has_obstore
 

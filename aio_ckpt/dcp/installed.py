@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol, Self, TypeVar
 
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.message_texts import shown
 
 _log = logging.getLogger("aio_ckpt")
 

@@ -20,7 +20,7 @@ from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.rank_manifest import ObjectEntry
 from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.plan.fingerprint import check_sources, fingerprint_of
+from aio_ckpt.plan.pointer_fingerprint import check_sources, fingerprint_of
 from aio_ckpt.plan.save_plan import PlannedImage, placement_of, plan_image
 from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.plan.tied_tensors import partition, tied_names

@@ -19,15 +19,9 @@ from aio_ckpt._torch import StorageInfo, narrow_tensor_by_index
 from aio_ckpt.checkpoint.boxes import Box, check_boxes
 from aio_ckpt.checkpoint.catalog import Item, StoredObject, UnparsedItem, items_of
 from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.dcp_places import descriptors_of, storage_info_of, stored_at
 from aio_ckpt.checkpoint.fetch import fetch, synchronize
-from aio_ckpt.checkpoint.foreign_items import (
-    check_object_zip,
-    descriptors_of,
-    parse_or_object,
-    storage_info_of,
-    stored_at,
-    unparsed_item_of,
-)
+from aio_ckpt.checkpoint.foreign_items import check_object_zip, parse_or_object, unparsed_item_of
 from aio_ckpt.checkpoint.locate import locate
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan

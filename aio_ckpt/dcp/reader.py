@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from aio_ckpt._torch import StorageInfo, reader_transforms
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.commit.discovery import IS_FILE
 from aio_ckpt.config import EngineConfig
@@ -29,6 +28,7 @@ from aio_ckpt.errors import (
     ReadError,
 )
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
+from aio_ckpt.message_texts import shown
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.small_files import read_small_file

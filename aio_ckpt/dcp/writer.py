@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from aio_ckpt._torch import DCP_VERSION, writer_transforms
-from aio_ckpt.argument_checks import check_flag, shown
+from aio_ckpt.argument_checks import check_flag
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.item_sources import Sources, collect_sources
 from aio_ckpt.dcp.rank_save import (
@@ -37,10 +37,11 @@ from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.message_texts import shown
 from aio_ckpt.remote_path import RemotePath
-from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.directories import make_dirs
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.os_errors import translate_errors
 
 _log = logging.getLogger("aio_ckpt")
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from aio_ckpt.argument_checks import MAX_SECS, check_path, shown
+from aio_ckpt.argument_checks import MAX_SECS, check_path
 from aio_ckpt.commit.path_checkpoints import file_refusal
 from aio_ckpt.engine.call_lock import CallLock
 from aio_ckpt.engine.capture_job import JobCapturer
@@ -22,6 +22,7 @@ from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
 from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.format.safetensors_file import SUFFIX, index_name
 from aio_ckpt.memory.staging_kind import StagingChoice
+from aio_ckpt.message_texts import shown
 from aio_ckpt.plan.file_plan import FileContent, FilePlans, torch_content
 from aio_ckpt.plan.safetensors_plan import SafetensorsOptions, safetensors_content
 from aio_ckpt.plan.save_plan import PlannedImage, collector_paused

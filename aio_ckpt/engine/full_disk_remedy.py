@@ -7,9 +7,9 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.argument_checks import command_line
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import AioCkptError
+from aio_ckpt.message_texts import command_line
 from aio_ckpt.reports import Target
 from aio_ckpt.storage.local import names_in
 from aio_ckpt.write.full_disk import LOOK_SECS, explain_full_disk, is_disk_full

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from aio_ckpt.argument_checks import command_line
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.errors import StepOrderError
+from aio_ckpt.message_texts import command_line
 from aio_ckpt.runtime.ctrl_c import Lock
 
 _log = logging.getLogger("aio_ckpt")
@@ -105,12 +105,12 @@ class KnownSteps:
         """Check a step that the caller gave. Steps up to the newest are looked up on the disk.
 
         Raises:
-            StepOrderError: see :func:`aio_ckpt.commit.step_numbers.check_exceeds_newest`.
+            StepOrderError: see :func:`check_step_is_free`.
         """
         pending = list(pending)
         newest = self.newest(pending)
         committed = read() if newest is not None and step <= newest else ()
-        step_numbers.check_exceeds_newest(
+        check_step_is_free(
             step, newest=newest, committed=committed, pending=pending, overwrite=overwrite, mirror=self._mirror
         )
 
@@ -169,3 +169,41 @@ class EarlierSteps:
                 newest + 1,
             )
         self._has_saved = True
+
+
+def check_step_is_free(
+    step: object,
+    *,
+    newest: int | None,
+    committed: Collection[int],
+    pending: Collection[int],
+    overwrite: bool,
+    mirror: Path | None = None,
+) -> int:
+    """Return the step of a save that its caller gave, as an int.
+
+    ``newest`` may be a step of the ``mirror`` alone.
+
+    Raises:
+        StepOrderError: ``step`` is no whole number from 0, or it does not exceed ``newest`` and is not overwritten.
+    """
+    step = step_numbers.check_step_number(step)
+    if newest is None or step > newest or (overwrite and step in committed):
+        return step
+    known = f"the newest committed or pending step {newest}"
+    earlier, anew = "an earlier one", "another root begins anew"
+    if mirror is not None and newest not in committed and newest not in pending:
+        known += f", which may be in the mirror {mirror} alone"
+        earlier += f", also if load() passes step {newest} by as damaged"
+        anew = "another root with another mirror begins anew"
+    remedy = f"load() resumes after step {newest}, rollback(step) goes back to {earlier}, {anew}"
+    if mirror is None and newest not in committed and newest not in pending:
+        known += ", which this engine has committed and whose directory is gone"
+        remedy = f"give step {newest + 1} or a later one, or open a new engine, which counts the steps that are there"
+    elif step in pending:
+        remedy = (
+            "its save is pending: await its ticket (or engine.ready(), if one save is in flight) before overwrite=True"
+        )
+    elif step in committed:
+        remedy += f", save(overwrite=True) replaces step {step}"
+    raise StepOrderError(f"step={step} does not exceed {known}: {remedy}")

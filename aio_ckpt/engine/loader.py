@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import anyio
 
-from aio_ckpt.argument_checks import check_one_of, shown
+from aio_ckpt.argument_checks import check_one_of
 from aio_ckpt.checkpoint.load_progress import Meter, metered
 from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.commit.discovery import CommittedCheckpoint
@@ -37,6 +37,7 @@ from aio_ckpt.engine.newest_good import WantedCheckpoint, newest_good
 from aio_ckpt.engine.outcome_log import log_load
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.match.options import LoadOptions
+from aio_ckpt.message_texts import shown
 from aio_ckpt.ranks.messages import Topic
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress, ReadReport, SkippedCheckpoint

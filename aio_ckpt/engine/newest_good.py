@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from aio_ckpt.argument_checks import command_line
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.mirror_copies import counting_copies
 from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
@@ -22,6 +21,7 @@ from aio_ckpt.errors import (
     ReadError,
     RootError,
 )
+from aio_ckpt.message_texts import command_line
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.error_notes import mark_modified, name_checkpoint
 from aio_ckpt.runtime.waiting import disk_warning

@@ -23,9 +23,9 @@ from aio_ckpt.engine.file_pipeline import TEMPORARY
 from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, UnsupportedLeafError, WriteError
 from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, parse_header
-from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.local import exchange_directories
+from aio_ckpt.storage.os_errors import translate_errors
 
 SUMS_FILE = "checksums.sfv"
 _REPLACED = "-replaced"

@@ -21,14 +21,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aio_ckpt.argument_checks import check_kind, shown
+from aio_ckpt.argument_checks import check_kind
 from aio_ckpt.checkpoint.torch_file import check_torch_file, is_zip
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.integrations import checkpoint_folder, patch_points
-from aio_ckpt.integrations.deepspeed_draft import DRAFTS, Draft, clear_leftovers, remove_draft
+from aio_ckpt.integrations.deepspeed_commit import DRAFTS, Draft, clear_leftovers, remove_draft
 from aio_ckpt.integrations.patch_points import Expected
+from aio_ckpt.message_texts import shown
 from aio_ckpt.runtime.futures import failed, outcome_of
 from aio_ckpt.sync import SyncCheckpointEngine
 

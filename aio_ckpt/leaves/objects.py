@@ -23,12 +23,12 @@ from typing import Any
 import numpy.ma
 import torch
 
-from aio_ckpt.argument_checks import first_of
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.format.restricted_unpickler import RefusedError
 from aio_ckpt.format.scalar_zip import SCALAR_TYPES, NotScalarError, read_scalar, render_pickle, render_scalar
 from aio_ckpt.format.tensor_zip import records_of
 from aio_ckpt.leaves.object_unpickler import read_object_pickle
+from aio_ckpt.message_texts import first_of
 
 MAX_DEPTH = 200
 """Most containers inside each other. Deeper nesting counts as a cycle."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import ne
 
-from aio_ckpt.argument_checks import first_of
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.rank_names import dropped_names, unexpected_names
 from aio_ckpt.checkpoint.read_context import ReadContext
@@ -21,6 +20,7 @@ from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.stateful import match_stateful
 from aio_ckpt.match.takers import LeavesTaker, StatefulTaker, Taker
 from aio_ckpt.match.tensors import leaf_targets, shared_memory
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.state.flatten import read_template
 from aio_ckpt.state.names import listed
 

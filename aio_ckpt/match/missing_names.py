@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
 
-from aio_ckpt.argument_checks import first_of
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.state.names import branches_of, is_below, joined, listed
 
 

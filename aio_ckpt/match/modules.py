@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from aio_ckpt.argument_checks import first_of
 from aio_ckpt.checkpoint.catalog import Shards, global_shape
 from aio_ckpt.checkpoint.rank_names import empty_containers
 from aio_ckpt.leaves.objects import type_name
@@ -19,6 +18,7 @@ from aio_ckpt.leaves.values import Target
 from aio_ckpt.match.missing_names import prefix_remedy
 from aio_ckpt.match.takers import StatefulTaker
 from aio_ckpt.match.tensors import has_other_shape, shape_fault
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.state.names import branches_of, is_extra_state, listed, prefix_of
 
 

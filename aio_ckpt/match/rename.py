@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import ConfigError, MissingNameError
+from aio_ckpt.message_texts import shown
 from aio_ckpt.state.names import branches_of, joined, node_names
 
 Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]

@@ -11,11 +11,11 @@ from typing import cast
 
 import torch
 
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.memory.copies import Copies, CopyEvent, Groups
 from aio_ckpt.memory.cuda_driver import batch_copy
 from aio_ckpt.memory.host_copy import CopyVectors
+from aio_ckpt.message_texts import shown
 
 _CAPTURE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.argument_checks import command_line
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.mirror_copies import abandoned_copies
@@ -23,6 +22,7 @@ from aio_ckpt.commit.root_writer import writing
 from aio_ckpt.copying import copy_as_writer, make_root
 from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, RootError
 from aio_ckpt.format.root_names import ENGINE_DIR, StepNames
+from aio_ckpt.message_texts import command_line
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.object_store import AnyStorage

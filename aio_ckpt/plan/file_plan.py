@@ -13,8 +13,8 @@ from aio_ckpt.format.torch_file_write import ZipTail, pickle_object, storage_env
 from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.chunks import cut_chunks
 from aio_ckpt.plan.copy_plan import image_order
-from aio_ckpt.plan.fingerprint import check_sources, fingerprint_of
 from aio_ckpt.plan.layout import ImageLayout, lay_out
+from aio_ckpt.plan.pointer_fingerprint import check_sources, fingerprint_of
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage, plan_layout
 from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.plan.tensor_item import Placement, TensorItem

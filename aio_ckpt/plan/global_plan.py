@@ -18,12 +18,12 @@ import numpy as np
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from aio_ckpt.argument_checks import numbered
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, render_metadata
 from aio_ckpt.format.tensor_columns import IntArray, are_sizes
 from aio_ckpt.leaves.arrays import as_tensor
 from aio_ckpt.leaves.values import LeafKind
+from aio_ckpt.message_texts import numbered
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.layout import ImageLayout
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardInfo, ShardTable, TensorSignature, padded

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from aio_ckpt.config import GATHER_BYTES
-from aio_ckpt.plan.fingerprint import check_sources, fingerprint_of, storage_bytes
 from aio_ckpt.plan.frozen_leaves import FrozenLeaves
+from aio_ckpt.plan.pointer_fingerprint import check_sources, fingerprint_of, storage_bytes
 from aio_ckpt.plan.save_plan import Plan, PlannedSave, collector_paused, laid_out_anew, make_plan
 from aio_ckpt.plan.structure import Leaves, Structure, check_whole
 from aio_ckpt.plan.tied_tensors import partition

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import torch
 
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import ConfigError, UnsupportedLeafError
 from aio_ckpt.format.constants import Envelope, TensorSpec
 from aio_ckpt.format.safetensors_file import (
@@ -29,6 +28,7 @@ from aio_ckpt.format.safetensors_file import (
 )
 from aio_ckpt.format.tensor_zip import row_major_stride
 from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES, signature_of, span_of
+from aio_ckpt.message_texts import shown
 from aio_ckpt.plan.chunks import chunk_bytes_within, cut_chunks
 from aio_ckpt.plan.file_plan import FileContent, FilePart, FilePlans
 from aio_ckpt.plan.layout import ImageLayout

@@ -1,4 +1,7 @@
-"""Structure of a state without its values: names, shapes, dtypes. It decides whether a cached layout may be reused."""
+"""Structure of a state without its values: names, shapes, dtypes, strides, devices.
+
+It decides whether a cached layout may be reused.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ failed. One rank alone is a group with one member. Stores are used here only.
 - members: ``membership``, and how long a call waits for the others; ``heartbeats``: sends them, and looks while a wait
   lasts; ``missing_ranks``: after how much silence a rank is lost, and the log lines about the others
 - a save: ``save_round``; ``save_ledger``: the leader's table of all shares
-- polls of a training loop: ``polls``: preemption, timers and work, by the flags that ``flag_watch`` waits for
+- polls of a training loop: ``polls``: preemption, timers and work, by the flags that ``flag_watch`` waits for;
+  ``polls`` decides how soon
 
 Imports everything up to ``commit``; never what loads.
 """

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from aio_ckpt.argument_checks import SHOWN, numbered
 from aio_ckpt.errors import PeerFailedError
+from aio_ckpt.message_texts import SHOWN, numbered
 from aio_ckpt.ranks.messages import HEARTBEATS, Call, Heartbeat, Topic
 from aio_ckpt.runtime.waiting import duration_text
 

@@ -189,7 +189,7 @@ class Ledger:
         self.is_comparison_due = False
         """Whether a rank has planned anew since, without sums of the other ranks."""
 
-    def check(self, reports: Sequence[PlanMsg | Vote]) -> None:
+    def check_same_target(self, reports: Sequence[PlanMsg | Vote]) -> None:
         """Raise PeerFailedError unless all ranks save one step or path, PlanChangedError if a share is unknown."""
         if len(self._ranks) == 1:
             return  # one rank writes all that it holds; nothing is assigned

@@ -195,7 +195,7 @@ class SaveRound:
             if not isinstance(report, Vote):
                 raise PeerFailedError(f"rank {rank} has not written its share", rank=rank, stage="agree")
             votes.append(report)
-        self._members.ledger.check(votes)
+        self._members.ledger.check_same_target(votes)
         if self._members.are_several:
             await run_blocking(self._executor, self._members.ledger.compare, votes)
         return tuple(votes)
@@ -223,7 +223,7 @@ class SaveRound:
     async def _replan(self, reports: Sequence[PlanMsg | Vote]) -> list[AssignReply]:
         """Assign a share to each rank. Only the leader calls this."""
         ledger = self._members.ledger
-        ledger.check(reports)
+        ledger.check_same_target(reports)
         self._firsts = reports
         return await run_blocking(self._executor, ledger.assign, reports)
 

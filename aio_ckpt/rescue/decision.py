@@ -9,7 +9,7 @@ from pathlib import Path
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.format.root_names import StepNames
-from aio_ckpt.rescue.orphans import OrphanSegment
+from aio_ckpt.rescue.found_segments import FoundSegment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord
 from aio_ckpt.storage.local import Storage
 
@@ -18,7 +18,7 @@ from aio_ckpt.storage.local import Storage
 class RescuableSave:
     """A complete snapshot of a dead trainer that may be committed."""
 
-    orphan: OrphanSegment
+    orphan: FoundSegment
     record: SnapshotRecord
 
     @property
@@ -34,7 +34,7 @@ class Refusal:
     step: int | None
     """None if no readable snapshot record holds the step."""
     reason: str
-    orphan: OrphanSegment
+    orphan: FoundSegment
     is_obsolete: bool
     """Whether the segment can never be committed, or need not be: its memory may be freed."""
     is_loss: bool
@@ -51,7 +51,7 @@ class Decision:
     """All other segments."""
 
 
-def decide(found: Sequence[OrphanSegment], committed: Mapping[int, str]) -> Decision:
+def decide(found: Sequence[FoundSegment], committed: Mapping[int, str]) -> Decision:
     """Decide which snapshots may be committed.
 
     The step of a save must exceed every committed step, unless the save replaces the very checkpoint that the trainer
@@ -77,7 +77,7 @@ def decide(found: Sequence[OrphanSegment], committed: Mapping[int, str]) -> Deci
 
 
 async def decide_against_root(
-    storage: Storage, root: Path, names: StepNames, found: Sequence[OrphanSegment]
+    storage: Storage, root: Path, names: StepNames, found: Sequence[FoundSegment]
 ) -> Decision:
     """Compare segments with the committed steps of ``root``, and :func:`decide`."""
     steps = {orphan.record.step for orphan in found if orphan.record is not None}
@@ -88,7 +88,7 @@ async def decide_against_root(
     return decide(found, committed)
 
 
-def _without_record(orphan: OrphanSegment) -> Refusal:
+def _without_record(orphan: FoundSegment) -> Refusal:
     if not orphan.owner_is_dead:
         return Refusal(step=None, reason="its trainer may be alive", orphan=orphan, is_obsolete=False, is_loss=False)
     stored = orphan.stored

@@ -21,7 +21,13 @@ from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.plan.save_plan import Plan
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.rescue.decision import Decision, decide_against_root
-from aio_ckpt.rescue.orphans import OrphanSegment, find_orphans, remove_segment, segment_directories, segment_prefix
+from aio_ckpt.rescue.found_segments import (
+    FoundSegment,
+    find_segments,
+    remove_segment,
+    segment_directories,
+    segment_prefix,
+)
 from aio_ckpt.rescue.segment import SegmentDirectory, SharedSegment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, store_record
 from aio_ckpt.runtime.portal import Executor, Portal, run_blocking, watch_submissions
@@ -174,10 +180,10 @@ class Rescue:
         self.give_up("there is no room for it beside the running trainer's")
         return has_any
 
-    def _find(self) -> list[OrphanSegment]:
+    def _find(self) -> list[FoundSegment]:
         own = [] if self._directory is None else [self._directory]
         directories = [*segment_directories(self._root), *own]
-        return find_orphans(directories, self._root, self._owner, stale_after_secs=self._config.stale_after_secs)
+        return find_segments(directories, self._root, self._owner, stale_after_secs=self._config.stale_after_secs)
 
     def _keep(self, decision: Decision) -> None:
         self._kept = [(save.step, save.orphan.stored.path) for save in decision.saves]

@@ -27,7 +27,7 @@ from aio_ckpt.memory.arena import Arena
 from aio_ckpt.memory.arena_lifetimes import Lease
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.rescue.decision import Refusal, RescuableSave, decide_against_root
-from aio_ckpt.rescue.orphans import find_orphans, remove_segment, segment_directories
+from aio_ckpt.rescue.found_segments import find_segments, remove_segment, segment_directories
 from aio_ckpt.rescue.segment import map_image
 from aio_ckpt.rescue.snapshot_record import layout_of
 from aio_ckpt.runtime.futures import first_cause
@@ -92,7 +92,7 @@ async def rescue_root(
         WriteError: the disk could not be written; snapshots that were not committed stay where they are.
     """
     places = [*directories, *segment_directories(root)]
-    find = functools.partial(find_orphans, places, root, here, stale_after_secs=stale_after_secs)
+    find = functools.partial(find_segments, places, root, here, stale_after_secs=stale_after_secs)
     if not await run_blocking(executor, find):
         return RescueReport(root=str(root), rescued=(), refused=())  # a root without segments is not touched
     async with writing(storage, root, names, here, stale_after_secs=stale_after_secs) as claim:

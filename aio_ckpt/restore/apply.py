@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from aio_ckpt.argument_checks import first_of
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.match.match import Match
 from aio_ckpt.match.takers import Fetched
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.state.names import listed
 
 _log = logging.getLogger("aio_ckpt")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from torch.autograd.graph import increment_version
 
-from aio_ckpt.argument_checks import first_of
 from aio_ckpt.checkpoint.catalog import StoredObject
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch, synchronize
@@ -16,6 +15,7 @@ from aio_ckpt.checkpoint.read_context import ReadContext
 from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.leaves.objects import decode_object, is_immutable
 from aio_ckpt.match.takers import Fetched
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.restore.plan_fills import FillPlan
 from aio_ckpt.runtime.portal import run_blocking
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import ConfigError, WrongThreadError
+from aio_ckpt.message_texts import shown
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that announce the end of the process, if the caller names no others."""

@@ -16,7 +16,7 @@ from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import copy_all, first_unreadable
 from aio_ckpt.plan.chunks import Chunk, Piece
 from aio_ckpt.plan.copy_plan import CopyPlan, CopyTable, GatherRun
-from aio_ckpt.plan.fingerprint import fingerprint_of
+from aio_ckpt.plan.pointer_fingerprint import fingerprint_of
 from aio_ckpt.plan.save_plan import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import flat_bytes, has_stored_bytes
 from aio_ckpt.snapshot.captured_chunks import CapturedRun

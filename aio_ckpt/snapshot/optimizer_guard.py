@@ -15,7 +15,7 @@ from aio_ckpt.leaves.compound import plain_tensors
 from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES, local_memory, span_of
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.cuda import is_capturing_graph
-from aio_ckpt.plan.fingerprint import fingerprint_of
+from aio_ckpt.plan.pointer_fingerprint import fingerprint_of
 from aio_ckpt.plan.structure import Structure
 
 _SHARDED_TYPES = PLAIN_TYPES | {DTensor}

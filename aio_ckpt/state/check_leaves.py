@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import AsyncCollectiveTensor
-from aio_ckpt.argument_checks import first_of
 from aio_ckpt.errors import UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.format.dtypes import UNPLANNED
 from aio_ckpt.leaves.objects import encode_object, type_name
 from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES, local_memory
 from aio_ckpt.leaves.values import LeafKind, Shard
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.state.classify import TENSOR_TYPES
 from aio_ckpt.state.flatten import FlatState
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from aio_ckpt._torch import ShardedTensor
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.errors import DuplicateNameError, EmptyStateError, UnsupportedLeafError
 from aio_ckpt.leaves.compound import CompoundTensor, is_compound, take_apart
 from aio_ckpt.leaves.containers import Notes, UnreadableError, entries_of, fields_of, notes_of, objects_of, parts_of
@@ -33,6 +32,7 @@ from aio_ckpt.leaves.keys import Key, frozen_keys
 from aio_ckpt.leaves.objects import MAX_DEPTH, type_name
 from aio_ckpt.leaves.sharded_tensor import shard_of
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
+from aio_ckpt.message_texts import shown
 from aio_ckpt.state.classify import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES, code_of
 from aio_ckpt.state.names import compound_notes, is_below, prefix_of
 from aio_ckpt.state.skeleton import MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton

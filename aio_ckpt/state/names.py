@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
-from aio_ckpt.argument_checks import first_of
 from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.leaves.keys import key_text
 from aio_ckpt.leaves.values import LeafKind
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.state.skeleton import INDEXED, KEYED, Container, Skeleton
 
 Path: TypeAlias = "tuple[str | int, ...]"

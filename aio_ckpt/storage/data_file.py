@@ -11,16 +11,15 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from aiofiles.ospath import wrap  # type: ignore[attr-defined] # its stubs lack it
 
-from aio_ckpt.errors import AioCkptError, EngineClosedError, MismatchError, ReadError, WriteError
+from aio_ckpt.errors import EngineClosedError, MismatchError, ReadError, WriteError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.storage.direct_io import (
-    NOT_SUPPORTED,
     REFUSALS,
     RWF_DONTCACHE,
     aligned_span,
@@ -31,30 +30,12 @@ from aio_ckpt.storage.direct_io import (
 )
 from aio_ckpt.storage.durability import sync_data
 from aio_ckpt.storage.mounts import is_shared
-from aio_ckpt.storage.os_errors import with_remedy
+from aio_ckpt.storage.os_errors import NOT_SUPPORTED, translate_errors
 
 if TYPE_CHECKING:
     from aio_ckpt.config import DirectIO
 
-E = TypeVar("E", bound="WriteError | ReadError")
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def translated(kind: type[E], path: Path, error: OSError) -> E:
-    """Return an error of the system as ``kind``, with errno, message, remedy and path."""
-    text = with_remedy(error, writes=kind is WriteError)
-    return kind(error.errno or errno.EIO, text, error.filename or str(path), None, error.filename2)
-
-
-@contextlib.contextmanager
-def translate_errors(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]:
-    """Raise an OSError of the block as :func:`translated`. The cause is kept."""
-    try:
-        yield
-    except AioCkptError:
-        raise
-    except OSError as error:
-        raise translated(kind, path, error) from error
 
 
 # -- descriptors and the threads that use them ----------------------------------------------------

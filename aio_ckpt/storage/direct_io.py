@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.storage.mounts import mount_point
+from aio_ckpt.storage.os_errors import NOT_SUPPORTED
 
 if TYPE_CHECKING:
     from aio_ckpt.config import DirectIO
@@ -23,8 +24,6 @@ _WARNERS: dict[Path, object] = {}
 RWF_DONTCACHE = 0x80
 """Flag of Linux 6.14: a write goes through the page cache and is dropped from it once written. ``os`` lacks it."""
 
-NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
-"""Error numbers with which file systems refuse an operation that they lack."""
 
 REFUSALS = NOT_SUPPORTED | {errno.EFAULT}
 """Error numbers with which file systems refuse O_DIRECT, or RWF_DONTCACHE, for one operation."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.storage.direct_io import NOT_SUPPORTED
 from aio_ckpt.storage.mounts import mount_point
+from aio_ckpt.storage.os_errors import NOT_SUPPORTED
 
 if TYPE_CHECKING:
     from aio_ckpt.storage.local import Storage  # it imports this module

@@ -26,11 +26,12 @@ from aio_ckpt.errors import AioCkptError, MismatchError, ReadError, RootError, W
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
 from aio_ckpt.storage.clone import Stamp, clone_file, file_stamp
-from aio_ckpt.storage.data_file import DataFile, ReadFile, open_regular_file, translate_errors, translated
-from aio_ckpt.storage.direct_io import NOT_SUPPORTED, PageCache
+from aio_ckpt.storage.data_file import DataFile, ReadFile, open_regular_file
+from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.directories import make_dirs, remaking
 from aio_ckpt.storage.durability import sync_dir, sync_file
 from aio_ckpt.storage.freshness import found_afresh
+from aio_ckpt.storage.os_errors import NOT_SUPPORTED, translate_errors, translated
 from aio_ckpt.storage.root_lock import RootLock
 
 T = TypeVar("T")

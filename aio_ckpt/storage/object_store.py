@@ -23,13 +23,14 @@ from aio_ckpt.remote_path import Place, RemotePath, place_of
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage import object_directories
 from aio_ckpt.storage.clone import Stamp
-from aio_ckpt.storage.data_file import DataFile, ReadFile, translate_errors
+from aio_ckpt.storage.data_file import DataFile, ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_file
 from aio_ckpt.storage.local import Coro, FileStatus, Storage
 from aio_ckpt.storage.object_client import adopt_store, open_store
 from aio_ckpt.storage.object_errors import DoubtfulError, raising_os_errors
 from aio_ckpt.storage.object_upload import PART_BYTES, ObjectUpload, part_bytes_of
+from aio_ckpt.storage.os_errors import translate_errors
 from aio_ckpt.storage.root_lock import ProcessLock, RootLock
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -21,7 +21,8 @@ from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.ctrl_c import Lock
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import SimpleQueue, report_submission, start_beside
-from aio_ckpt.storage.data_file import DataFile, translate_errors
+from aio_ckpt.storage.data_file import DataFile
+from aio_ckpt.storage.os_errors import translate_errors
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,12 +1,20 @@
-"""Ways out of errors of the operating system that a user can mend, by their numbers."""
+"""Errors of the operating system: their kinds, the way out that a message names, and their translation."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
 
+from aio_ckpt.errors import AioCkptError, ReadError, WriteError
 from aio_ckpt.runtime.limits import files_remedy
 
+E = TypeVar("E", bound="WriteError | ReadError")
+NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+"""Error numbers with which file systems refuse an operation that they lack."""
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Numbers of the errors of a disk or a quota without room."""
 
@@ -43,3 +51,20 @@ def _remedy(code: int, *, writes: bool) -> str:
             return "a file is in the way: move it, or give another path"
         case _:
             return ""
+
+
+def translated(kind: type[E], path: Path, error: OSError) -> E:
+    """Return an error of the system as ``kind``, with errno, message, remedy and path."""
+    text = with_remedy(error, writes=kind is WriteError)
+    return kind(error.errno or errno.EIO, text, error.filename or str(path), None, error.filename2)
+
+
+@contextlib.contextmanager
+def translate_errors(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]:
+    """Raise an OSError of the block as :func:`translated`. The cause is kept."""
+    try:
+        yield
+    except AioCkptError:
+        raise
+    except OSError as error:
+        raise translated(kind, path, error) from error

@@ -6,8 +6,9 @@ import errno
 import os
 from pathlib import Path
 
-from aio_ckpt.argument_checks import is_path, local_name, shown, without_secrets
+from aio_ckpt.argument_checks import is_path, local_name, without_secrets
 from aio_ckpt.errors import RootError
+from aio_ckpt.message_texts import shown
 
 LINKED = "is a symbolic link, and what it leads to is never changed: remove the link"
 """Text of the error of a name of the package's own that is a symbolic link."""

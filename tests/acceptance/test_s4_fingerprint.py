@@ -24,7 +24,7 @@ from aio_ckpt.commit.manifests import object_entries
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError, WriteError
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
-from aio_ckpt.plan.fingerprint import fingerprint_of
+from aio_ckpt.plan.pointer_fingerprint import fingerprint_of
 from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.plan.tied_tensors import partition
 from aio_ckpt.state.flatten import flatten

@@ -16,8 +16,9 @@ from aio_ckpt.errors import WriteError
 from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.runtime.ctrl_c import Condition
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.data_file import DataFile, translate_errors
+from aio_ckpt.storage.data_file import DataFile
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.os_errors import translate_errors
 
 TIMEOUT = 20.0
 """Deadline of every wait in a test; none is reached unless something is wrong."""

@@ -21,7 +21,6 @@ from gated_storage import TIMEOUT
 
 import aio_ckpt
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
-from aio_ckpt.argument_checks import shown
 from aio_ckpt.dcp import Reader, Writer
 from aio_ckpt.errors import (
     AioCkptError,
@@ -39,6 +38,7 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
 )
 from aio_ckpt.format.root_names import ENGINE_DIR
+from aio_ckpt.message_texts import shown
 
 Tree = dict[str, tuple[int, int]]
 

@@ -22,8 +22,8 @@ from saved_files import data_file
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.quarantine import Quarantine
-from aio_ckpt.commit.step_numbers import MAX_STEP, check_exceeds_newest
-from aio_ckpt.engine.known_steps import KnownSteps
+from aio_ckpt.commit.step_numbers import MAX_STEP
+from aio_ckpt.engine.known_steps import KnownSteps, check_step_is_free
 from aio_ckpt.errors import (
     BusyError,
     CheckpointNotFoundError,
@@ -298,7 +298,7 @@ def test_a_step_is_taken_only_if_it_is_new_or_replaces_itself(
 ) -> None:
     may = step >= 0 and (newest is None or step > newest or (overwrite and step in committed))
     try:
-        taken = check_exceeds_newest(step, newest=newest, committed=committed, pending=pending, overwrite=overwrite)
+        taken = check_step_is_free(step, newest=newest, committed=committed, pending=pending, overwrite=overwrite)
         assert taken == step
     except StepOrderError:
         assert not may

@@ -13,7 +13,7 @@ from wrapper_tensors import blockwise
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, EngineClosedError
-from aio_ckpt.plan.fingerprint import fingerprint_of
+from aio_ckpt.plan.pointer_fingerprint import fingerprint_of
 from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.capture import Capture

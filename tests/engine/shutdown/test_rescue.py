@@ -43,7 +43,7 @@ from aio_ckpt.memory.arena_lifetimes import Lease
 from aio_ckpt.memory.cuda import Copies
 from aio_ckpt.rescue import hooks
 from aio_ckpt.rescue import recover as rescue
-from aio_ckpt.rescue.orphans import segment_prefix
+from aio_ckpt.rescue.found_segments import segment_prefix
 from aio_ckpt.rescue.segment import IMAGE_OFFSET, SharedSegment, read_segment
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage

@@ -393,7 +393,7 @@ def test_with_allow_missing_a_module_keeps_what_is_not_stored_and_the_names_are_
     before = model.bias.detach().clone()
     found = match({"m": torch.nn.Linear(2, 2, bias=False)}, {"m": model}, allow_missing=True)
     put(found, **{"m.weight": torch.full((2, 2), 7.0)})
-    assert found.lacking == ["m.bias"]
+    assert found.all_missing == ("m.bias",)
     assert torch.equal(model.bias, before)
     assert bool((model.weight == 7).all())
 

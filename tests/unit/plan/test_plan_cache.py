@@ -29,8 +29,8 @@ from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.plan import plan_cache, structure
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
-from aio_ckpt.plan.fingerprint import fingerprint_of
 from aio_ckpt.plan.plan_cache import PlanCache
+from aio_ckpt.plan.pointer_fingerprint import fingerprint_of
 from aio_ckpt.plan.save_plan import Plan, PlannedSave, narrow
 from aio_ckpt.plan.structure import Leaves, Structure
 from aio_ckpt.plan.tied_tensors import partition

@@ -26,8 +26,8 @@ from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.rescue.decision import decide
+from aio_ckpt.rescue.found_segments import FoundSegment, find_segments, segment_prefix
 from aio_ckpt.rescue.hooks import Rescue
-from aio_ckpt.rescue.orphans import OrphanSegment, find_orphans, segment_prefix
 from aio_ckpt.rescue.segment import SegmentDirectory, SharedSegment, StoredSegment, read_segment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record, layout_of, raw_sums, store_record
 from aio_ckpt.snapshot.image import Image
@@ -48,7 +48,7 @@ def left(
     created_unix: float = 0.0,
     since_boot_secs: float = 0.0,
     directory: str = "",
-) -> OrphanSegment:
+) -> FoundSegment:
     """A segment with a whole snapshot."""
     record = SnapshotRecord(
         directory=directory or f"step_{step:09d}",
@@ -61,17 +61,17 @@ def left(
         since_boot_secs=since_boot_secs,
         metadata=b"metadata" if metadata is None else metadata,
     )
-    return OrphanSegment(owner_is_dead=is_dead, stored=StoredSegment(path=Path(f"/shm/{save_id}")), record=record)
+    return FoundSegment(owner_is_dead=is_dead, stored=StoredSegment(path=Path(f"/shm/{save_id}")), record=record)
 
 
-def unsealed(*, is_dead: bool = True, is_damaged: bool = False) -> OrphanSegment:
+def unsealed(*, is_dead: bool = True, is_damaged: bool = False) -> FoundSegment:
     fault = "torn" if is_damaged else "no snapshot record"
     stored = StoredSegment(path=Path("/shm/unsealed"), fault=fault, is_damaged=is_damaged)
-    return OrphanSegment(owner_is_dead=is_dead, stored=stored, record=None)
+    return FoundSegment(owner_is_dead=is_dead, stored=stored, record=None)
 
 
 def outcome(
-    found: list[OrphanSegment], committed: dict[int, str] | None = None
+    found: list[FoundSegment], committed: dict[int, str] | None = None
 ) -> tuple[list[int], list[tuple[Any, ...]]]:
     """(steps to commit, (reason, is obsolete, is a loss) of each refusal)."""
     decision = decide(found, committed or {})
@@ -101,7 +101,7 @@ UNTOLD = "nothing tells whether step 5, as it is committed, is what it was to re
     ],
 )
 def test_a_save_is_refused_with_a_reason(
-    found: list[OrphanSegment], committed: dict[int, str], reason: str, is_obsolete: bool, is_loss: bool
+    found: list[FoundSegment], committed: dict[int, str], reason: str, is_obsolete: bool, is_loss: bool
 ) -> None:
     steps, refused = outcome(found, committed)
     assert steps == []
@@ -336,9 +336,9 @@ def test_an_invalid_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_path
     other.make(1 << 16)
     SegmentDirectory(shm, f"{segment_prefix(tmp_path)}mine-{HERE.tag}", make_room=lambda: False).make(1 << 16)
     SegmentDirectory(shm, f"{segment_prefix(tmp_path / 'other')}gone-{dead.tag}", make_room=lambda: False).make(1 << 16)
-    (found,) = find_orphans([shm, shm], tmp_path, HERE, stale_after_secs=600.0)
+    (found,) = find_segments([shm, shm], tmp_path, HERE, stale_after_secs=600.0)
     assert (found.owner_is_dead, found.record, found.stored.is_damaged) == (True, None, False)
-    assert find_orphans([shm / "none"], tmp_path, HERE, stale_after_secs=600.0) == []
+    assert find_segments([shm / "none"], tmp_path, HERE, stale_after_secs=600.0) == []
 
 
 def test_an_owner_that_cannot_be_proven_dead_is_dead_after_a_long_silence(shm: Path, tmp_path: Path) -> None:
@@ -347,10 +347,10 @@ def test_an_owner_that_cannot_be_proven_dead_is_dead_after_a_long_silence(shm: P
     segment = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{elsewhere.tag}", make_room=lambda: False).make(
         1 << 16
     )
-    (found,) = find_orphans([shm], tmp_path, HERE, stale_after_secs=600.0)
+    (found,) = find_segments([shm], tmp_path, HERE, stale_after_secs=600.0)
     assert not found.owner_is_dead
     os.utime(segment.path, (0, 0))
-    (found,) = find_orphans([shm], tmp_path, HERE, stale_after_secs=600.0)
+    (found,) = find_segments([shm], tmp_path, HERE, stale_after_secs=600.0)
     assert found.owner_is_dead
 
 

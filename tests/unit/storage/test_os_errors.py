@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aio_ckpt.errors import ReadError, WriteError
-from aio_ckpt.storage.data_file import translate_errors
+from aio_ckpt.storage.os_errors import translate_errors
 
 
 @pytest.mark.parametrize(

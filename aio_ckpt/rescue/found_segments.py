@@ -23,7 +23,7 @@ _DIRECTORIES = msgspec.json.Decoder(list[str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OrphanSegment:
+class FoundSegment:
     """A segment that another process made."""
 
     owner_is_dead: bool
@@ -51,14 +51,14 @@ def segment_directories(root: Path) -> list[Path]:
     return [Path(text) for text in found if is_path(text)]  # other texts name no directory
 
 
-def remove_segment(orphan: OrphanSegment) -> None:
+def remove_segment(orphan: FoundSegment) -> None:
     """Remove the file, and with it the memory."""
     orphan.stored.path.unlink(missing_ok=True)
 
 
-def find_orphans(
+def find_segments(
     directories: Sequence[Path], root: Path, here: Owner, *, stale_after_secs: float
-) -> list[OrphanSegment]:
+) -> list[FoundSegment]:
     """Return the segments for ``root`` that other processes made, whether the processes live or not.
 
     The death of an owner in another container cannot be proven. Such an owner counts as dead if it has marked no
@@ -79,5 +79,5 @@ def find_orphans(
                     stored = replace(stored, fault=str(error), is_damaged=True)
             idle_secs = None if stored.modified_unix is None else time.time() - stored.modified_unix
             is_dead = is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs)
-            found.append(OrphanSegment(owner_is_dead=is_dead, stored=stored, record=record))
+            found.append(FoundSegment(owner_is_dead=is_dead, stored=stored, record=record))
     return found

@@ -17,9 +17,9 @@ from aio_ckpt.ranks.failure import Failure, work_failure
 from aio_ckpt.ranks.polls import AgreedWork, Work
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.durability import sync_parents
 from aio_ckpt.storage.local import Storage, names_in
+from aio_ckpt.storage.os_errors import translate_errors
 from aio_ckpt.storage.small_files import read_small_file
 
 _log = logging.getLogger("aio_ckpt")
