@@ -34,6 +34,13 @@ def first_of(things: Sequence[object], *, between: str = ", ", most: int = SHOWN
     return f"{between.join(map(str, things[:most]))}{more}"
 
 
+def steps_shown(steps: Sequence[int]) -> str:
+    """Return ascending steps for a message; of many, the newest: "[2, 3]", "[..., 1599, 1600] (1600 in all)"."""
+    if len(steps) <= 2 * SHOWN:
+        return str([*steps])
+    return f"[..., {str([*steps[-SHOWN:]])[1:]} ({len(steps)} in all)"
+
+
 def numbered(noun: str, numbers: Sequence[int], *, most: int = SHOWN) -> str:
     """Return the first of several things that have numbers, for a message: "rank 1", "ranks 1, 2 and 3 more"."""
     return f"{noun}{'' if len(numbers) == 1 else 's'} {first_of(numbers, most=most)}"

@@ -21,7 +21,7 @@ from aio_ckpt.cli.texts import plural, printable
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ProtectedStepError, StepOrderError
 from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
-from aio_ckpt.message_texts import command_line
+from aio_ckpt.message_texts import command_line, steps_shown
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ async def _check_committed(storage: Storage, root: Path, names: StepNames, *step
     committed = [found.step for found in await discover(storage, root, names)]
     for step in steps:
         if step not in committed:
-            known = ", ".join(map(str, committed)) or "no step is"
+            known = steps_shown(committed) if committed else "no step is"
             raise CheckpointNotFoundError(f"step {step}: no such committed step under {root}; committed: {known}")
     return committed
 

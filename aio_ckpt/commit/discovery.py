@@ -114,18 +114,23 @@ async def torn_among(storage: Storage, entries: StepDirectories) -> list[Committ
 
 @contextlib.contextmanager
 def _passing_by_unreadable(path: Path, passed: dict[Path, ReadError]) -> Iterator[None]:
+    """Do :func:`_pass_by` with an error of the block."""
+    try:
+        yield
+    except ReadError as error:
+        _pass_by(path, error, passed)
+
+
+def _pass_by(path: Path, error: ReadError, passed: dict[Path, ReadError]) -> None:
     """Pass by an entry of a root that this user may not look into, a loop of links, or a file. The log names it once.
 
     Its error is added to ``passed``. Any other error is raised: a disk that fails now must not make a load take an
     older step, nor a rollback leave a later one.
     """
-    try:
-        yield
-    except ReadError as error:
-        if error.errno not in _UNREADABLE:
-            raise
-        passed[path] = error
-        _warn_once(path, error.strerror or str(error))
+    if error.errno not in _UNREADABLE:
+        raise error
+    passed[path] = error
+    _warn_once(path, error.strerror or str(error))
 
 
 @functools.lru_cache(maxsize=_WARNED)
@@ -143,20 +148,23 @@ async def step_directories(storage: Storage, root: Path, names: StepNames) -> St
         found: list[CommittedCheckpoint] = []
         bare: list[CommittedCheckpoint] = []
         passed: dict[Path, ReadError] = {}
-        steps = {name: step for name in await names_in(storage, root) if (step := names.step(name)) is not None}
-        steps = {name: step for name, step in steps.items() if step <= MAX_STEP}
+        numbers = {name: names.step(name) for name in await names_in(storage, root)}
+        steps = {name: step for name, step in numbers.items() if step is not None and step <= MAX_STEP}
         statuses = await storage.statuses(root, [f"{name}/{METADATA_FILE}" for name in steps])
         for (name, step), status in zip(steps.items(), statuses, strict=True):
             path = root / name
-            with _passing_by_unreadable(path, passed):
-                if isinstance(status, ReadError):
-                    raise status
-                if status is not None:
-                    found.append(CommittedCheckpoint(step=step, path=path, identity=status.identity))
-                    continue
-                if not await storage.exists(path) and await storage.is_link(path):  # it never was a step
-                    _warn_once(path, "the symbolic link leads nowhere")
+            if isinstance(status, ReadError):
+                _pass_by(path, status, passed)
+            elif status is not None:
+                found.append(CommittedCheckpoint(step=step, path=path, identity=status.identity))
+            else:
                 bare.append(CommittedCheckpoint(step=step, path=path))
+        for each, status in zip(bare, await storage.statuses(root, [each.path.name for each in bare]), strict=True):
+            if isinstance(status, ReadError):
+                _pass_by(each.path, status, passed)
+            elif status is None and await storage.is_link(each.path):  # it never was a step
+                _warn_once(each.path, "the symbolic link leads nowhere")
+        bare = [each for each in bare if each.path not in passed]
         # A client of a shared file system looks into a directory of this name even after another host has renamed it to
         # trash, for a minute. It asks the server for the names of the root.
         if not bare or {each.path.name for each in bare} <= {*await names_in(storage, root)}:

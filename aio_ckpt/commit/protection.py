@@ -10,6 +10,7 @@ from aio_ckpt.commit.engine_dirs import refuse_linked_dirs
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
 from aio_ckpt.format.root_names import PROTECTED_DIR, StepNames, protected_name, protected_step
+from aio_ckpt.message_texts import steps_shown
 from aio_ckpt.storage.local import Storage, names_in
 
 
@@ -56,7 +57,8 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
 async def _check_committed(storage: Storage, root: Path, names: StepNames, step: int) -> None:
     steps = [checkpoint.step for checkpoint in await discover(storage, root, names)]
     if step not in steps:
-        raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {steps}")
+        known = steps_shown(steps)
+        raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {known}")
 
 
 async def unprotect(storage: Storage, root: Path, step: int) -> None:

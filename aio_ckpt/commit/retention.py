@@ -24,7 +24,7 @@ from aio_ckpt.errors import (
     StepOrderError,
 )
 from aio_ckpt.format.root_names import TRASH_DIR, StepNames, protected_name
-from aio_ckpt.message_texts import numbered
+from aio_ckpt.message_texts import numbered, steps_shown
 from aio_ckpt.storage.durability import sync_parents
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import read_root
@@ -97,7 +97,8 @@ def check_deletion(step: int, committed: Sequence[int], *, is_protected: bool, a
         CheckpointNotFoundError, ProtectedStepError, StepOrderError: the three cases. Each names the remedy.
     """
     if step not in committed:
-        raise CheckpointNotFoundError(f"delete({step}): no such committed step under {root}; committed are {committed}")
+        known = steps_shown(committed)
+        raise CheckpointNotFoundError(f"delete({step}): no such committed step under {root}; committed are {known}")
     if is_protected:
         raise ProtectedStepError(f"delete({step}): the step is protected under {root}: unprotect({step}) it first")
     if step == max(committed) and not allow_newest:
@@ -192,6 +193,7 @@ class Retention:
                 while has_more:
                     moved, has_more = await self._move_expired(undeleted)
                     removed += await self._delete(moved, undeleted)
+                    has_more = has_more or await self._has_other_directory(moved.values())
             except OSError as error:
                 self._has_trash = True
                 _log.warning("%s: retention was put off: %s", self._root, error)
@@ -258,6 +260,12 @@ class Retention:
                     if (trash := await self._move_to_trash(checkpoint)) is not None:
                         moved[trash] = checkpoint.step
         return moved, len(due) > _MOVED_AT_ONCE
+
+    async def _has_other_directory(self, steps: Collection[int]) -> bool:
+        """Return whether one of the moved ``steps`` has another directory, which counts in its place now."""
+        return bool(steps) and any(
+            self._names.step(name) in steps for name in await names_in(self._storage, self._root)
+        )
 
     async def _delete(self, trash: Mapping[Path, int], undeleted: dict[int, str]) -> list[int]:
         """Make the renames to trash durable, by one pair of fsyncs, then delete the directories.

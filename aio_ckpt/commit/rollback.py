@@ -10,6 +10,7 @@ from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.errors import CheckpointNotFoundError
 from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
+from aio_ckpt.message_texts import steps_shown
 from aio_ckpt.storage.durability import sync_parents
 from aio_ckpt.storage.local import Storage
 
@@ -29,7 +30,8 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
     entries = await step_directories(storage, root, names)  # all directories: a step may have two
     steps = sorted({checkpoint.step for checkpoint in entries.committed})
     if step not in steps:
-        raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
+        known = steps_shown(steps)
+        raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {known}")
     found = [*entries.committed, *await torn_among(storage, entries)]
     found.sort(key=lambda checkpoint: checkpoint.step, reverse=True)
     later = [checkpoint for checkpoint in found if checkpoint.step > step]

@@ -10,7 +10,7 @@ import errno
 import logging
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
@@ -19,9 +19,6 @@ from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import TRASH_DIR
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage
-
-if TYPE_CHECKING:
-    pass  # needs torch, and files are listed without it, see aio_ckpt.cli
 
 _log = logging.getLogger("aio_ckpt")
 _AGAIN_SECS = 0.05

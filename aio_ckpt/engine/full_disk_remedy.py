@@ -22,7 +22,7 @@ async def explain_if_disk_full(error: BaseException, ctx: EngineContext, needed_
     if isinstance(target, Path):
         remedy = "delete an older checkpoint: engine.remove(path)"
     else:
-        remedy = remedy_of(ctx.root, await _steps_in_sight(ctx), ctx.config.keep_last)
+        remedy = step_remedy(ctx.root, await _steps_in_sight(ctx), ctx.config.keep_last)
     whose = "" if ctx.world_size == 1 else f" of rank {ctx.rank} of {ctx.world_size}"
     await explain_full_disk(error, ctx.storage, ctx.root, needed_bytes, whose=whose, remedy=remedy)
 
@@ -34,7 +34,7 @@ async def _steps_in_sight(ctx: EngineContext) -> int:
     return 0
 
 
-def remedy_of(root: Path, steps: int, keep_last: int | None) -> str:
+def step_remedy(root: Path, steps: int, keep_last: int | None) -> str:
     """Return the remedy of a full disk for the save of a step, in a root that holds a number of ``steps``."""
     # Retention deletes only after a commit, which a full disk prevents: keep_last helps the next run only.
     kept, needed = ("N", "N + 2") if keep_last is None else (keep_last, keep_last + 2)

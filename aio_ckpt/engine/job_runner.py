@@ -85,7 +85,7 @@ async def _watch(ctx: EngineContext, job: WriteJob) -> None:
                 f"storage under {job.place} is stalled, it was {job.activity}"
             )
         secs = job.deadline.left_secs(idle_left)
-        with forgiving_suspension(secs, job.stall.forgive), anyio.move_on_after(secs):
+        with forgiving_suspension(secs, job.stall.forgive, limit_secs=limit_secs), anyio.move_on_after(secs):
             await job.stall.raise_failure()
 
 

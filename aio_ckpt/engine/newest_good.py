@@ -21,7 +21,7 @@ from aio_ckpt.errors import (
     ReadError,
     RootError,
 )
-from aio_ckpt.message_texts import command_line
+from aio_ckpt.message_texts import command_line, steps_shown
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.error_notes import mark_modified, name_checkpoint
 from aio_ckpt.runtime.waiting import disk_warning
@@ -234,7 +234,7 @@ async def candidates(ctx: EngineContext, wanted: WantedCheckpoint) -> list[disco
         if not steps:
             hint = await _why_empty(ctx)
         where = str(ctx.root) if ctx.mirror is None else f"{ctx.root}, nor in the mirror {ctx.mirror}"
-        raise CheckpointNotFoundError(f"{missing} under {where}; committed steps: {steps}{hint}")
+        raise CheckpointNotFoundError(f"{missing} under {where}; committed steps: {steps_shown(steps)}{hint}")
     return sorted(chosen, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 

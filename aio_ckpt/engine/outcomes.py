@@ -22,12 +22,6 @@ from aio_ckpt.runtime.log_records import log_step
 T = TypeVar("T")
 
 
-# -- a full disk ------------------------------------------------------------------------------------
-
-
-# -- counters ---------------------------------------------------------------------------------------
-
-
 class OutcomeRecorder:
     """Records the outcomes of the saves of one engine."""
 

@@ -89,7 +89,7 @@ def has_fields(kind: type) -> bool:
 
 def is_frozen(kind: type) -> bool:
     """Return whether values of this type are dataclasses that refuse a change of their fields."""
-    return dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return bool(getattr(getattr(kind, "__dataclass_params__", None), "frozen", False))
 
 
 Form: TypeAlias = Literal["mapping", "fields", "tuple", "list"]
@@ -107,7 +107,10 @@ def form_of(kind: Any) -> Form | None:
 
 
 _READ_AS_OBJECT: frozenset[type] = frozenset((list, tuple, collections.deque, *_NAMESPACES))
-_PLAIN_PICKLING = tuple(getattr(object, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
+
+
+def _pickling_of(kind: type) -> tuple[object, ...]:
+    return tuple(getattr(kind, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ class _FrozenSlots:
     """Dataclass whose pickling ``dataclasses`` itself defines, as it does for all that are frozen and have slots."""
 
 
-_FROZEN_SLOTS_PICKLING = getattr(_FrozenSlots, "__getstate__", None)
+_PLAIN_PICKLING, _FROZEN_SLOTS_PICKLING = _pickling_of(object), _pickling_of(_FrozenSlots)
 
 
 @_cached
@@ -125,8 +128,7 @@ def is_opened(kind: type) -> bool:
     Stored as one object, they could be read only with trust. If a type with fields pickles in its own way, its values
     are stored as one object: it may leave out fields on purpose.
     """
-    pickling = tuple(getattr(kind, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
-    is_plain = pickling == _PLAIN_PICKLING or pickling == (*_PLAIN_PICKLING[:2], _FROZEN_SLOTS_PICKLING)
+    is_plain = _pickling_of(kind) in (_PLAIN_PICKLING, _FROZEN_SLOTS_PICKLING)
     return kind not in _READ_AS_OBJECT and (is_plain or not has_fields(kind))
 
 

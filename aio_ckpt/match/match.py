@@ -89,7 +89,7 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
     if missing and not options.allow_missing:
         beyond = [*map(checkpoint.stored_name, modules.unexpected)]
         beyond += _not_loaded(checkpoint, below, template.names, ctx, is_missing=True)[0]
-        if elsewhere := saved_elsewhere(checkpoint, modules.missing, ctx.rank):
+        if elsewhere := saved_elsewhere(checkpoint, missing, ctx.rank):
             raise MissingNameError(f"{checkpoint.path}: {elsewhere}")
         remedies = modules.remedies or missing_remedies(
             checkpoint, state, missing, beyond, taken={*template.names, *below}

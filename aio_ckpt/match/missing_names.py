@@ -38,20 +38,21 @@ def prefix_remedy(own: Iterable[str], given: Collection[str], *, name: str, bran
 
 
 def saved_elsewhere(checkpoint: Checkpoint, missing: Sequence[str], rank: int) -> str:
-    """Return which other rank saved ``missing`` names of Stateful values, and the remedy; '' if none did.
+    """Return that other ranks saved all ``missing`` names, and the remedy; '' if one of the names is not stored.
 
-    Such a value gets what its own rank saved. A leaf is read whoever saved it.
+    A Stateful value gets what its own rank saved. A leaf is read whoever saved it, and so is not missing then.
     """
-    if not missing or not checkpoint.has_skeleton or checkpoint.union is not None:
+    if not checkpoint.has_skeleton or checkpoint.union is not None:
         return ""
-    names = {*missing}
-    for ranks in checkpoint.owners().values():
-        owner = ranks[0]
-        if rank not in ranks and any(not names.isdisjoint(branches_of(name)) for name in checkpoint.names_of(owner)):
+    stored = {branch for name in checkpoint.catalog.names() for branch in branches_of(name)}
+    if not stored.issuperset(missing):
+        return ""
+    for owner, *others in checkpoint.owners().values():
+        if any(is_below(name, missing[0]) for name in checkpoint.names_of(owner)) and rank not in (owner, *others):
             return (
-                f"rank {rank} did not save {listed(missing)}; rank {owner} did, and a value with load_state_dict() "
-                "gets what its own rank saved: give its state_dict() in its place, and call its load_state_dict() "
-                "after the load"
+                f"rank {rank} did not save {listed(missing)}, and a value with load_state_dict() gets what its own "
+                f"rank saved ({missing[0]!r} is of rank {owner}): give its state_dict() in its place, and call its "
+                "load_state_dict() after the load"
             )
     return ""
 
@@ -71,12 +72,14 @@ def missing_remedies(
         return [remedy]
     left_out = {name for name, new in checkpoint.names.items() if new is None} & taken  # by rename= alone
     lacked = [name for name in unexpected if name not in left_out]
+    # If ranks saved names of their own, what is close to a missing name may be another layer.
+    are_alike = not checkpoint.has_skeleton or len(checkpoint.owners()) < 2
     unmoved = [name for name in lacked if checkpoint.names.get(name, name) == name]
     remedies = [
         _renamed_remedy(checkpoint, taken, missing),
         _list_remedy(missing[0], state, checkpoint.catalog.names())
         or _kind_remedy(missing[0], unmoved)
-        or _close_remedy(missing, lacked),
+        or (_close_remedy(missing, lacked) if are_alike else ""),
         "allow_missing=True leaves them as they are",
     ]
     return [*filter(None, remedies)]

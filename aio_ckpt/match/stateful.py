@@ -224,13 +224,15 @@ def _moment_faults(takers: Sequence[StatefulTaker]) -> Iterator[str]:
 
     ``load_state_dict`` takes moments of any shape, and ``step()`` would fail. An optimizer with state keeps its own.
     """
-    kept = {memory_of(own).data_ptr(): name for taker in takers for name, own in taker.kept.items()}
-    for taker in takers if kept else ():
+    kept = {_place_of(own): name for taker in takers for name, own in taker.kept.items() if memory_of(own).numel()}
+    if not kept:
+        return
+    for taker in takers:
         if not isinstance(taker.value, torch.optim.Optimizer):
             continue
         branches = {branch for name in taker.names for branch in branches_of(name)}
         for number, parameter in enumerate(_parameters(taker.value)):
-            name = kept.get(memory_of(parameter).data_ptr())
+            name = kept.get(_place_of(parameter))
             state = f"{prefix_of(taker.name or None)}state.{number}"
             if name is not None and state in branches and not taker.value.state.get(parameter):
                 yield (
@@ -238,6 +240,11 @@ def _moment_faults(takers: Sequence[StatefulTaker]) -> Iterator[str]:
                     "its own to keep: step() it once before the load, or leave it out of the template"
                 )
                 break
+
+
+def _place_of(tensor: Target) -> tuple[int, torch.Size]:
+    memory = memory_of(tensor)
+    return memory.data_ptr(), memory.shape
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

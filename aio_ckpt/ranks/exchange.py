@@ -1,4 +1,4 @@
-"""Typed exchanges between the ranks of an engine, which end on all ranks if one fails, and what they are sent over."""
+"""Typed exchanges between the ranks of an engine, which end on all ranks if one fails."""
 
 from __future__ import annotations
 

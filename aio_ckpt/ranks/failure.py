@@ -1,4 +1,4 @@
-"""Failure of one rank, as it tells the others."""
+"""Failures that ranks tell each other, and how they are made of errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.runtime.error_notes import named
 
 WORK_STAGE = "write"
-"""Stage that errors of work beside a training loop name."""
+"""Stage of the failures of agreed work."""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

@@ -148,7 +148,7 @@ class Liveness(Coordinator):
                         )
                 now = time.monotonic()
                 pause = min(max(now - begun, longest) * _POLL_SHARE, longest, max(due - now, 0))
-                with forgiving_suspension(pause, wait.forgive):
+                with forgiving_suspension(pause, wait.forgive, limit_secs=self.stall_secs):
                     await anyio.sleep(pause)
             return found
         finally:

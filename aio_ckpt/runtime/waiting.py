@@ -26,20 +26,17 @@ FIRST_LINE_SECS = 30.0
 """Duration of a wait when the first line names it. Shorter waits are normal."""
 
 
-_LATE_SECS = 1.0
-"""Lateness of a wait from which on it is no matter of a busy processor."""
-
-
 @contextlib.contextmanager
-def forgiving_suspension(secs: float, forgive: Callable[[float], object]) -> Iterator[None]:
+def forgiving_suspension(secs: float, forgive: Callable[[float], object], *, limit_secs: float) -> Iterator[None]:
     """Call ``forgive`` with the seconds by which the block, a wait for at most ``secs``, has ended too late.
 
-    The process was suspended then (SIGSTOP, Slurm, ``docker pause``), and the monotonic clock went on.
+    If that is much of ``limit_secs``, the process was suspended (SIGSTOP, Slurm, ``docker pause``): the monotonic clock
+    goes on meanwhile. Less is not forgiven. A thread that holds the interpreter again and again makes each wait late.
     """
     began = time.monotonic()
     yield
     late_secs = time.monotonic() - began - secs
-    if late_secs > _LATE_SECS:
+    if late_secs > limit_secs / 4:
         forgive(late_secs)
 
 

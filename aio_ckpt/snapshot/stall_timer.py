@@ -26,8 +26,8 @@ class StallTimer:
         self.last = time.monotonic()
 
     def forgive(self, secs: float) -> None:
-        """Do not count ``secs`` that have passed: the process was suspended."""
-        self.last += secs
+        """Do not count ``secs`` that have passed: the process was suspended. A save may have moved since."""
+        self.last = min(self.last + secs, time.monotonic())
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from aio_ckpt.errors import AioCkptError, ReadError, WriteError
 from aio_ckpt.runtime.limits import files_remedy
 
-E = TypeVar("E", bound="WriteError | ReadError")
+ErrorT = TypeVar("ErrorT", bound="WriteError | ReadError")
 NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 """Error numbers with which file systems refuse an operation that they lack."""
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -53,7 +53,7 @@ def _remedy(code: int, *, writes: bool) -> str:
             return ""
 
 
-def translated(kind: type[E], path: Path, error: OSError) -> E:
+def translated(kind: type[ErrorT], path: Path, error: OSError) -> ErrorT:
     """Return an error of the system as ``kind``, with errno, message, remedy and path."""
     text = with_remedy(error, writes=kind is WriteError)
     return kind(error.errno or errno.EIO, text, error.filename or str(path), None, error.filename2)

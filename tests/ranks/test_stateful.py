@@ -118,6 +118,10 @@ def swap_stages(rank: int, count: int, root: Path) -> tuple[str, float]:
     with engine_on(root, SECS) as engine:
         engine.save({"model": stage(rank, float(rank))}, step=1).result(SECS)
         with pytest.raises(MissingNameError) as caught:
+            engine.load({"model": nn.ModuleDict({**moved, "new": nn.Linear(4, 4)})})
+        assert "lacks 4 names" in str(caught.value)  # no rank saved one of them
+        assert "rename=" not in str(caught.value)
+        with pytest.raises(MissingNameError) as caught:
             engine.load({"model": moved})
         state = {"model": moved.state_dict()}
         engine.load(state)
@@ -131,7 +135,8 @@ def test_of_a_stage_that_moved_the_error_names_the_rank_that_saved_it_and_its_re
     """A remedy of another kind, such as ``rename=``, would load the weights of another layer."""
     for rank, (error, weight) in enumerate(two.run(swap_stages, tmp_path)):
         names = f"'model.layer{1 - rank}.weight', 'model.layer{1 - rank}.bias'"
-        assert f"rank {rank} did not save 2 names: {names}; rank {1 - rank} did, and a value" in error
+        assert f"rank {rank} did not save 2 names: {names}, and a value" in error
+        assert f"('model.layer{1 - rank}.weight' is of rank {1 - rank})" in error
         assert "rename=" not in error
         assert "allow_missing" not in error
         assert weight == 1 - rank

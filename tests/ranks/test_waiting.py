@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from builders import state_of
+from builders import state_of, weights
 from log_lines import LogLines, early_lines
 from rank_engines import acting_engine
 from rank_processes import Ranks, engine_on, ranks
+from waits import until
 
 from aio_ckpt.ranks.missing_ranks import REMEDY
 
@@ -173,3 +175,28 @@ def test_a_dead_rank_is_named_with_its_last_call(tmp_path: Path) -> None:
         running.wait_until_dead(1)
         line = "rank 1 has not called save() of step 2 for N s; it was last seen in save() of step 1"
         assert ("WARNING", 2, 0, line) in running.finish(0)
+
+
+def save_once_told(rank: int, count: int, root: Path) -> int:
+    """Rank 1 comes later."""
+    with engine_on(root / "run", 3.0) as engine:
+        engine.save(weights(1), step=1).result(SECS)
+        (root / f"saves {rank}").touch()
+        if rank:
+            until(lambda: (root / "go on").exists())
+        return engine.save(weights(2), step=2).result(SECS).step
+
+
+@pytest.mark.slow
+def test_ranks_that_were_suspended_for_longer_than_the_limit_still_wait_for_each_other(tmp_path: Path) -> None:
+    with ranks(2) as two:
+        for rank in range(2):
+            two.start(rank, save_once_told, tmp_path)
+        two.wait_until(lambda: (tmp_path / "saves 0").exists() and (tmp_path / "saves 1").exists())
+        time.sleep(0.5)  # rank 0 waits for rank 1
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in range(2):
+                two.signal(rank, number)
+            time.sleep(5 if number == signal.SIGSTOP else 0.5)
+        (tmp_path / "go on").touch()
+        assert [two.finish(rank) for rank in range(2)] == [2, 2]

@@ -173,6 +173,21 @@ def test_an_optimizer_that_was_not_stepped_is_refused_the_moments_of_a_parameter
     step(grown, own)
 
 
+def test_an_optimizer_of_other_parameters_gets_its_moments(tmp_path: Path) -> None:
+    """Tensors without elements all lie at one address."""
+
+    def made(width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.ParameterDict({"w": torch.ones(3), "y": torch.zeros(0), "z": torch.zeros(0, width)})
+        return model, torch.optim.AdamW([model["y"], model["w"]])
+
+    trained, its = made(2)
+    step(trained, its)
+    path = saved(tmp_path / "x", {"model": trained, "opt": its}, "ours")
+    other, own = made(3)
+    assert aio_ckpt.load(path, {"model": other, "opt": own}, skip_mismatched=True).mismatched == ("model.z",)
+    assert len(own.state) == 2
+
+
 def test_a_load_of_an_engine_takes_skip_mismatched(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save({"w": torch.ones(3), "v": torch.ones(2)}, step=1).result(20)

@@ -253,11 +253,27 @@ class SlottedConfig:
     weight: torch.Tensor | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnSlotsConfig:
+    """The same with slots of its own, and a copy that gives out the value itself."""
+
+    __slots__ = ("rate", "weight")
+    rate: float
+    weight: torch.Tensor | None
+
+    def __init__(self, rate: float = 0.1, weight: torch.Tensor | None = None) -> None:
+        object.__setattr__(self, "rate", rate)
+        object.__setattr__(self, "weight", weight)
+
+    def __copy__(self) -> OwnSlotsConfig:
+        return self
+
+
 class Layers(list[int]):
     """As omegaconf's lists."""
 
 
-@pytest.mark.parametrize("kind", [FrozenConfig, SlottedConfig])
+@pytest.mark.parametrize("kind", [FrozenConfig, SlottedConfig, OwnSlotsConfig])
 def test_a_frozen_dataclass_is_replaced_where_it_stands_and_is_itself_not_changed(root: Path, kind: type) -> None:
     with SyncCheckpointEngine(root) as engine:
         engine.save({"config": kind(0.5), "of": [kind(0.7, torch.ones(2))]}).result(TIMEOUT)

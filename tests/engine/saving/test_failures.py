@@ -19,7 +19,7 @@ from builders import broken, listing, weights
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 
 from aio_ckpt import CheckpointEngine, SaveTicket
-from aio_ckpt.engine.full_disk_remedy import remedy_of
+from aio_ckpt.engine.full_disk_remedy import step_remedy
 from aio_ckpt.engine.statistics import Statistics
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
@@ -447,7 +447,7 @@ def test_a_disk_that_is_full_with_room_for_the_bytes_may_lack_inodes() -> None:
 
 
 def test_the_remedy_of_a_full_disk_names_what_works_without_a_commit() -> None:
-    remedy = remedy_of(Path("/runs/my run"), 2, 3)
+    remedy = step_remedy(Path("/runs/my run"), 2, 3)
     told = explained("No space", 8_530_000_000, 12, whose=" of rank 3 of 8", is_quota=False, remedy=remedy)
     assert told == (
         "No space: this save of rank 3 of 8 needs 8.53 GB, 12 B are free on its file system; free space, or delete an "

@@ -97,6 +97,21 @@ async def test_a_pass_deletes_all_that_has_expired_also_if_that_is_more_than_it_
         assert executor.close(5.0)
 
 
+async def test_of_an_expired_step_with_several_directories_none_stays(tmp_path: Path) -> None:
+    executor = Executor("test", 2)
+    storage = Storage(executor)
+    make_steps(tmp_path, 1, 2)
+    for name in ("step_1", "checkpoint-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").write_bytes(b"x")
+    try:
+        await make_engine_dirs(storage, tmp_path)
+        await retention_of(storage, tmp_path).enforce(2)
+        assert listing(tmp_path) == [NAMES.name(2)]
+    finally:
+        assert executor.close(5.0)
+
+
 @pytest.mark.parametrize("is_protected", [False, True])
 async def test_the_trash_of_a_pass_that_is_cancelled_during_its_rename_is_deleted_by_the_next_one(
     tmp_path: Path, is_protected: bool
