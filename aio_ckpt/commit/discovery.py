@@ -70,12 +70,15 @@ class StepDirectories:
     """Those that this user may not look into."""
 
 
-async def discover(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
+async def discover(
+    storage: Storage, root: Path, names: StepNames, only: int | None = None
+) -> list[CommittedCheckpoint]:
     """Return the committed checkpoints under ``root``, ascending by step. A checkpoint has a ``.metadata``.
 
-    If a step has two directories, the one with the engine's own name counts.
+    If a step has two directories, the one with the engine's own name counts. If ``only`` is given, other steps are not
+    looked at: each costs a call of the server, or a request.
     """
-    return _chosen((await step_directories(storage, root, names)).committed, names)
+    return _chosen((await step_directories(storage, root, names, only)).committed, names)
 
 
 async def discover_all(
@@ -138,8 +141,8 @@ def _warn_once(path: Path, why: str) -> None:
     _log.warning("%s has the name of a step and is passed by, because it cannot be looked into: %s", path, why)
 
 
-async def step_directories(storage: Storage, root: Path, names: StepNames) -> StepDirectories:
-    """Return the entries of a root that have the name of a step.
+async def step_directories(storage: Storage, root: Path, names: StepNames, only: int | None = None) -> StepDirectories:
+    """Return the entries of a root that have the name of a step; if ``only`` is given, of that step.
 
     Raises:
         ReadError: the listing failed; or none is committed, and one may not be looked into.
@@ -150,6 +153,8 @@ async def step_directories(storage: Storage, root: Path, names: StepNames) -> St
         passed: dict[Path, ReadError] = {}
         numbers = {name: names.step(name) for name in await names_in(storage, root)}
         steps = {name: step for name, step in numbers.items() if step is not None and step <= MAX_STEP}
+        if only is not None:
+            steps = {name: step for name, step in steps.items() if step == only}
         statuses = await storage.statuses(root, [f"{name}/{METADATA_FILE}" for name in steps])
         for (name, step), status in zip(steps.items(), statuses, strict=True):
             path = root / name

@@ -55,9 +55,8 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
 
 
 async def _check_committed(storage: Storage, root: Path, names: StepNames, step: int) -> None:
-    steps = [checkpoint.step for checkpoint in await discover(storage, root, names)]
-    if step not in steps:
-        known = steps_shown(steps)
+    if not await discover(storage, root, names, only=step):
+        known = steps_shown([checkpoint.step for checkpoint in await discover(storage, root, names)])
         raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {known}")
 
 

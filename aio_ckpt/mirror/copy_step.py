@@ -60,8 +60,7 @@ class StepCopier:
             ProtectedStepError: the mirror holds another save of the step, which is protected there.
             RootError, ReadError, WriteError: another writer holds the mirror, it is gone, or the system failed.
         """
-        committed = await discovery.discover(self.storage, self.root, self.names)
-        source = next((found for found in committed if found.step == step), None)
+        source = next(iter(await discovery.discover(self.storage, self.root, self.names, only=step)), None)
         if source is None:
             raise CheckpointNotFoundError(f"no committed step {step} under {self.root} any more")
         save_id = await save_of(self.storage, source.path)
@@ -75,7 +74,7 @@ class StepCopier:
         async with writing(self.storage, self.place, self.names, here, stale_after_secs=self.stale_after_secs) as claim:
             retention = self._retention(claim)
             await self._set_abandoned_aside(claim)
-            if any(found.step == step for found in await self._copies()):
+            if await self._copies(only=step):
                 await self._make_room(step, source.path, retention, replaces=replaces)
             path = await copy_as_writer(
                 self.storage, self.executor, source.path, self.place, self.names, step, claim, advance
@@ -88,13 +87,13 @@ class StepCopier:
             return True
         return bool(await self._copies())  # made by hand
 
-    async def _copies(self) -> list[discovery.CommittedCheckpoint]:
-        return await discovery.discover(self.storage, self.place, self.names)
+    async def _copies(self, only: int | None = None) -> list[discovery.CommittedCheckpoint]:
+        return await discovery.discover(self.storage, self.place, self.names, only)
 
     async def _copy_of(self, step: int, save_id: str | None) -> Path | None:
         """Return the directory in the mirror that holds this very save of a step; None if there is none."""
-        for found in await self._copies():
-            if found.step == step and await save_of(self.storage, found.path) == save_id:
+        for found in await self._copies(only=step):
+            if await save_of(self.storage, found.path) == save_id:
                 return found.path
         return None
 

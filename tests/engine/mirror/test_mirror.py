@@ -39,6 +39,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.root_names import ABANDONED_DIR
 from aio_ckpt.mirror import mirror_queue
 from aio_ckpt.mirror.pace import YIELD_SECS, Pace
+from aio_ckpt.storage import local
 from aio_ckpt.storage.local import Storage
 
 TIMEOUT = 60.0
@@ -260,6 +261,25 @@ def test_a_copy_that_a_kill_ended_is_made_by_the_next_run(root: Path, place: Pat
         pass
     assert steps_in(place) == [2]
     assert os.listdir(place / ".aio_ckpt" / "pending") == []
+
+
+def test_a_copy_looks_at_its_own_step_alone_however_many_the_mirror_holds(
+    root: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a store, each look is a request."""
+    looks, real = list[Path](), local._status
+    monkeypatch.setattr(local, "_status", lambda path: (looks.append(path), real(path))[1])
+    counts, held = [], 1
+    for many in (20, 80):
+        with opened(root, place) as engine:
+            first = engine.save(weights(1), many * 10).mirrored.result(TIMEOUT)
+            for step in range(held + 1, many):
+                shutil.copytree(first, place / f"step_{step:09d}")
+            held = many
+            looks.clear()
+            engine.save(weights(2), many * 10 + 1).mirrored.result(TIMEOUT)
+            counts.append(sum(path.is_relative_to(place) for path in looks))
+    assert counts[0] == counts[1]
 
 
 # -- failures ---------------------------------------------------------------------------------------
