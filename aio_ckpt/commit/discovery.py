@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,20 +107,14 @@ async def torn_among(storage: Storage, entries: StepDirectories) -> list[Committ
         # In a store, files of saves under way and of those set aside lie so.
         if checkpoint.step in steps or isinstance(checkpoint.path, RemotePath):
             continue
-        with _passing_by_unreadable(checkpoint.path, {}):
+        try:
             files = await names_in(storage, checkpoint.path)  # none if its writer deleted it meanwhile
-            if any(map(save_of_root_manifest, files)) and not any(file.startswith(METADATA_FILE) for file in files):
-                found.append(checkpoint)
+        except ReadError as error:
+            _pass_by(checkpoint.path, error, {})
+            continue
+        if any(map(save_of_root_manifest, files)) and not any(file.startswith(METADATA_FILE) for file in files):
+            found.append(checkpoint)
     return found
-
-
-@contextlib.contextmanager
-def _passing_by_unreadable(path: Path, passed: dict[Path, ReadError]) -> Iterator[None]:
-    """Do :func:`_pass_by` with an error of the block."""
-    try:
-        yield
-    except ReadError as error:
-        _pass_by(path, error, passed)
 
 
 def _pass_by(path: Path, error: ReadError, passed: dict[Path, ReadError]) -> None:

@@ -253,8 +253,8 @@ class Retention:
         moved: dict[Path, int] = {}
         async with self._renames:
             may_expire = self._policy.keep_last is not None and not self._must_wait()
-            expired = await self._list_expired() if may_expire else []
-            due = [checkpoint for checkpoint in expired if checkpoint.step not in undeleted]
+            found = await self._list_expired() if may_expire else []
+            due = [checkpoint for checkpoint in found if checkpoint.step not in undeleted]
             for checkpoint in due[:_MOVED_AT_ONCE]:
                 await self._check()
                 with self._reporting_kept(checkpoint.step, undeleted):
