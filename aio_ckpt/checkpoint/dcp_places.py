@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch.distributed.checkpoint.metadata import (
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.checkpoint.catalog import StoredObject

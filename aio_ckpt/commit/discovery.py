@@ -144,10 +144,11 @@ async def step_directories(storage: Storage, root: Path, names: StepNames, only:
         found: list[CommittedCheckpoint] = []
         bare: list[CommittedCheckpoint] = []
         passed: dict[Path, ReadError] = {}
-        numbers = {name: names.step(name) for name in await names_in(storage, root)}
-        steps = {name: step for name, step in numbers.items() if step is not None and step <= MAX_STEP}
-        if only is not None:
-            steps = {name: step for name, step in steps.items() if step == only}
+        steps = {
+            name: step
+            for name in await names_in(storage, root)
+            if (step := names.step(name)) is not None and step <= MAX_STEP and only in (None, step)
+        }
         statuses = await storage.statuses(root, [f"{name}/{METADATA_FILE}" for name in steps])
         for (name, step), status in zip(steps.items(), statuses, strict=True):
             path = root / name

@@ -42,13 +42,13 @@ def saved_elsewhere(checkpoint: Checkpoint, missing: Sequence[str], rank: int) -
 
     A Stateful value gets what its own rank saved. A leaf is read whoever saved it, and so is not missing then.
     """
-    if not checkpoint.has_skeleton or checkpoint.union is not None:
+    if not checkpoint.has_skeleton or checkpoint.union is not None or len(owners := checkpoint.owners()) < 2:
         return ""
     stored = {branch for name in checkpoint.catalog.names() for branch in branches_of(name)}
     if not stored.issuperset(missing):
         return ""
-    for owner, *others in checkpoint.owners().values():
-        if any(is_below(name, missing[0]) for name in checkpoint.names_of(owner)) and rank not in (owner, *others):
+    for owner, *others in owners.values():
+        if rank not in (owner, *others) and any(is_below(name, missing[0]) for name in checkpoint.names_of(owner)):
             return (
                 f"rank {rank} did not save {listed(missing)}, and a value with load_state_dict() gets what its own "
                 f"rank saved ({missing[0]!r} is of rank {owner}): give its state_dict() in its place, and call its "

@@ -18,6 +18,7 @@ def call_on_own_threads(work: Callable[[Executor], Coroutine[Any, Any, T]], work
     portal, given_up = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", workers + SMALL_IO_THREADS), new_future()
     try:
         portal.start()
+        # In no variable: the traceback of an error holds this frame, which would close a cycle through the future.
         return cancellable_result_blocking(
             portal.submit(run_cancellable, given_up, lambda: work(portal.executor)), given_up
         )

@@ -129,8 +129,8 @@ def _with(value: Any, code: int, changed: list[tuple[Any, object]], items: list[
         return tuple(items) if type(value) is tuple else remade(type(value), items)
     if code == Container.FIELDS:
         if is_frozen(type(value)):  # it may be a key, or a default that others have, too
-            fields = zip(*fields_of(value), strict=True)
-            value, changed = object.__new__(type(value)), [*{**dict(fields), **dict(changed)}.items()]
+            fields = dict(zip(*fields_of(value), strict=True))
+            value, changed = object.__new__(type(value)), [*(fields | dict(changed)).items()]
         for key, item in changed:
             object.__setattr__(value, key, item)
         return value

@@ -41,7 +41,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
-_THREADS, _FILES_A_THREAD = 4, 16
+_THREADS_A_DIRECTORY, _FILES_A_THREAD = 4, 16
 """Most threads that look at the files of one directory, or remove them, and the files for which a further one is worth
 it. A server takes its time for each file."""
 
@@ -320,7 +320,7 @@ def _status_or_error(path: Path) -> FileStatus | ReadError | None:
 
 def _batches(names: Sequence[str]) -> list[Sequence[str]]:
     """Cut names into one run for each thread."""
-    nthreads = max(1, min(_THREADS, len(names) // _FILES_A_THREAD))
+    nthreads = max(1, min(_THREADS_A_DIRECTORY, len(names) // _FILES_A_THREAD))
     length = -(-len(names) // nthreads)
     return [names[start : start + length] for start in range(0, len(names), length or 1)]
 
@@ -411,6 +411,18 @@ def _remove_tree(path: Path) -> None:
     except FileNotFoundError:
         if os.path.lexists(path):  # only a file below it vanished meanwhile, so the removal is not complete
             shutil.rmtree(path)
+
+
+async def each_status(storage: Storage, directory: Path, names: Sequence[str]) -> list[FileStatus | ReadError | None]:
+    """Return what :meth:`Storage.statuses` does, by one call of ``storage.status`` for each file."""
+
+    async def of(path: Path) -> FileStatus | ReadError | None:
+        try:
+            return await storage.status(path)
+        except ReadError as error:
+            return error
+
+    return await asyncio.gather(*(of(directory / name) for name in names))
 
 
 async def names_in(storage: Storage, path: Path) -> list[str]:

@@ -8,7 +8,6 @@ once the call that put it has returned, and no answer of a store is old.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import functools
 import os
@@ -26,7 +25,7 @@ from aio_ckpt.storage.clone import Stamp
 from aio_ckpt.storage.data_file import DataFile, ReadFile
 from aio_ckpt.storage.direct_io import PageCache
 from aio_ckpt.storage.durability import sync_file
-from aio_ckpt.storage.local import Coro, FileStatus, Storage
+from aio_ckpt.storage.local import Coro, FileStatus, Storage, each_status
 from aio_ckpt.storage.object_client import adopt_store, open_store
 from aio_ckpt.storage.object_errors import DoubtfulError, raising_os_errors
 from aio_ckpt.storage.object_upload import PART_BYTES, ObjectUpload, part_bytes_of
@@ -146,16 +145,9 @@ class ObjectStorage(Storage):
         """Return the status of an object, or of a directory that holds one; None if there is neither."""
         return self._run(ReadError, path, self._status, path)
 
-    async def statuses(self, directory: Path, names: Sequence[str]) -> list[FileStatus | ReadError | None]:
+    def statuses(self, directory: Path, names: Sequence[str]) -> Coro[list[FileStatus | ReadError | None]]:
         """Return the status of each object below a directory: one request in each free thread."""
-
-        async def of(path: Path) -> FileStatus | ReadError | None:
-            try:
-                return await self.status(path)
-            except ReadError as error:
-                return error
-
-        return await asyncio.gather(*(of(directory / name) for name in names))
+        return each_status(self, directory, names)
 
     def fresh_status(self, path: Path) -> Coro[FileStatus | None]:
         """Return :meth:`status`: no answer is old."""

@@ -6,17 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aio_ckpt.errors import ReadError
-from aio_ckpt.storage.local import FileStatus, Storage
+from aio_ckpt.storage.local import FileStatus, Storage, each_status
 
 
 class SingleLooks(Storage):
     """Storage whose ``statuses`` calls ``status`` once for each name."""
 
     async def statuses(self, directory: Path, names: Sequence[str]) -> list[FileStatus | ReadError | None]:
-        found: list[FileStatus | ReadError | None] = []
-        for name in names:
-            try:
-                found.append(await self.status(directory / name))
-            except ReadError as error:
-                found.append(error)
-        return found
+        return await each_status(self, directory, names)

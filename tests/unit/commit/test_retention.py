@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,13 @@ class CountedThreads(Executor):
         return super().submit(*args, **kwargs)
 
 
+@pytest.fixture
+def executor() -> Iterator[CountedThreads]:
+    executor = CountedThreads("test", 2)
+    yield executor
+    assert executor.close(5.0)
+
+
 def retention_of(storage: Storage, root: Path, keep_every: int | None = None) -> Retention:
     """Retention that keeps the newest step."""
     return Retention(
@@ -64,75 +72,61 @@ def make_steps(root: Path, *steps: int) -> None:
         (root / NAMES.name(step) / ".metadata").write_bytes(b"x")
 
 
-async def test_a_pass_takes_as_many_calls_of_threads_beside_400_kept_steps_as_beside_100(tmp_path: Path) -> None:
+async def test_a_pass_takes_as_many_calls_of_threads_beside_400_kept_steps_as_beside_100(
+    executor: CountedThreads, tmp_path: Path
+) -> None:
     """A call of a thread for each step would take the trainer tenths of a second of its interpreter at each save."""
-    counts = []
+    counts, storage = [], Storage(executor)
     for nkept in (100, 400):
-        executor, root = CountedThreads("test", 2), tmp_path / str(nkept)
-        storage = Storage(executor)
+        root, kept = tmp_path / str(nkept), [*range(10, 10 * nkept + 1, 10)]
         root.mkdir()
-        make_steps(root, *range(10, 10 * nkept + 1, 10), 10 * nkept + 1, 10 * nkept + 2)
-        try:
-            await make_engine_dirs(storage, root)
-            executor.count = 0
-            await retention_of(storage, root, keep_every=10).enforce(10 * nkept + 2)
-            counts.append(executor.count)
-            assert listing(root) == sorted(
-                [*map(NAMES.name, range(10, 10 * nkept + 1, 10)), NAMES.name(10 * nkept + 2)]
-            )
-        finally:
-            assert executor.close(5.0)
+        make_steps(root, *kept, 10 * nkept + 1, 10 * nkept + 2)
+        await make_engine_dirs(storage, root)
+        executor.count = 0
+        await retention_of(storage, root, keep_every=10).enforce(10 * nkept + 2)
+        counts.append(executor.count)
+        assert listing(root) == sorted(map(NAMES.name, [*kept, 10 * nkept + 2]))
     assert counts[0] == counts[1]
 
 
-async def test_a_pass_deletes_all_that_has_expired_also_if_that_is_more_than_it_renames_at_once(tmp_path: Path) -> None:
-    executor = Executor("test", 2)
+async def test_a_pass_deletes_all_that_has_expired_also_if_that_is_more_than_it_renames_at_once(
+    executor: CountedThreads, tmp_path: Path
+) -> None:
     storage = Storage(executor)
     make_steps(tmp_path, *range(50))
-    try:
-        await make_engine_dirs(storage, tmp_path)
-        await retention_of(storage, tmp_path).enforce(49)
-        assert listing(tmp_path) == [NAMES.name(49)]
-    finally:
-        assert executor.close(5.0)
+    await make_engine_dirs(storage, tmp_path)
+    await retention_of(storage, tmp_path).enforce(49)
+    assert listing(tmp_path) == [NAMES.name(49)]
 
 
-async def test_of_an_expired_step_with_several_directories_none_stays(tmp_path: Path) -> None:
-    executor = Executor("test", 2)
+async def test_of_an_expired_step_with_several_directories_none_stays(executor: CountedThreads, tmp_path: Path) -> None:
     storage = Storage(executor)
     make_steps(tmp_path, 1, 2)
     for name in ("step_1", "checkpoint-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").write_bytes(b"x")
-    try:
-        await make_engine_dirs(storage, tmp_path)
-        await retention_of(storage, tmp_path).enforce(2)
-        assert listing(tmp_path) == [NAMES.name(2)]
-    finally:
-        assert executor.close(5.0)
+    await make_engine_dirs(storage, tmp_path)
+    await retention_of(storage, tmp_path).enforce(2)
+    assert listing(tmp_path) == [NAMES.name(2)]
 
 
 @pytest.mark.parametrize("is_protected", [False, True])
 async def test_the_trash_of_a_pass_that_is_cancelled_during_its_rename_is_deleted_by_the_next_one(
-    tmp_path: Path, is_protected: bool
+    executor: CountedThreads, tmp_path: Path, is_protected: bool
 ) -> None:
-    executor = Executor("test", 2)
     storage = StuckStorage(executor)
     storage.renamed = anyio.Event()
     retention = retention_of(storage, tmp_path)
     make_steps(tmp_path, 1, 2)
-    try:
-        await make_engine_dirs(storage, tmp_path)
-        async with anyio.create_task_group() as group:
-            group.start_soon(retention.enforce, 2)
-            await storage.renamed.wait()
-            group.cancel_scope.cancel()
-        assert f"trash/{NAMES.name(1)}" in listing(tmp_path)
-        storage.is_stuck = False
-        if is_protected:
-            (tmp_path / ".aio_ckpt/protected/1").touch()
-        await retention.enforce(2)
-        kept = [NAMES.name(1), "protected/1"] if is_protected else []
-        assert listing(tmp_path) == sorted([*kept, NAMES.name(2)])
-    finally:
-        assert executor.close(5.0)
+    await make_engine_dirs(storage, tmp_path)
+    async with anyio.create_task_group() as group:
+        group.start_soon(retention.enforce, 2)
+        await storage.renamed.wait()
+        group.cancel_scope.cancel()
+    assert f"trash/{NAMES.name(1)}" in listing(tmp_path)
+    storage.is_stuck = False
+    if is_protected:
+        (tmp_path / ".aio_ckpt/protected/1").touch()
+    await retention.enforce(2)
+    kept = [NAMES.name(1), "protected/1"] if is_protected else []
+    assert listing(tmp_path) == sorted([*kept, NAMES.name(2)])
