@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, read_save_id
@@ -13,8 +13,8 @@ from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import read_small_file
 
 _RECORD = "rollback-"
-"""Begin of the name of a file with the ids of the saves that a rollback found in the mirror, one a line. It lies beside
-the steps that were set aside, which people delete."""
+"""Begin of the name of a file with the steps that a rollback found in the mirror: number and id of the save a line. It
+lies beside the steps that were set aside, which people delete."""
 
 
 @contextlib.contextmanager
@@ -31,28 +31,36 @@ async def counting_copies(storage: Storage, root: Path, mirror: Path, names: Ste
     """Return the committed checkpoints of a mirror, ascending, without those that the root has abandoned."""
     with _naming_mirror("a newer step may be there: try again, or leave mirror= out"):
         copies = await discover(storage, mirror, names)
-    saves = await _abandoned_saves(storage, root)
-    return [copy for copy in copies if not saves or await read_save_id(storage, copy.path) not in saves]
+    abandoned = {*await _abandoned_among(copies, storage, root, names)}
+    return [copy for copy in copies if copy not in abandoned]
 
 
 async def abandoned_copies(storage: Storage, root: Path, mirror: Path, names: StepNames) -> list[CommittedCheckpoint]:
     """Return the checkpoints of a mirror whose very saves a rollback of the root has abandoned, newest first."""
-    saves = await _abandoned_saves(storage, root)
-    copies = await discover(storage, mirror, names) if saves else []
-    return [copy for copy in reversed(copies) if await read_save_id(storage, copy.path) in saves]
+    return (await _abandoned_among(await discover(storage, mirror, names), storage, root, names))[::-1]
 
 
-async def _abandoned_saves(storage: Storage, root: Path) -> set[str]:
-    """Return the ids of the saves that rollbacks of a root have set aside, or found in its mirror."""
-    saves = {
-        await read_save_id(storage, root / ABANDONED_DIR / name)
-        for name in await names_in(storage, root / ABANDONED_DIR)
-    }
+async def _abandoned_among(
+    copies: Sequence[CommittedCheckpoint], storage: Storage, root: Path, names: StepNames
+) -> list[CommittedCheckpoint]:
+    """Return the copies of saves that rollbacks of a root have set aside, or found in its mirror.
+
+    A copy is looked into only if a step of its number was abandoned.
+    """
+    saves = {copy.step: set[str]() for copy in copies}
+    for name in await names_in(storage, root / ABANDONED_DIR):
+        step = names.step(name.partition("-")[2])
+        if step in saves:
+            saves[step].add(await read_save_id(storage, root / ABANDONED_DIR / name))
     for name in await names_in(storage, root / ENGINE_DIR):
         if name.startswith(_RECORD):
             record = await read_small_file(storage, root / ENGINE_DIR / name)
-            saves.update((record or b"").decode(errors="replace").split())
-    return saves - {""}
+            for line in (record or b"").decode(errors="replace").splitlines():
+                step_text, _, save = line.partition(" ")
+                if step_text.isdecimal() and int(step_text) in saves:
+                    saves[int(step_text)].add(save)
+    known = {step: saves[step] - {""} for step in saves}
+    return [copy for copy in copies if known[copy.step] and await read_save_id(storage, copy.path) in known[copy.step]]
 
 
 async def record_rollback(storage: Storage, root: Path, mirror: Path, names: StepNames, step: int, tag: str) -> None:
@@ -63,7 +71,7 @@ async def record_rollback(storage: Storage, root: Path, mirror: Path, names: Ste
     """
     with _naming_mirror("without it, later steps would come back: call rollback() again, or open without mirror="):
         later = [copy for copy in await discover(storage, mirror, names) if copy.step > step]
-    saves = [await read_save_id(storage, copy.path) for copy in later]
-    if saves:
-        await storage.write_file(root / ENGINE_DIR / f"{_RECORD}{tag}", "\n".join(saves).encode())
+    lines = [f"{copy.step} {await read_save_id(storage, copy.path)}" for copy in later]
+    if lines:
+        await storage.write_file(root / ENGINE_DIR / f"{_RECORD}{tag}", "\n".join(lines).encode())
         await storage.sync_dir(root / ENGINE_DIR)

@@ -31,14 +31,14 @@ from aio_ckpt.state.names import below_each, find_named, skeleton_names
 
 def match_leaves(
     template: Template, fills: Fills, taker: LeavesTaker, options: LoadOptions
-) -> tuple[list[str], list[str], list[str]]:
+) -> tuple[list[str], dict[str, Target], list[str]]:
     """Add the leaves to ``fills`` and ``taker``.
 
-    Returns the names that are missing, those of tensors of another shape that stay as they are, and the faults.
+    Returns the names that are missing, the tensors of another shape, which stay as they are, by name, and the faults.
     """
     checkpoint, catalog = taker.checkpoint, taker.checkpoint.catalog
     missing: list[str] = []
-    mismatched: list[str] = []
+    mismatched: dict[str, Target] = {}
     faults: list[str] = []
     stored = list(map(catalog.shards.get, template.names))
     addresses = exact_addresses(template.values, stored)
@@ -63,7 +63,7 @@ def match_leaves(
         else:
             tensor = cast("Target", value) if kind is LeafKind.TENSOR else as_tensor(value, kind)
             if options.skip_mismatched and kind is not LeafKind.SCALAR_ARRAY and has_other_shape(tensor, shards):
-                mismatched.append(name)
+                mismatched[name] = tensor
             elif fault := fill_fault(tensor, shards, casts=options.cast):
                 if kind is LeafKind.SCALAR_ARRAY:
                     _add_any(taker, fills, name, [name], checkpoint.stored_name(name))

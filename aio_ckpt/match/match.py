@@ -17,7 +17,7 @@ from aio_ckpt.match.fills import Fills
 from aio_ckpt.match.leaves import match_any_leaves, match_leaves
 from aio_ckpt.match.missing_names import missing_remedies, saved_elsewhere
 from aio_ckpt.match.options import LoadOptions
-from aio_ckpt.match.stateful import match_stateful
+from aio_ckpt.match.stateful import match_stateful, moment_faults
 from aio_ckpt.match.takers import LeavesTaker, StatefulTaker, Taker
 from aio_ckpt.match.tensors import leaf_targets, shared_memory
 from aio_ckpt.message_texts import first_of
@@ -83,7 +83,9 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
         tied, shared_faults = shared_memory(checkpoint.catalog, own, modules.copied)
         faults += shared_faults
     missing += modules.missing
+    kept = mismatched | {name: own for taker in stateful for name, own in taker.kept.items()}
     faults += misfits + any_faults + stateful_faults + modules.faults
+    faults += moment_faults(stateful, kept)
     takers: list[Taker] = [*compounds, leaves, *stateful]
     below = below_stateful.union(leaves.names)
     if missing and not options.allow_missing:
@@ -112,7 +114,7 @@ def match_template(ctx: ReadContext, checkpoint: Checkpoint, state: object, opti
         takers=takers,
         missing=tuple(missing),
         unexpected=unexpected,
-        mismatched=(*mismatched, *(name for taker in stateful for name in taker.kept)),
+        mismatched=tuple(kept),
         dropped=dropped,
         narrowed=narrow,
         converted=converted,

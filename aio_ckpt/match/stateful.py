@@ -93,7 +93,6 @@ def match_stateful(
         else:
             own.modules.missing.append(prefix)
     faults += match_stateful_compounds(checkpoint, takers, ctx)
-    faults += _moment_faults(takers)
     parts: Mapping[str, NamedNode] = {}
     if takers and checkpoint.has_skeleton:
         wanted = {taker.branch for taker in takers if taker.branch is not None}
@@ -219,12 +218,14 @@ def _meta_fault(prefix: str, value: Any, held: Mapping[str, Target]) -> list[str
     ]
 
 
-def _moment_faults(takers: Sequence[StatefulTaker]) -> Iterator[str]:
+def moment_faults(takers: Sequence[StatefulTaker], mismatched: Mapping[str, Target]) -> Iterator[str]:
     """Yield the fault of each optimizer without state that would get moments of a parameter of another shape.
+
+    ``mismatched``: the tensors that stay as they are, by name.
 
     ``load_state_dict`` takes moments of any shape, and ``step()`` would fail. An optimizer with state keeps its own.
     """
-    kept = {_place_of(own): name for taker in takers for name, own in taker.kept.items() if memory_of(own).numel()}
+    kept = {_place_of(own): name for name, own in mismatched.items() if memory_of(own).numel()}
     if not kept:
         return
     for taker in takers:

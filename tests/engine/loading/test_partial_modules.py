@@ -156,8 +156,9 @@ def test_keys_of_modules_and_of_optimizers_with_state_stay_if_their_shape_differ
     own.step()
 
 
+@pytest.mark.parametrize("part", [lambda model: model, torch.nn.Module.state_dict], ids=["module", "state_dict"])
 def test_an_optimizer_that_was_not_stepped_is_refused_the_moments_of_a_parameter_of_another_shape(
-    tmp_path: Path,
+    tmp_path: Path, part: Callable[[torch.nn.Module], object]
 ) -> None:
     """Its ``load_state_dict`` takes them, and ``step()`` then fails with a text about sizes of tensors."""
     trained, its = stepped(10)
@@ -165,10 +166,10 @@ def test_an_optimizer_that_was_not_stepped_is_refused_the_moments_of_a_parameter
     grown = net(12)
     own = torch.optim.AdamW(grown.parameters())
     with pytest.raises(TemplateMismatchError, match=r"'opt.state.0' belongs to 'model.words.weight'.*step\(\) it once"):
-        aio_ckpt.load(path, {"model": grown, "opt": own}, skip_mismatched=True)
+        aio_ckpt.load(path, {"model": part(grown), "opt": own}, skip_mismatched=True)
     assert not own.state
     step(grown, own)
-    report = aio_ckpt.load(path, {"model": grown, "opt": own}, skip_mismatched=True)
+    report = aio_ckpt.load(path, {"model": part(grown), "opt": own}, skip_mismatched=True)
     assert report.mismatched == ("model.words.weight", "opt.state.0.exp_avg", "opt.state.0.exp_avg_sq")
     step(grown, own)
 

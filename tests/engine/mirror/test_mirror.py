@@ -23,6 +23,8 @@ from waits import until
 from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngine, copying
+from aio_ckpt.commit import mirror_copies
+from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.engine.state_save import StateSaves
 from aio_ckpt.errors import (
     CheckpointExistsError,
@@ -700,6 +702,27 @@ def test_a_rollback_counts_for_the_mirror_although_what_it_set_aside_was_deleted
         assert engine.latest_step() == 1
         assert loaded(engine) == (1, root)
         assert engine.save(weights(20), 2).mirrored.result(TIMEOUT) == place / "step_000000002"
+
+
+def test_after_a_rollback_copies_of_other_steps_are_not_looked_into(
+    root: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_into = set[Path]()
+
+    async def read(storage: Storage, checkpoint: Path) -> str:
+        looked_into.add(checkpoint)
+        return await read_save_id(storage, checkpoint)
+
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2, 3)
+        engine.rollback(2)
+        monkeypatch.setattr(mirror_copies, "read_save_id", read)
+        assert engine.latest_step() == 2
+        assert loaded(engine) == (2, root)
+        mirrored(engine, 4, 5)
+    in_mirror = {path.name for path in looked_into if path.parent == place}
+    assert in_mirror == {"step_000000003"}
+    assert steps_in(place) == [1, 2, 4, 5]
 
 
 def test_a_step_that_the_mirror_alone_holds_is_told_as_such(root: Path, place: Path) -> None:
