@@ -32,7 +32,8 @@ from aio_ckpt.errors import (
     WriteError,
 )
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
-from aio_ckpt.format.root_names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE, StepNames
+from aio_ckpt.format.root_names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.reports import CopyReport

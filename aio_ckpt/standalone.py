@@ -18,7 +18,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.loader import load_report, read_report, selection
 from aio_ckpt.engine.outcome_log import log_load
 from aio_ckpt.errors import ConfigError, CorruptCheckpointError
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.rename import Rename

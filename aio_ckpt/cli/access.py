@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import Storage, names_in

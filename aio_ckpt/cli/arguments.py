@@ -13,7 +13,8 @@ from aio_ckpt.argument_checks import check_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
-from aio_ckpt.format.root_names import ENGINE_DIR, StepNames
+from aio_ckpt.format.root_names import ENGINE_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line
 from aio_ckpt.remote_path import RemotePath, check_place
 

@@ -20,7 +20,8 @@ from aio_ckpt.cli.listing import best_rule
 from aio_ckpt.cli.texts import plural, printable
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ProtectedStepError, StepOrderError
-from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
+from aio_ckpt.format.root_names import ABANDONED_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line, steps_shown
 from aio_ckpt.reports import amount
 

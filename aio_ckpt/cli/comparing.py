@@ -17,7 +17,7 @@ from aio_ckpt.cli.console import OnProgress, Screen, bytes_progress
 from aio_ckpt.cli.inspecting import LeafRow, leaves_of
 from aio_ckpt.cli.texts import plural, printable
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 
 if TYPE_CHECKING:
     import torch

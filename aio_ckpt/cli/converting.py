@@ -24,7 +24,7 @@ from aio_ckpt.errors import (
     StepOrderError,
     UnsupportedLeafError,
 )
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import first_of
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.reports import SaveReport, amount

@@ -11,7 +11,7 @@ import click
 from aio_ckpt.cli.arguments import Directory, MistypedPathError, check_root, json_option, step_dir_option
 from aio_ckpt.cli.console import Screen, bytes_progress
 from aio_ckpt.cli.texts import printable
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import CopyReport, amount
 

@@ -16,7 +16,7 @@ from aio_ckpt.cli.arguments import Directory, json_option, step_dir_option
 from aio_ckpt.cli.console import Cells, Screen
 from aio_ckpt.cli.texts import extra_text, metrics_text, plural, printable, time_text
 from aio_ckpt.errors import MissingNameError
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:

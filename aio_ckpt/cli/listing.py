@@ -16,7 +16,8 @@ from aio_ckpt.cli.texts import age_text, extra_text, metrics_text, plural, print
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.root_names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR, StepNames
+from aio_ckpt.format.root_names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount

@@ -12,7 +12,7 @@ from aio_ckpt.cli.arguments import Directory, check_root, json_option, step_dir_
 from aio_ckpt.cli.console import Screen
 from aio_ckpt.cli.texts import printable
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:

@@ -28,15 +28,8 @@ from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, MismatchError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
 from aio_ckpt.format.root_manifest import FileEntry, RootManifest, data_files_of
-from aio_ckpt.format.root_names import (
-    ABANDONED_DIR,
-    CLAIM_FILE,
-    CORRUPT_DIR,
-    ENGINE_DIR,
-    PENDING_DIR,
-    TRASH_DIR,
-    StepNames,
-)
+from aio_ckpt.format.root_names import ABANDONED_DIR, CLAIM_FILE, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in

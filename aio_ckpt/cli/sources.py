@@ -32,8 +32,8 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.constants import RAW_ALIGN_BYTES, align_up
 from aio_ckpt.format.restricted_unpickler import RefusedError
-from aio_ckpt.format.root_names import StepNames
 from aio_ckpt.format.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, SUFFIX, StoredTensor, parse_header
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.leaves.object_unpickler import read_object_pickle
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.reports import amount

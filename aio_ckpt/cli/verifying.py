@@ -18,7 +18,7 @@ from aio_ckpt.cli.listing import advice
 from aio_ckpt.cli.texts import plural, printable
 from aio_ckpt.config import MAX_WORKERS
 from aio_ckpt.errors import AioCkptError, ReadError
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.reports import amount
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from aio_ckpt.commit.step_numbers import MAX_STEP
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import save_of, saves_in

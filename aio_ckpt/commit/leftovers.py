@@ -12,7 +12,8 @@ from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.trash import delete_trash, discard_pending
 from aio_ckpt.errors import AioCkptError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.root_names import PENDING_DIR, TRASH_DIR, StepNames, protected_name
+from aio_ckpt.format.root_names import PENDING_DIR, TRASH_DIR, protected_name
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.durability import sync_parents
 from aio_ckpt.storage.local import Storage, names_in

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, read_save_id
 from aio_ckpt.errors import ReadError, RootError, WriteError
-from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIR, StepNames
+from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import read_small_file
 

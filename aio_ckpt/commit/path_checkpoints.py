@@ -1,4 +1,4 @@
-"""Checkpoints at paths that the caller names: which paths may be used, what a save replaces there, and removal.
+"""Checkpoints at paths that the caller names: which paths may be used, and removal. What a save replaces: ``publish``.
 
 The pending directory of such a save lies below the root, as that of a step does, and its files are renamed. So the path
 must be on the file system of the root.
@@ -14,7 +14,8 @@ from aio_ckpt.commit.discovery import checkpoint_at
 from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.user_files import files_of_caller, is_of_checkpoint
 from aio_ckpt.errors import ConfigError, WriteError
-from aio_ckpt.format.root_names import ENGINE_DIR, TRASH_DIR, StepNames
+from aio_ckpt.format.root_names import ENGINE_DIR, TRASH_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import first_of
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.durability import sync_or_undo

@@ -9,7 +9,8 @@ from aio_ckpt.commit.discovery import discover
 from aio_ckpt.commit.engine_dirs import refuse_linked_dirs
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
-from aio_ckpt.format.root_names import PROTECTED_DIR, StepNames, protected_name, protected_step
+from aio_ckpt.format.root_names import PROTECTED_DIR, protected_name, protected_step
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import steps_shown
 from aio_ckpt.storage.local import Storage, names_in
 

@@ -20,7 +20,8 @@ from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, is_unchange
 from aio_ckpt.commit.protection import unprotect
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.errors import CorruptCheckpointError, RootError
-from aio_ckpt.format.root_names import CORRUPT_DIR, StepNames
+from aio_ckpt.format.root_names import CORRUPT_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.storage.durability import sync_parents
 from aio_ckpt.storage.local import Storage
 

@@ -23,7 +23,8 @@ from aio_ckpt.errors import (
     ProtectedStepError,
     StepOrderError,
 )
-from aio_ckpt.format.root_names import TRASH_DIR, StepNames, protected_name
+from aio_ckpt.format.root_names import TRASH_DIR, protected_name
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import numbered, steps_shown
 from aio_ckpt.storage.durability import sync_parents
 from aio_ckpt.storage.local import Storage, names_in

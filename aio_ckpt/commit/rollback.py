@@ -9,7 +9,8 @@ from aio_ckpt.commit.discovery import CommittedCheckpoint, step_directories, tor
 from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.errors import CheckpointNotFoundError
-from aio_ckpt.format.root_names import ABANDONED_DIR, StepNames
+from aio_ckpt.format.root_names import ABANDONED_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import steps_shown
 from aio_ckpt.storage.durability import sync_parents
 from aio_ckpt.storage.local import Storage

@@ -15,7 +15,7 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.root_claim import Claim, lock_root, mount_of_root
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import RootError
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.storage.local import Storage
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
 from aio_ckpt.argument_checks import check_flag, check_kind, local_path
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.installed import Installed, same_handle
+from aio_ckpt.dcp.install_handle import Installed, same_handle
 from aio_ckpt.dcp.item_sources import Sources
 from aio_ckpt.dcp.reader import Reader
 from aio_ckpt.dcp.runtime import Replacement, Runtime, SharedRuntime

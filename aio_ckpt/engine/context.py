@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aio_ckpt.commit.owner import Owner, pending_path
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.reports import Target
 from aio_ckpt.runtime.portal import Executor

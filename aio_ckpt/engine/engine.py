@@ -53,7 +53,7 @@ from aio_ckpt.engine.state_pipeline import StatePipeline
 from aio_ckpt.engine.state_save import StateSaves
 from aio_ckpt.engine.trusted_leaves import TrustedLeaves
 from aio_ckpt.errors import EngineClosedError, StallError, SystemLimitError
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.rename import Rename

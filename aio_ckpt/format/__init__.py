@@ -4,7 +4,8 @@ In: tensor specs, tables and manifests, or bytes that are not trusted. Out: the 
 our root and rank manifests, DCP's ``.metadata``, the names of files and directories; and all of these parsed.
 ``constants``: sizes, such as the bytes that one checksum covers; ``dtypes``: the names of dtypes; ``checksum``: CRC32.
 
-- our files: ``checkpoint_files`` and ``root_names`` (names), ``root_manifest``, ``rank_manifest``, ``tensor_columns``
+- our files: ``checkpoint_files``, ``root_names`` and ``step_names`` (names), ``root_manifest``,
+  ``rank_manifest``, ``tensor_columns``
 - DCP's ``.metadata``, which is opened first and whose end names the root manifest: ``dcp_metadata_read``,
   ``dcp_metadata_write``
 - zips of ``torch.save``: ``tensor_zip`` and ``tensor_pickle`` (one tensor), ``scalar_zip`` (a number or text),

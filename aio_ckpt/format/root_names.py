@@ -26,27 +26,7 @@ CLAIM_FILE = f"{ENGINE_DIR}/claim.json"
 SEGMENTS_FILE = f"{ENGINE_DIR}/segments.json"
 """Names the directories in which a writer with ``shm_path`` makes its segments. Removed when the writer ends well."""
 
-_LITERAL = re.compile(r"\{step[^}]*\}")
-_FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")
 _PROTECTED = re.compile(r"\d{1,19}")
-
-
-class StepNames:
-    """Directory names of steps: one pattern for writing, several known ones for discovery."""
-
-    def __init__(self, step_dir: str) -> None:
-        self.step_dir = step_dir
-        """Pattern for writing, as in ``EngineConfig``."""
-        before, after = _LITERAL.split(step_dir)
-        self._own = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
-
-    def name(self, step: int) -> str:
-        return self.step_dir.format(step=step)
-
-    def step(self, name: str) -> int | None:
-        """Return the step of a directory name; None if it is no name of a step."""
-        match = self._own.fullmatch(name) or _FOREIGN_STEP.fullmatch(name)
-        return int(match[1]) if match else None
 
 
 def protected_name(step: int) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from aio_ckpt.argument_checks import check_kind
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.installed import Installed
+from aio_ckpt.dcp.install_handle import Installed
 from aio_ckpt.dcp.runtime import SharedRuntime
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import AioCkptError, PeerFailedError

@@ -21,7 +21,8 @@ from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.root_writer import writing
 from aio_ckpt.copying import copy_as_writer, make_root
 from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, RootError
-from aio_ckpt.format.root_names import ENGINE_DIR, StepNames
+from aio_ckpt.format.root_names import ENGINE_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.runtime.portal import Executor

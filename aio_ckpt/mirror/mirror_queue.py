@@ -32,7 +32,7 @@ from aio_ckpt.errors import (
     RootError,
     StallError,
 )
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.mirror.copy_step import StepCopier
 from aio_ckpt.mirror.pace import Pace, PacedExecutor
 from aio_ckpt.remote_path import Place, RemotePath

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.discovery import read_save_id
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.rescue.found_segments import FoundSegment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord
 from aio_ckpt.storage.local import Storage

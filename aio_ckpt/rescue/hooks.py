@@ -15,7 +15,8 @@ from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.format.root_names import SEGMENTS_FILE, StepNames
+from aio_ckpt.format.root_names import SEGMENTS_FILE
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.plan.save_plan import Plan

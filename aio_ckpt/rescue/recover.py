@@ -22,7 +22,8 @@ from aio_ckpt.format.checkpoint_files import METADATA_FILE, data_file_name, rank
 from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry
-from aio_ckpt.format.root_names import SEGMENTS_FILE, StepNames
+from aio_ckpt.format.root_names import SEGMENTS_FILE
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.memory.arena import Arena
 from aio_ckpt.memory.arena_lifetimes import Lease
 from aio_ckpt.plan.layout import file_chunks

@@ -16,7 +16,7 @@ from typing import Any
 
 from aio_ckpt.argument_checks import check_kind
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.installed import same_handle
+from aio_ckpt.dcp.install_handle import same_handle
 from aio_ckpt.errors import ConfigError
 
 try:

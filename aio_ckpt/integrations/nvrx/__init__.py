@@ -13,7 +13,7 @@ from typing import Any
 
 from aio_ckpt.argument_checks import check_kind
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.installed import same_handle
+from aio_ckpt.dcp.install_handle import same_handle
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.async_calls import AsyncCallsQueue, QueueInstalled
 from aio_ckpt.integrations.nvrx.names import TRIED, changed, holders, replaced

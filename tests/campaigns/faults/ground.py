@@ -23,7 +23,8 @@ from aio_ckpt.commit.in_place import PENDING
 from aio_ckpt.engine.job import WriteJob
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.checkpoint_files import save_of_file, save_of_metadata
-from aio_ckpt.format.root_names import ENGINE_DIR, LOCK_FILE, StepNames
+from aio_ckpt.format.root_names import ENGINE_DIR, LOCK_FILE
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.plan import chunks
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor

@@ -13,7 +13,8 @@ from unittest import mock
 
 from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, RootError, StallError, WriteError
-from aio_ckpt.format.root_names import CORRUPT_DIR, ENGINE_DIR, PROTECTED_DIR, StepNames
+from aio_ckpt.format.root_names import CORRUPT_DIR, ENGINE_DIR, PROTECTED_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.reports import LoadReport
 from tests.campaigns.faults.campaign import PASSING_SECS, STALL_SECS, Point
 from tests.campaigns.faults.clock import Clock

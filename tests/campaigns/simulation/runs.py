@@ -43,7 +43,8 @@ from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.engine.state_pipeline import StatePipeline
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.checkpoint_files import data_file_name
-from aio_ckpt.format.root_names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR, StepNames
+from aio_ckpt.format.root_names import ENGINE_DIRS, LOCK_FILE, PENDING_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.leaves.objects import ObjectEncoder
 from aio_ckpt.memory.arena_lifetimes import Lease, LifetimeManager
 from aio_ckpt.memory.staging_kind import StagingChoice

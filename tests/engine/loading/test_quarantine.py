@@ -34,7 +34,7 @@ from aio_ckpt.errors import (
     TemplateMismatchError,
     WriteError,
 )
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.data_file import ReadFile
 from aio_ckpt.storage.direct_io import PageCache

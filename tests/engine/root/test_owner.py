@@ -46,9 +46,9 @@ from aio_ckpt.format.root_names import (
     LOCK_FILE,
     PENDING_DIR,
     TRASH_DIR,
-    StepNames,
     protected_name,
 )
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import FileStatus
 from aio_ckpt.storage.root_lock import RootLock

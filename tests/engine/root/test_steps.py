@@ -34,7 +34,8 @@ from aio_ckpt.errors import (
     StepOrderError,
     WriteError,
 )
-from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIR, StepNames
+from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIR
+from aio_ckpt.format.step_names import StepNames
 
 
 @pytest.fixture

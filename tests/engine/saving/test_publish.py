@@ -18,7 +18,8 @@ from aio_ckpt.commit import discovery, rollback, trash
 from aio_ckpt.commit.in_place import unclaimed
 from aio_ckpt.commit.owner import Owner, owner_by_name
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
-from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIR, ENGINE_DIRS, PENDING_DIR, StepNames
+from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIR, ENGINE_DIRS, PENDING_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.runtime.portal import Executor
 
 STEP = "step_000000005"

@@ -28,7 +28,8 @@ from aio_ckpt.errors import (
     SaveCancelledError,
     WriteError,
 )
-from aio_ckpt.format.root_names import ENGINE_DIRS, PENDING_DIR, TRASH_DIR, StepNames
+from aio_ckpt.format.root_names import ENGINE_DIRS, PENDING_DIR, TRASH_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor
 

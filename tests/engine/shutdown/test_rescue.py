@@ -38,7 +38,8 @@ from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from aio_ckpt.format.root_manifest import decode_root
-from aio_ckpt.format.root_names import LOCK_FILE, PENDING_DIR, SEGMENTS_FILE, StepNames
+from aio_ckpt.format.root_names import LOCK_FILE, PENDING_DIR, SEGMENTS_FILE
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.memory.arena_lifetimes import Lease
 from aio_ckpt.memory.cuda import Copies
 from aio_ckpt.rescue import hooks

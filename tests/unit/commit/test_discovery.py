@@ -8,7 +8,8 @@ from single_looks import SingleLooks
 
 from aio_ckpt.commit.discovery import discover_all
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, root_manifest_name
-from aio_ckpt.format.root_names import TRASH_DIR, StepNames
+from aio_ckpt.format.root_names import TRASH_DIR
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import FileStatus
 

@@ -16,7 +16,7 @@ from aio_ckpt.commit.discovery import discover
 from aio_ckpt.commit.engine_dirs import make_engine_dirs
 from aio_ckpt.commit.in_place import unclaimed
 from aio_ckpt.commit.retention import Policy, Retention
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from aio_ckpt import EngineConfig
-from aio_ckpt.dcp.installed import Installed
+from aio_ckpt.dcp.install_handle import Installed
 from aio_ckpt.integrations.patch_points import Expected, PatchPoint, moved_names, replaced
 
 

@@ -22,7 +22,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import BudgetExceededError, CorruptCheckpointError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.rank_manifest import decode_rank
-from aio_ckpt.format.root_names import StepNames
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.rescue.decision import decide
