@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, read_save_id
@@ -32,36 +33,40 @@ async def counting_copies(storage: Storage, root: Path, mirror: Path, names: Ste
     """Return the committed checkpoints of a mirror, ascending, without those that the root has abandoned."""
     with _naming_mirror("a newer step may be there: try again, or leave mirror= out"):
         copies = await discover(storage, mirror, names)
-    abandoned = {*await _abandoned_among(copies, storage, root, names)}
+    abandoned = {*await _among(copies, await _abandoned_saves(storage, root, names), storage)}
     return [copy for copy in copies if copy not in abandoned]
 
 
 async def abandoned_copies(storage: Storage, root: Path, mirror: Path, names: StepNames) -> list[CommittedCheckpoint]:
     """Return the checkpoints of a mirror whose very saves a rollback of the root has abandoned, newest first."""
-    return (await _abandoned_among(await discover(storage, mirror, names), storage, root, names))[::-1]
+    saves = await _abandoned_saves(storage, root, names)
+    copies = await discover(storage, mirror, names) if saves else []
+    return await _among(copies[::-1], saves, storage)
 
 
-async def _abandoned_among(
-    copies: Sequence[CommittedCheckpoint], storage: Storage, root: Path, names: StepNames
+async def _among(
+    copies: Sequence[CommittedCheckpoint], saves: AbstractSet[tuple[int, str]], storage: Storage
 ) -> list[CommittedCheckpoint]:
-    """Return the copies of saves that rollbacks of a root have set aside, or found in its mirror.
+    """Return the copies of ``saves``. Only those of their steps are looked into: each costs a request."""
+    steps = {step for step, _ in saves}
+    return [
+        copy for copy in copies if copy.step in steps and (copy.step, await read_save_id(storage, copy.path)) in saves
+    ]
 
-    A copy is looked into only if a step of its number was abandoned.
-    """
-    saves = {copy.step: set[str]() for copy in copies}
+
+async def _abandoned_saves(storage: Storage, root: Path, names: StepNames) -> set[tuple[int, str]]:
+    """Return the step and the id of each save that rollbacks of a root have set aside, or found in its mirror."""
+    saves = set[tuple[int, str]]()
     for name in await names_in(storage, root / ABANDONED_DIR):
         step = names.step(name.partition("-")[2])
-        if step in saves:
-            saves[step].add(await read_save_id(storage, root / ABANDONED_DIR / name))
+        if step is not None and (save_id := await read_save_id(storage, root / ABANDONED_DIR / name)):
+            saves.add((step, save_id))
     for name in await names_in(storage, root / ENGINE_DIR):
         if name.startswith(_RECORD):
             record = await read_small_file(storage, root / ENGINE_DIR / name)
-            for line in (record or b"").decode(errors="replace").splitlines():
-                step_text, _, save = line.partition(" ")
-                if step_text.isdecimal() and int(step_text) in saves:
-                    saves[int(step_text)].add(save)
-    known = {step: saves[step] - {""} for step in saves}
-    return [copy for copy in copies if known[copy.step] and await read_save_id(storage, copy.path) in known[copy.step]]
+            lines = map(str.split, (record or b"").decode(errors="replace").splitlines())
+            saves.update((int(line[0]), line[1]) for line in lines if len(line) == 2 and line[0].isdecimal())
+    return saves
 
 
 async def record_rollback(storage: Storage, root: Path, mirror: Path, names: StepNames, step: int, tag: str) -> None:

@@ -801,8 +801,8 @@ def test_kill_9_in_the_middle_leaves_the_old_checkpoint_or_the_new_one(tmp_path:
     save(state_of(1, mebibytes=1), tmp_path / "a")
     with ranks(1) as running:
         running.start(0, save_and_die, tmp_path / "a", lives)
-        running.processes[0].join(TIMEOUT)
-        assert running.processes[0].exitcode == -signal.SIGKILL
+        running.processes[0].wait(TIMEOUT)
+        assert running.processes[0].returncode == -signal.SIGKILL
     check_mended(tmp_path / "a", lives)
 
 

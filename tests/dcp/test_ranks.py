@@ -295,8 +295,8 @@ def test_a_rank_that_is_killed_leaves_the_old_checkpoint(
     with ranks(2) as dying:
         for rank in range(2):
             dying.start(rank, save_and_die, path, victim, name, where)
-        dying.processes[victim].join(TIMEOUT)
-        assert dying.processes[victim].exitcode == -signal.SIGKILL
+        dying.processes[victim].wait(TIMEOUT)
+        assert dying.processes[victim].returncode == -signal.SIGKILL
     two.run(read_ours, path, 1)
     two.run(save, path, "untrained", 3)
     two.run(check, path, "untrained", 3)

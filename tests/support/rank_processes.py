@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import gc
 import multiprocessing
 import os
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,13 +19,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_OF_TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.testing")
-_CONTEXT.set_forkserver_preload([*_OF_TORCH, "numpy.random", "aio_ckpt.dcp", "pytest", "hypothesis"])
-
+SOURCE = """
+    import multiprocessing, sys
+    from rank_processes import serve
+    rank, count, port, key = sys.argv[1:]
+    multiprocessing.current_process().authkey = bytes.fromhex(key)  # torch sends tensors by its sockets
+    serve(int(rank), int(count), int(port))
+"""
 WAIT_SECS = 60.0
 needs_list_keys = pytest.mark.skipif(
     not hasattr(dist.TCPStore, "list_keys"), reason="TCPStore of torch before 2.10 cannot list its keys"
@@ -39,16 +43,16 @@ class Ranks:
         self.count = count
         self._unfinished: set[int] = set()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        pairs = [_CONTEXT.Pipe() for _ in range(count)]
-        self._pipes = [mine for mine, _ in pairs]
-        self.processes = [
-            _CONTEXT.Process(target=_serve, args=(rank, count, self.store.port, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
-        ]
-        for process in self.processes:
-            process.start()
-        for _, theirs in pairs:
-            theirs.close()
+        self._pipes: list[Connection] = []
+        self.processes: list[WarmPython] = []
+        key = multiprocessing.current_process().authkey.hex()
+        for rank in range(count):
+            mine, theirs = socket.socketpair()
+            with theirs:
+                self.processes.append(
+                    WarmPython(SOURCE, str(rank), str(count), str(self.store.port), key, options=(), stdin=theirs)
+                )
+            self._pipes.append(Connection(mine.detach()))
 
     def start(self, rank: int, fn: Callable[..., object], *args: object) -> None:
         """``rank`` begins ``fn(rank, count, *args)``."""
@@ -62,7 +66,7 @@ class Ranks:
             failure, value = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             self.wait_until_dead(rank)
-            raise AssertionError(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
+            raise AssertionError(f"rank {rank} died with exit code {self.processes[rank].returncode}") from None
         assert not failure, f"rank {rank}:\n{failure}"
         self._unfinished.remove(rank)
         return value
@@ -70,7 +74,7 @@ class Ranks:
     @property
     def is_clean(self) -> bool:
         """Whether every rank lives, and every call has ended without an error: others may use these ranks."""
-        return not self._unfinished and all(process.is_alive() for process in self.processes)
+        return not self._unfinished and all(process.poll() is None for process in self.processes)
 
     def run(self, fn: Callable[..., object], *args: object, timeout: float = WAIT_SECS) -> list[Any]:
         """``fn(rank, count, *args)`` on every rank; what each returned."""
@@ -94,9 +98,7 @@ class Ranks:
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to one rank."""
-        pid = self.processes[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
+        os.kill(self.processes[rank].pid, number)
 
     def kill(self, rank: int) -> None:
         """SIGKILL, and wait until it is gone."""
@@ -105,14 +107,13 @@ class Ranks:
 
     def wait_until_dead(self, rank: int) -> None:
         """For one that ends of its own."""
-        self.processes[rank].join(WAIT_SECS)
-        assert not self.processes[rank].is_alive()
+        self.processes[rank].wait(WAIT_SECS)
 
     def close(self) -> None:
         """End every process."""
         for process in self.processes:
             process.kill()
-            process.join(WAIT_SECS)
+            process.wait(WAIT_SECS)
         for pipe in self._pipes:
             pipe.close()
 
@@ -162,8 +163,9 @@ def ranks(count: int) -> Iterator[Ranks]:
         running.close()
 
 
-def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
-    gc.freeze()  # torch, forked with the rank, lives as long: no collection shall look at it
+def serve(rank: int, count: int, port: int) -> None:
+    """Call what :class:`Ranks` sends to standard input, until it ends."""
+    pipe = Connection(os.dup(0))
     faulthandler.enable()  # a crash of native code names its line, on standard error
     torch.set_num_threads(1)  # as torchrun does: together the ranks have more threads than the machine has cores
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=WAIT_SECS))

@@ -164,11 +164,15 @@ def _become(told: dict[str, Any], streams: list[int]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    # What those who are forked need: ranks need the most.
     import gc
+    import importlib
 
-    import torch.distributed.checkpoint  # noqa: F401
-
-    import aio_ckpt.dcp  # noqa: F401 - for those who are forked
+    _OF_TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.testing")
+    sys.modules["triton"] = None  # type: ignore[assignment]  # each process would tell of its leaks when it ends
+    for _name in (*_OF_TORCH, "numpy.random", "pytest", "hypothesis", "aio_ckpt.dcp", "aio_ckpt.sync"):
+        importlib.import_module(_name)
+    del sys.modules["triton"]
 
     gc.freeze()  # else each process copies all of it, when it ends
     with socket.socket(fileno=int(sys.argv[1])) as _tests:
