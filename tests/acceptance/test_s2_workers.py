@@ -20,6 +20,7 @@ from builders import listing, steps_dir
 from image_files import MIB, assert_uniform, uniform
 from killed_trainer import named_segments, train_until_killed
 from saved_files import DATA_FILE, without_save_id
+from slow import slow
 from waits import until
 from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
 
@@ -70,7 +71,7 @@ def test_saves_and_loads_start_no_process(tmp_path: Path, monkeypatch: pytest.Mo
 # -- 2: as many writes at once as asked for -------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("workers", [1, slow(2), 3, slow(8), slow(16)])
 def test_a_slow_store_takes_chunks_over_workers_rounds(tmp_path: Path, workers: int) -> None:
     """Each round lets through what is in flight, so that a round is the time of one write."""
     storage = WatchedStorage()

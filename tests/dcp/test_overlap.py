@@ -119,7 +119,7 @@ def value_in(path: Path) -> float:
 
 
 @given(order=st.lists(st.tuples(st.integers(0, 1), st.integers(1, 12)), max_size=14))
-@examples(60)
+@examples(60, gate=8)
 def test_of_two_saves_in_any_order_of_their_calls_one_fails_and_the_other_is_committed(
     tmp_path: Path, executor: Executor, pool: ThreadPoolExecutor, order: list[tuple[int, int]]
 ) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from slow import slow
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
 
+pytestmark = [pytest.mark.gpu(0), pytest.mark.slow]  # the host's part is proven in tests/engine/saving
 MIB = 1 << 20
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATHERED = 200
@@ -45,8 +45,6 @@ def base_state() -> dict[str, Any]:
     }
 
 
-@pytest.mark.sampled
-@pytest.mark.gpu(0)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_what_stays_on_a_device_is_cloned_and_what_changes_is_written(tmp_path: Path, settings: dict[str, Any]) -> None:
     with SyncCheckpointEngine(tmp_path / "root", EngineConfig(keep_last=2, **settings)) as engine:
@@ -68,8 +66,7 @@ def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor, requires_grad=False)
 
 
-@pytest.mark.gpu(0)
-@pytest.mark.parametrize("settings", [SETTINGS[0], *map(slow, SETTINGS[1:])], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_what_is_trusted_stays_on_the_device_until_it_changes(
     tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -118,7 +118,7 @@ def go_on_after_failures(rank: int, count: int, root: Path, in_flight: int) -> l
     return found
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("in_flight", [slow(1), 2])
 def test_failures_that_are_logged_leave_the_ranks_at_the_same_steps(two: Ranks, tmp_path: Path, in_flight: int) -> None:
     one, other = two.run(go_on_after_failures, tmp_path, in_flight)
     assert one == other
@@ -574,7 +574,7 @@ def roll_back_apart(rank: int, count: int, root: Path, steps: tuple[Any, Any]) -
     ("steps", "raised"),
     [
         ((2, 1), ("PeerFailedError", "PeerFailedError")),
-        ((2, -1), ("PeerFailedError", "StepOrderError")),
+        slow((2, -1), ("PeerFailedError", "StepOrderError")),
         (("2", 2), ("StepOrderError", "PeerFailedError")),
         ((9, 9), ("CheckpointNotFoundError", "PeerFailedError")),
     ],
@@ -671,12 +671,12 @@ def delete_apart(rank: int, count: int, root: Path, calls: tuple[Any, Any]) -> l
     ("calls", "raised"),
     [
         (((1, False), (2, False)), ("PeerFailedError", "PeerFailedError")),
-        (((3, True), (3, False)), ("PeerFailedError", "PeerFailedError")),
+        slow(((3, True), (3, False)), ("PeerFailedError", "PeerFailedError")),
         (((1, False), (1, "yes")), ("PeerFailedError", "ConfigError")),
-        (((1, False), (-1, False)), ("PeerFailedError", "StepOrderError")),
+        slow(((1, False), (-1, False)), ("PeerFailedError", "StepOrderError")),
         (((9, False), (9, False)), ("CheckpointNotFoundError", "PeerFailedError")),
         (((3, False), (3, False)), ("StepOrderError", "PeerFailedError")),
-        (((2, False), (2, False)), ("ProtectedStepError", "PeerFailedError")),
+        slow(((2, False), (2, False)), ("ProtectedStepError", "PeerFailedError")),
     ],
 )
 def test_a_deletion_that_one_rank_refuses_is_done_by_none(

@@ -113,7 +113,7 @@ def save_and_load(rank: int, count: int, root: Path) -> tuple[bool, ...]:
     return tuple(hits)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [slow(2), 4])
 def test_what_many_ranks_saved_each_of_them_loads(request: pytest.FixtureRequest, count: int, tmp_path: Path) -> None:
     running: Ranks = request.getfixturevalue({2: "two", 4: "four"}[count])
     assert running.run(save_and_load, tmp_path) == [(False, True, True)] * count
@@ -502,7 +502,7 @@ def save_beyond_the_budget(rank: int, count: int, root: Path, budgets: tuple[int
     "budgets",
     [
         pytest.param((6 << 20, 6 << 20), id="each holds its share"),
-        pytest.param((1 << 20, 256 << 10), id="both go in waves"),
+        slow((1 << 20, 256 << 10), id="both go in waves"),
         pytest.param((64 << 20, 256 << 10), id="one goes in waves"),
     ],
 )

@@ -15,6 +15,7 @@ from builders import state_of, weights
 from log_lines import LogLines, early_lines
 from rank_engines import acting_engine
 from rank_processes import Ranks, engine_on, ranks
+from slow import slow
 from waits import until
 
 from aio_ckpt.ranks.missing_ranks import REMEDY
@@ -59,7 +60,7 @@ def come_late(rank: int, count: int, root: Path, late: tuple[int, ...], call: st
 
 
 @pytest.mark.parametrize(("call", "seen"), [("load", "load()"), ("save", "save() of step 199")])
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [slow(0), 1])
 def test_a_rank_that_does_not_call_save_is_named_with_the_call_where_it_was_last_seen(
     two: Ranks, tmp_path: Path, late: int, call: str, seen: str
 ) -> None:

@@ -60,7 +60,7 @@ TRACED = {
 FOREIGN = {"Condition.__enter__", "Condition.__exit__"}
 """Of the standard library, in Python: a lock that is taken there is lost when they are interrupted. Nothing of ours
 enters a Condition, nor does a future of ours."""
-EVERY = [pytest.param(29, id="every 29th place"), slow(1, id="every place")]
+EVERY = [pytest.param(59, id="every 59th place"), slow(1, id="every place")]
 NEVER = 1 << 60
 """A place that no call reaches. CPython 3.12 traces the opcodes of a function only if its first call was traced."""
 LOOKS_BEHIND = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}

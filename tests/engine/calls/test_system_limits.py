@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from slow import slow
 from system_limits import names_of_threads, threads_up_to
 from warm_python import run_warm
 
@@ -159,7 +160,7 @@ def test_a_read_that_gets_no_descriptor_at_all_names_the_limit(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("by", ["ours", "dcp"])
-@pytest.mark.parametrize("more", [2, 3])
+@pytest.mark.parametrize("more", [2, slow(3)])
 def test_verify_that_gets_no_descriptor_calls_no_file_damaged(tmp_path: Path, by: str, more: int) -> None:
     if by == "ours":
         with SyncCheckpointEngine(tmp_path) as engine:

@@ -283,7 +283,7 @@ def test_no_load_state_dict_is_called_where_a_block_is_damaged_and_the_error_say
         engine.load({"s": template}, 1)
     assert caught.value.target_modified
     assert template.given is None
-    assert set(template.held["a"].unique().tolist()) <= {0.0, 1.0}
+    assert bool(((template.held["a"] == 0) | (template.held["a"] == 1)).all())
 
 
 @pytest.mark.parametrize("steps", [0, 1])

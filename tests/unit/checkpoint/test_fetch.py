@@ -15,6 +15,7 @@ import torch
 from builders import flip
 from checkpoint_maker import save_state
 from saved_files import data_file
+from slow import slow
 
 from aio_ckpt.checkpoint import read_plan as readplan
 from aio_ckpt.checkpoint.open import open_checkpoint
@@ -78,8 +79,8 @@ async def load(storage, path, state, *, verify=True):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("lead", [0, 1, 64, PAGE_BYTES - 1])
-@pytest.mark.parametrize("count", [2 * BLOCK_BYTES, 8 * BLOCK_BYTES, 8 * BLOCK_BYTES + 1, NBYTES])
+@pytest.mark.parametrize("lead", [0, 1, slow(64), PAGE_BYTES - 1])
+@pytest.mark.parametrize("count", [slow(2 * BLOCK_BYTES), slow(8 * BLOCK_BYTES), 8 * BLOCK_BYTES + 1, NBYTES])
 async def test_a_target_at_any_address_is_filled_and_nothing_beside_it(storage, tmp_path, count, lead, verify):
     stored = random_bytes(count)
     path = save_state(tmp_path / "c", {"t": stored, "small": torch.arange(9)})

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from image_files import MIB, pin_chunk_bytes
 from property_examples import examples
 from rings import TIMEOUT, image_of, issued
+from slow import slow
 
 from aio_ckpt.memory.arena_lifetimes import LifetimeManager
 from aio_ckpt.memory.copies import Copies, CopyEvent
@@ -173,7 +174,7 @@ def watched_capture(
     executor.close(TIMEOUT)
 
 
-@pytest.mark.parametrize("copied", [frozenset[int](), frozenset({0, 1, 3, 4})])
+@pytest.mark.parametrize("copied", [slow(frozenset[int]()), frozenset({0, 1, 3, 4})])
 @pytest.mark.parametrize("guarded", [set[int](), {0, 2, 3}, {0, 1, 2, 3, 4, 5}])
 def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
     monkeypatch: pytest.MonkeyPatch, guarded: set[int], copied: frozenset[int]

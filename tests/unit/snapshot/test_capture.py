@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from image_files import MIB, uniform
 from property_examples import examples
 from rings import TIMEOUT, image_of, plan_of
+from slow import slow
 from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
@@ -195,7 +196,7 @@ def test_a_long_run_from_the_host_is_told_of_at_once_and_a_brief_one_at_the_end(
     assert told == [[0], [1], "all issued", [2]]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("slots", [1, slow(2), 3, slow(5), slow(7)])
 def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: LifetimeManager, slots: int) -> None:
     """Chunks are written in an order of chance, of those that are in the ring; each must still be itself then."""
     state = {f"w{i}": torch.full((MIB,), float(i)) for i in range(6)}
@@ -259,7 +260,7 @@ def test_a_capture_that_waits_for_a_slot_ends_with_the_error_of_the_write(manage
         captured(planned, image)
 
 
-@pytest.mark.parametrize("budget_mib", [8, 12, 16, 32])
+@pytest.mark.parametrize("budget_mib", [8, slow(12), slow(16), 32])
 def test_a_state_as_large_as_the_budget_goes_through_a_ring(tmp_path, budget_mib: int) -> None:
     """The envelopes make the image larger than the budget. Of the smaller ones less is captured than told at once."""
     state = {f"w{i}": torch.full((MIB,), float(i)) for i in range(budget_mib // 4)}
