@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import anyio
 
-from aio_ckpt.checkpoint.verify import verify_checkpoint
+from aio_ckpt.checkpoint.verify import verify_files
 from aio_ckpt.commit.discovery import checkpoint_at, discover
 from aio_ckpt.commit.in_place import LOCK, PENDING
 from aio_ckpt.commit.owner import pending_path
@@ -328,7 +328,7 @@ async def _check_copy(
     storage: Storage, executor: Executor, copied: Path, wanted: _CopyRequest, advance: Callable[[int], None]
 ) -> None:
     """Read a copy back. Raises CorruptCheckpointError if it does not verify."""
-    faults = await verify_checkpoint(
+    faults = await verify_files(
         storage, copied, step=wanted.step, executor=executor, readers=_READERS, on_progress=advance
     )
     if faults:

@@ -7,7 +7,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -108,17 +108,34 @@ async def verify_checkpoint(
         FormatVersionError: a newer major version wrote the checkpoint.
         SystemLimitError: the process may open no more files.
     """
-    faults: list[Fault] = []
-    checkpoint = await _open(storage, path, executor, faults)
-    if checkpoint is not None:
-        if step is not None and checkpoint.root is not None and checkpoint.step != step:
-            message = f"holds step {checkpoint.step}, its directory is named for step {step}: renamed or swapped"
-            file = root_manifest_name(checkpoint.root.save_id)
-            faults.append(Fault(file=file, tensor=None, message=message))
-        async with Files(storage, path, page_cache="pass") as files:
-            run = _Verification(files, executor, readers, on_progress, faults, sound)
+    async with Files(storage, path, page_cache="pass") as files:
+        run = _Verification(files, executor, readers, on_progress, sound)
+        checkpoint = await run.open(storage, step)
+        if checkpoint is not None:
             await (run.check_plain if checkpoint.is_plain_dcp else run.check_own)(checkpoint)
-    return tuple(faults)
+    return tuple(run.faults)
+
+
+async def verify_files(
+    storage: Storage,
+    path: Path,
+    *,
+    step: int | None = None,
+    executor: Executor,
+    readers: int,
+    on_progress: Callable[[int], None],
+) -> tuple[Fault, ...]:
+    """Return the faults of the files of a checkpoint; empty if every byte is as it was written.
+
+    Unlike :func:`verify_checkpoint`, this does not compare what the files of a checkpoint of aio_ckpt tell of each
+    item, which takes 0.1 ms of the interpreter for each. It takes and raises the same.
+    """
+    async with Files(storage, path, page_cache="pass") as files:
+        run = _Verification(files, executor, readers, on_progress)
+        checkpoint = await run.open(storage, step)
+        if checkpoint is not None:
+            await (run.check_plain if checkpoint.is_plain_dcp else run.check_files)(checkpoint)
+    return tuple(run.faults)
 
 
 async def _open(storage: Storage, path: Path, executor: Executor, faults: list[Fault]) -> Checkpoint | None:
@@ -188,8 +205,26 @@ class _Verification:
     executor: Executor
     readers: int
     on_progress: Callable[[int], None]
-    faults: list[Fault]
     sound: set[SharedFile] | None = None
+    faults: list[Fault] = field(default_factory=list)
+
+    async def open(self, storage: Storage, step: int | None) -> Checkpoint | None:
+        """Open the checkpoint, with all that can be read of it, and check its step; None if nothing can be read."""
+        checkpoint = await _open(storage, self.files.directory, self.executor, self.faults)
+        if checkpoint is not None and checkpoint.root is not None and step not in (None, checkpoint.step):
+            message = f"holds step {checkpoint.step}, its directory is named for step {step}: renamed or swapped"
+            self._note(root_manifest_name(checkpoint.root.save_id), None, message)
+        return checkpoint
+
+    async def check_files(self, checkpoint: Checkpoint) -> None:
+        """Check the data files of aio_ckpt against their sums in the manifests."""
+        for manifest in checkpoint.ranks.values():
+            for table in manifest.data_files:
+                with _collecting(self.faults, table.file.name):
+                    known = len(self.faults)
+                    crc32 = await self._sum_file(table)
+                    if crc32 not in (None, table.file.crc32) and len(self.faults) == known:
+                        self._note(table.file.name, None, "the file does not match its CRC32")
 
     async def check_own(self, checkpoint: Checkpoint) -> None:
         """Check a checkpoint of aio_ckpt: the data file of each rank against its manifest and ``.metadata``."""
@@ -206,7 +241,7 @@ class _Verification:
         root = checkpoint.root
         if checkpoint.metadata_bytes and root is not None and len(checkpoint.ranks) == root.world_size:
             with _collecting(self.faults, METADATA_FILE):
-                self._compare_metadata(checkpoint, places)
+                await run_blocking(self.executor, self._compare_metadata, checkpoint, places)
 
     async def check_plain(self, checkpoint: Checkpoint) -> None:
         """Check a checkpoint of stock DCP."""
@@ -229,9 +264,7 @@ class _Verification:
     # -- checkpoints of aio_ckpt ---------------------------------------------------------------------------------------
 
     async def _check_data_file(self, table: FileTable) -> None:
-        file = table.file
-        await self.files.measure([file.name], {file.name: file.nbytes})
-        shared = None
+        file, shared = table.file, None
         if self.sound is not None:
             status = await self.files.status(file.name)
             if status is not None and status.links > 1:
@@ -240,7 +273,7 @@ class _Verification:
                 self.on_progress(file.nbytes)
                 return
         known = len(self.faults)
-        crc32 = await self._check_ranges(file.name, _checked_ranges(table))
+        crc32 = await self._sum_file(table)
         unparsed_items = [_unparsed_item_of(entry, file.name) for entry in table.tensors]
         ends = await read_ends(self.files, unparsed_items, executor=self.executor, readers=self.readers)
         others = await run_blocking(self.executor, self._compare_items, table, unparsed_items, ends)
@@ -339,6 +372,12 @@ class _Verification:
                 check_zip(stored.name, objects.bytes_of(stored))
 
     # -- sums ---------------------------------------------------------------------------------------
+
+    async def _sum_file(self, table: FileTable) -> int | None:
+        """Do :meth:`_check_ranges` for a data file of aio_ckpt, once its length is that of the manifest."""
+        file = table.file
+        await self.files.measure([file.name], {file.name: file.nbytes})
+        return await self._check_ranges(file.name, _checked_ranges(table))
 
     async def _check_ranges(self, file: str, ranges: Sequence[_CheckedRange]) -> int | None:
         """Read ``file`` once and note each range that does not match. Returns the CRC32 of the file.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.checkpoint.verify import verify_checkpoint
+from aio_ckpt.checkpoint.verify import verify_files
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.mirror_copies import abandoned_copies
 from aio_ckpt.commit.owner import Owner
@@ -105,7 +105,7 @@ class StepCopier:
                 f"{self.place} holds another save of step {step}, of another run: give each run a mirror of its own, "
                 f"or delete the step there: {command_line('rm', self.place, step)}"
             )
-        faults = await verify_checkpoint(
+        faults = await verify_files(
             self.storage, source, step=step, executor=self.executor, readers=1, on_progress=lambda _: None
         )
         if faults:
