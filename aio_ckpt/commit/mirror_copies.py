@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, read_save_id
-from aio_ckpt.errors import ReadError, RootError, WriteError
+from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIR
 from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.storage.local import Storage, names_in
-from aio_ckpt.storage.small_files import read_small_file
+from aio_ckpt.storage.small_files import read_small_file, save_of
 
 _RECORD = "rollback-"
 """Begin of the name of a file with the steps that a rollback found in the mirror: number and id of the save a line. It
@@ -31,9 +31,10 @@ def _naming_mirror(way_on: str) -> Iterator[None]:
 
 async def counting_copies(storage: Storage, root: Path, mirror: Path, names: StepNames) -> list[CommittedCheckpoint]:
     """Return the committed checkpoints of a mirror, ascending, without those that the root has abandoned."""
+    saves = await _abandoned_saves(storage, root, names)
     with _naming_mirror("a newer step may be there: try again, or leave mirror= out"):
         copies = await discover(storage, mirror, names)
-    abandoned = {*await _among(copies, await _abandoned_saves(storage, root, names), storage)}
+        abandoned = {*await _among(copies, saves, storage)}
     return [copy for copy in copies if copy not in abandoned]
 
 
@@ -44,29 +45,48 @@ async def abandoned_copies(storage: Storage, root: Path, mirror: Path, names: St
     return await _among(copies[::-1], saves, storage)
 
 
-async def _among(
-    copies: Sequence[CommittedCheckpoint], saves: AbstractSet[tuple[int, str]], storage: Storage
-) -> list[CommittedCheckpoint]:
-    """Return the copies of ``saves``. Only those of their steps are looked into: each costs a request."""
-    steps = {step for step, _ in saves}
-    return [
-        copy for copy in copies if copy.step in steps and (copy.step, await read_save_id(storage, copy.path)) in saves
+async def _abandoned_saves(storage: Storage, root: Path, names: StepNames) -> list[tuple[int | None, Path | str]]:
+    """Return the step, and the directory or the id, of each save that rollbacks have set aside or found in the mirror.
+
+    The step is None if the name of the directory tells none, as one of another ``step_dir``.
+    """
+    found: list[tuple[int | None, Path | str]] = [
+        (names.step(name.partition("-")[2]), root / ABANDONED_DIR / name)
+        for name in await names_in(storage, root / ABANDONED_DIR)
     ]
-
-
-async def _abandoned_saves(storage: Storage, root: Path, names: StepNames) -> set[tuple[int, str]]:
-    """Return the step and the id of each save that rollbacks of a root have set aside, or found in its mirror."""
-    saves = set[tuple[int, str]]()
-    for name in await names_in(storage, root / ABANDONED_DIR):
-        step = names.step(name.partition("-")[2])
-        if step is not None and (save_id := await read_save_id(storage, root / ABANDONED_DIR / name)):
-            saves.add((step, save_id))
     for name in await names_in(storage, root / ENGINE_DIR):
         if name.startswith(_RECORD):
             record = await read_small_file(storage, root / ENGINE_DIR / name)
             lines = map(str.split, (record or b"").decode(errors="replace").splitlines())
-            saves.update((int(line[0]), line[1]) for line in lines if len(line) == 2 and line[0].isdecimal())
-    return saves
+            found += ((int(line[0]), line[1]) for line in lines if len(line) == 2 and line[0].isdecimal())
+    return found
+
+
+async def _among(
+    copies: Sequence[CommittedCheckpoint], saves: Sequence[tuple[int | None, Path | str]], storage: Storage
+) -> list[CommittedCheckpoint]:
+    """Return the copies of ``saves``, and those that were set aside since the mirror was listed.
+
+    Only what has the step of another one is looked into: each costs a request.
+    """
+    held = {copy.step for copy in copies}
+    known = {
+        (step, save if isinstance(save, str) else await read_save_id(storage, save))
+        for step, save in saves
+        if step is None or step in held
+    }
+    steps = {step for step, _ in known}
+    found: list[CommittedCheckpoint] = []
+    for copy in copies:
+        if copy.step in steps or None in steps:
+            try:
+                save_id = await save_of(storage, copy.path)
+            except CorruptCheckpointError:  # a load finds that
+                continue
+            is_gone = save_id is None and not await storage.exists(copy.path / METADATA_FILE)
+            if is_gone or (copy.step, save_id) in known or (None, save_id) in known:
+                found.append(copy)
+    return found
 
 
 async def record_rollback(storage: Storage, root: Path, mirror: Path, names: StepNames, step: int, tag: str) -> None:

@@ -225,17 +225,18 @@ def moment_faults(takers: Sequence[StatefulTaker], mismatched: Mapping[str, Targ
 
     ``load_state_dict`` takes moments of any shape, and ``step()`` would fail. An optimizer with state keeps its own.
     """
-    kept = {_place_of(own): name for name, own in mismatched.items() if memory_of(own).numel()}
-    if not kept:
-        return
-    for taker in takers:
-        if not isinstance(taker.value, torch.optim.Optimizer):
-            continue
+    optimizers = [taker for taker in takers if isinstance(taker.value, torch.optim.Optimizer)]
+    kept: dict[object, str] = {}
+    if optimizers:
+        kept = {place: name for name, own in mismatched.items() if (place := _place_of(own)) is not None}
+    for taker in optimizers if kept else ():
         branches = {branch for name in taker.names for branch in branches_of(name)}
         for number, parameter in enumerate(_parameters(taker.value)):
             name = kept.get(_place_of(parameter))
             state = f"{prefix_of(taker.name or None)}state.{number}"
-            if name is not None and state in branches and not taker.value.state.get(parameter):
+            if name is None or state not in branches or taker.value.state.get(parameter):
+                continue
+            if not _holds_shape(taker, state, parameter.shape):  # else of a name that is tied to it, and is loaded
                 yield (
                     f"{state!r} belongs to {name!r}, which has another shape here, and {taker.name!r} has no state of "
                     "its own to keep: step() it once before the load, or leave it out of the template"
@@ -243,9 +244,19 @@ def moment_faults(takers: Sequence[StatefulTaker], mismatched: Mapping[str, Targ
                 break
 
 
-def _place_of(tensor: Target) -> tuple[int, torch.Size]:
+def _holds_shape(taker: StatefulTaker, branch: str, shape: torch.Size) -> bool:
+    """Return whether a tensor of this shape is stored below ``branch``."""
+    shards = taker.checkpoint.catalog.shards
+    below = (name for name in taker.names if name in shards and is_below(name, branch))
+    return any(global_shape(shards[name]) == shape for name in below)
+
+
+def _place_of(tensor: Target) -> tuple[int, torch.Size] | None:
+    """Return address and shape of the memory of a tensor; None if it has none."""
+    if memory_fault(tensor) is not None:
+        return None
     memory = memory_of(tensor)
-    return memory.data_ptr(), memory.shape
+    return (memory.data_ptr(), memory.shape) if memory.numel() else None
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -174,6 +174,32 @@ def test_an_optimizer_that_was_not_stepped_is_refused_the_moments_of_a_parameter
     step(grown, own)
 
 
+def test_the_moments_of_a_tied_weight_that_is_loaded_by_another_name_are_loaded(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(12, 4), "head": torch.nn.Linear(4, 12, bias=False)})
+    its = torch.optim.AdamW(model["embed"].parameters())
+    model["embed"].weight.sum().backward()
+    its.step()
+    stored = {**model.state_dict(), "head.weight": torch.ones(10, 4)}
+    path = saved(tmp_path / "x", {"model": stored, "opt": its}, "ours")
+    model["head"].weight = model["embed"].weight
+    own = torch.optim.AdamW(model.parameters())
+    report = aio_ckpt.load(path, {"model": model.state_dict(), "opt": own}, skip_mismatched=True)
+    assert report.mismatched == ("model.head.weight",)
+    own.step()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_what_has_no_memory_is_no_parameter_of_another_shape(tmp_path: Path) -> None:
+    trained = torch.nn.Linear(3, 3)
+    stored = {"w": torch.ones(2), "opt": torch.optim.SGD(trained.parameters())}
+    path = saved(tmp_path / "x", stored, "ours")
+    lazy = torch.optim.SGD([*torch.nn.LazyLinear(3).parameters()])
+    report = aio_ckpt.load(path, {"w": torch.ones(4), "opt": lazy}, skip_mismatched=True)
+    assert report.mismatched == ("w",)
+    sparse = torch.eye(4).to_sparse_csr()
+    assert aio_ckpt.load(path, {"w": sparse}, skip_mismatched=True).mismatched == ("w",)
+
+
 def test_an_optimizer_of_other_parameters_gets_its_moments(tmp_path: Path) -> None:
     """Tensors without elements all lie at one address."""
 

@@ -22,9 +22,9 @@ from saved_files import data_file
 from waits import until
 from warm_python import WarmPython
 
+import aio_ckpt
 from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngine, copying
 from aio_ckpt.commit import mirror_copies
-from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.engine.state_save import StateSaves
 from aio_ckpt.errors import (
     CheckpointExistsError,
@@ -32,6 +32,7 @@ from aio_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
     EngineClosedError,
+    ReadError,
     RootError,
     StallError,
     StepOrderError,
@@ -43,6 +44,7 @@ from aio_ckpt.mirror import mirror_queue
 from aio_ckpt.mirror.pace import YIELD_SECS, Pace
 from aio_ckpt.storage import local
 from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.small_files import save_of
 
 TIMEOUT = 60.0
 
@@ -709,20 +711,61 @@ def test_after_a_rollback_copies_of_other_steps_are_not_looked_into(
 ) -> None:
     looked_into = set[Path]()
 
-    async def read(storage: Storage, checkpoint: Path) -> str:
+    async def read(storage: Storage, checkpoint: Path) -> str | None:
         looked_into.add(checkpoint)
-        return await read_save_id(storage, checkpoint)
+        return await save_of(storage, checkpoint)
 
     with opened(root, place) as engine:
         mirrored(engine, 1, 2, 3)
         engine.rollback(2)
-        monkeypatch.setattr(mirror_copies, "read_save_id", read)
+        monkeypatch.setattr(mirror_copies, "save_of", read)
         assert engine.latest_step() == 2
         assert loaded(engine) == (2, root)
         mirrored(engine, 4, 5)
     in_mirror = {path.name for path in looked_into if path.parent == place}
     assert in_mirror == {"step_000000003"}
     assert steps_in(place) == [1, 2, 4, 5]
+
+
+def test_a_copy_that_is_set_aside_while_the_mirror_is_looked_at_does_not_count(
+    root: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read(storage: Storage, checkpoint: Path) -> str | None:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        return await save_of(storage, checkpoint)
+
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2, 3)
+        engine.rollback(2)
+        monkeypatch.setattr(mirror_copies, "save_of", read)
+        assert engine.latest_step() == 2
+
+
+def test_a_mirror_that_cannot_be_read_brings_no_abandoned_step_back(
+    root: Path, place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(storage: Storage, checkpoint: Path) -> str | None:
+        raise ReadError(errno.EIO, os.strerror(errno.EIO), str(checkpoint))
+
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2, 3)
+        engine.rollback(2)
+        monkeypatch.setattr(mirror_copies, "save_of", fail)
+        assert engine.latest_step() == 2
+    assert "the mirror cannot be read, and a newer step may be there" in caplog.text
+
+
+def test_a_step_that_was_set_aside_under_another_step_dir_stays_abandoned(root: Path, place: Path) -> None:
+    with opened(root, place, step_dir="model_{step}") as engine:
+        engine.save(weights(1), 1).result(TIMEOUT)
+        engine.save(weights(2), 2).result(TIMEOUT)
+    for step in (1, 2):
+        aio_ckpt.copy(root / f"model_{step}", place)
+    shutil.rmtree(root / "model_1")
+    aio_ckpt.copy(place / "step_000000001", root)
+    (root / "model_2").rename(root / ABANDONED_DIR / "5-model_2")
+    with opened(root, place) as engine:
+        assert engine.latest_step() == 1
 
 
 def test_a_step_that_the_mirror_alone_holds_is_told_as_such(root: Path, place: Path) -> None:
