@@ -180,7 +180,7 @@ def test_a_dead_rank_is_named_with_its_last_call(tmp_path: Path) -> None:
 
 def save_once_told(rank: int, count: int, root: Path) -> int:
     """Rank 1 comes later."""
-    with engine_on(root / "run", 3.0) as engine:
+    with engine_on(root / "run", 6.0) as engine:
         engine.save(weights(1), step=1).result(SECS)
         (root / f"saves {rank}").touch()
         if rank:
@@ -198,6 +198,6 @@ def test_ranks_that_were_suspended_for_longer_than_the_limit_still_wait_for_each
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for rank in range(2):
                 two.signal(rank, number)
-            time.sleep(5 if number == signal.SIGSTOP else 0.5)
+            time.sleep(9 if number == signal.SIGSTOP else 0.5)
         (tmp_path / "go on").touch()
         assert [two.finish(rank) for rank in range(2)] == [2, 2]
