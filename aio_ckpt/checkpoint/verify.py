@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -110,10 +110,7 @@ async def verify_checkpoint(
     """
     async with Files(storage, path, page_cache="pass") as files:
         run = _Verification(files, executor, readers, on_progress, sound)
-        checkpoint = await run.open(storage, step)
-        if checkpoint is not None:
-            await (run.check_plain if checkpoint.is_plain_dcp else run.check_own)(checkpoint)
-    return tuple(run.faults)
+        return await run.faults_of(storage, step, run.check_own)
 
 
 async def verify_files(
@@ -132,10 +129,7 @@ async def verify_files(
     """
     async with Files(storage, path, page_cache="pass") as files:
         run = _Verification(files, executor, readers, on_progress)
-        checkpoint = await run.open(storage, step)
-        if checkpoint is not None:
-            await (run.check_plain if checkpoint.is_plain_dcp else run.check_files)(checkpoint)
-    return tuple(run.faults)
+        return await run.faults_of(storage, step, run.check_files)
 
 
 async def _open(storage: Storage, path: Path, executor: Executor, faults: list[Fault]) -> Checkpoint | None:
@@ -208,13 +202,18 @@ class _Verification:
     sound: set[SharedFile] | None = None
     faults: list[Fault] = field(default_factory=list)
 
-    async def open(self, storage: Storage, step: int | None) -> Checkpoint | None:
-        """Open the checkpoint, with all that can be read of it, and check its step; None if nothing can be read."""
+    async def faults_of(
+        self, storage: Storage, step: int | None, check_own: Callable[[Checkpoint], Coroutine[Any, Any, None]]
+    ) -> tuple[Fault, ...]:
+        """Open the checkpoint, with all that can be read of it, check its step and then its data, one of ours by
+        ``check_own``. Returns the faults."""
         checkpoint = await _open(storage, self.files.directory, self.executor, self.faults)
-        if checkpoint is not None and checkpoint.root is not None and step not in (None, checkpoint.step):
-            message = f"holds step {checkpoint.step}, its directory is named for step {step}: renamed or swapped"
-            self._note(root_manifest_name(checkpoint.root.save_id), None, message)
-        return checkpoint
+        if checkpoint is not None:
+            if checkpoint.root is not None and step not in (None, checkpoint.step):
+                message = f"holds step {checkpoint.step}, its directory is named for step {step}: renamed or swapped"
+                self._note(root_manifest_name(checkpoint.root.save_id), None, message)
+            await (self.check_plain if checkpoint.is_plain_dcp else check_own)(checkpoint)
+        return tuple(self.faults)
 
     async def check_files(self, checkpoint: Checkpoint) -> None:
         """Check the data files of aio_ckpt against their sums in the manifests."""

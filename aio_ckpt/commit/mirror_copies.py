@@ -9,7 +9,7 @@ from pathlib import Path
 from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, read_save_id
 from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
-from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIR
+from aio_ckpt.format.root_names import ABANDONED_DIR, ENGINE_DIR, name_before_rollback
 from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.small_files import read_small_file, save_of
@@ -51,7 +51,7 @@ async def _abandoned_saves(storage: Storage, root: Path, names: StepNames) -> li
     The step is None if the name of the directory tells none, as one of another ``step_dir``.
     """
     found: list[tuple[int | None, Path | str]] = [
-        (names.step(name.partition("-")[2]), root / ABANDONED_DIR / name)
+        (names.step(name_before_rollback(name)), root / ABANDONED_DIR / name)
         for name in await names_in(storage, root / ABANDONED_DIR)
     ]
     for name in await names_in(storage, root / ENGINE_DIR):

@@ -9,7 +9,7 @@ from aio_ckpt.commit.discovery import CommittedCheckpoint, step_directories, tor
 from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.errors import CheckpointNotFoundError
-from aio_ckpt.format.root_names import ABANDONED_DIR
+from aio_ckpt.format.root_names import abandoned_name
 from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import steps_shown
 from aio_ckpt.storage.durability import sync_parents
@@ -49,7 +49,7 @@ async def abandon(
 ) -> None:
     """Move checkpoints below ``.aio_ckpt/abandoned/``, in their order; see :func:`abandon_after`."""
     for checkpoint in checkpoints:
-        target = root / ABANDONED_DIR / f"{tag}-{checkpoint.path.name}"
+        target = root / abandoned_name(tag, checkpoint.path.name)
         await check()
         await storage.rename(checkpoint.path, target)
         await sync_parents(storage, checkpoint.path, target)  # after each rename: a power loss may keep any of several

@@ -29,6 +29,16 @@ SEGMENTS_FILE = f"{ENGINE_DIR}/segments.json"
 _PROTECTED = re.compile(r"\d{1,19}")
 
 
+def abandoned_name(tag: str, name: str) -> str:
+    """Return the path below the root to which the rollback ``tag``, a number, moves the step in directory ``name``."""
+    return f"{ABANDONED_DIR}/{tag}-{name}"
+
+
+def name_before_rollback(name: str) -> str:
+    """Return the name that a directory in ``ABANDONED_DIR`` had before; '' if no rollback moved it."""
+    return name.partition("-")[2]
+
+
 def protected_name(step: int) -> str:
     """Return the path of the file that protects a step, below the root. It does not depend on ``step_dir``."""
     return f"{PROTECTED_DIR}/{step}"

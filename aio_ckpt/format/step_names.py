@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 
 _LITERAL = re.compile(r"\{step[^}]*\}")
-
-
 _FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")
 
 
