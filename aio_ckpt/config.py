@@ -128,7 +128,8 @@ class EngineConfig:
 
     budget_bytes: int | None = None
     """Most host memory for images, at least 64 KiB. None: half of what the machine and the limits of the
-    process's cgroups leave, measured when a new layout is planned. A larger state is saved in waves."""
+    process's cgroups leave, shared among the ranks of this host, measured when a new layout is planned. A larger state
+    is saved in waves."""
 
     max_write_bytes_per_sec: float | None = None
     """Cap on writing data files, for this engine; at least 1 MiB. None: as fast as the disk."""

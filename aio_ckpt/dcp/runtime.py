@@ -20,10 +20,11 @@ from aio_ckpt.argument_checks import MAX_SECS, check_kind
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
 from aio_ckpt.errors import ConfigError, RootError
 from aio_ckpt.memory.arena_lifetimes import LifetimeManager
-from aio_ckpt.memory.available import default_budget_bytes, ranks_on_host
+from aio_ckpt.memory.available import default_budget_bytes
 from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.chunks import chunk_bytes_for
 from aio_ckpt.plan.save_plan import PlannedImage
+from aio_ckpt.ranks.on_host import ranks_on_host
 from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.runtime.ctrl_c import Lock
 from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Portal
@@ -111,7 +112,9 @@ class Runtime:
 
 def default_group_ranks_on_host() -> int:
     """Return the number of ranks on this host; 1 without a process group."""
-    return ranks_on_host(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return ranks_on_host(dist.get_world_size(), os.environ)
 
 
 class SharedRuntime:

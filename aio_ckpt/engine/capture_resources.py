@@ -120,17 +120,20 @@ class CaptureResources:
         """Warn once that a state is saved in waves, so that ``save()`` takes as long as the disk."""
         if not (image.is_whole or self._has_logged_waves):
             self._has_logged_waves = True
+            config, ranks = self._ctx.config, self._ctx.members.on_host
+            share = f" (the share of one of {ranks} ranks on this host)"
             log_step(
                 logging.WARNING,
                 step_of(target),
                 self._ctx.rank,
-                "%s: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
-                "is captured, which takes as long as the storage needs for the others%s; raise budget_bytes where "
+                "%s: %d bytes are saved in waves, as budget_bytes=%d%s holds no more: save() returns when the last "
+                "wave is captured, which takes as long as the storage needs for the others%s; raise budget_bytes where "
                 "there is memory. Logged once",
                 title(target),
                 image.chunks[-1].stop,
                 self.lifetime.budget_bytes,
-                "" if self._ctx.config.shm_path is None else ", and such a snapshot cannot be rescued (shm_path)",
+                share if config.budget_bytes is None and ranks > 1 else "",
+                "" if config.shm_path is None else ", and such a snapshot cannot be rescued (shm_path)",
             )
 
     def map_ahead(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +27,6 @@ _V2 = _Files(limits=("memory.max", "memory.high"), used="memory.current", reclai
 _V1 = _Files(limits=("memory.limit_in_bytes",), used="memory.usage_in_bytes", reclaimable="total_inactive_file")
 _V1_ANCESTORS = "hierarchical_memory_limit"
 """Entry of ``memory.stat`` in v1: the least limit of the group and of its ancestors, which a container may not see."""
-
-
-def ranks_on_host(world_size: int) -> int:
-    """Return the number of ranks that share this host's memory and disk.
-
-    The launcher tells it by ``LOCAL_WORLD_SIZE``. Without that, all ranks count as ranks of this host.
-    """
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(int(text), world_size) if text.isascii() and text.isdigit() and int(text) else world_size
 
 
 _MIN_BUDGET_BYTES = 16 << 20

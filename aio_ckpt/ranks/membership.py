@@ -21,10 +21,10 @@ from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import DifferingReplicas
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, RootError, StallError
-from aio_ckpt.memory.available import ranks_on_host
 from aio_ckpt.ranks.coordinator import CallEnd, Coordinator
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
+from aio_ckpt.ranks.on_host import ranks_on_host
 from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
 from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.deadline import Deadline
@@ -108,7 +108,7 @@ class Membership:
     @property
     def on_host(self) -> int:
         """Number of ranks on this host, which share its memory and disk."""
-        return ranks_on_host(self.coordinator.world_size)
+        return ranks_on_host(self.coordinator.world_size, os.environ)
 
     @property
     def reply_limit_secs(self) -> float:
