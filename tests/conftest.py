@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -16,7 +18,7 @@ import torch
 from image_files import pin_chunk_bytes
 from rank_processes import Pools, Ranks
 
-# Workers and the processes of tests import compiled modules: compiling the tests takes ten seconds, in each worker.
+# Workers and the processes of tests import compiled modules: compiling the tests takes ten seconds.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -56,14 +58,30 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return WORKERS
 
 
+def _import_tests_from_another_place_each(config: pytest.Config) -> None:
+    """Import the modules of all tests, each worker from another one on.
+
+    Workers that import them in one order all compile each of them, and none finds what another one has compiled.
+    """
+    workerinput = getattr(config, "workerinput", None)
+    if workerinput is None or config.args != config.getini("testpaths"):
+        return
+    files = sorted(config.rootpath.glob("tests/**/test_*.py"))
+    first = int(workerinput["workerid"].removeprefix("gw")) * len(files) // workerinput["workercount"]
+    for file in files[first:] + files[:first]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection raises it again
+            importlib.import_module(".".join(file.relative_to(config.rootpath).with_suffix("").parts))
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Collect the tests without collecting garbage, and never look again at what is there then.
 
     It lives as long as the tests: torch, the modules of the tests and their items, half a million objects.
     """
     gc.disable()
     try:
+        _import_tests_from_another_place_each(session.config)
         return (yield)
     finally:
         gc.freeze()
