@@ -249,7 +249,7 @@ def prune_command(
             still, kept = await plan(storage, executor)
             chosen = [row.step for row in still if row.step in steps]
             if chosen:
-                await _check_data(storage, executor, root, names, kept[-1], on_progress)
+                await _check_data(storage, executor, root, kept[-1], on_progress)
             await _delete_steps(storage, root, names, claim, chosen, allow_newest=False)
             return chosen
 
@@ -260,7 +260,7 @@ def prune_command(
 
 
 async def _check_data(
-    storage: Storage, executor: Executor, root: Path, names: StepNames, newest: RootRow, on_progress: OnProgress
+    storage: Storage, executor: Executor, root: Path, newest: RootRow, on_progress: OnProgress
 ) -> None:
     """Read every byte of the newest step. Raises CorruptCheckpointError if it has a fault."""
     from aio_ckpt.checkpoint.verify import verify_checkpoint
@@ -268,7 +268,7 @@ async def _check_data(
 
     faults = await verify_checkpoint(
         storage,
-        root / names.name(newest.step),
+        root / Path(newest.path).name,
         step=newest.step,
         executor=executor,
         readers=READERS,

@@ -297,13 +297,18 @@ def _as_double(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in one dimension and in a dtype that can be compared: real, and of at least 16 bits.
 
-    Those of uint64 are less by 2**63.
+    Those of uint64 are less by 2**63. Of a dtype without arithmetic (float4, bits, integers below 8 bits), the bytes of
+    the elements are taken as numbers.
     """
     import torch
 
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.to(torch.promote_types(flat.dtype, torch.complex64))).reshape(-1)
+    try:
+        flat[:1].double()
+    except NotImplementedError:
+        return flat.view(torch.int16 if flat.dtype.itemsize == 2 else torch.uint8)
     if flat.is_floating_point() and flat.dtype.itemsize < 2:
         return flat.to(torch.float32)
     if flat.dtype is torch.bool:

@@ -108,6 +108,8 @@ class MirrorQueue:
         self._lock = Lock()
         self._wanted: _WantedCopy | None = None
         self._copied_now: _WantedCopy | None = None
+        self._is_abandoned = False
+        """Whether a rollback has abandoned the step that is being copied."""
         self._has_copied = False
         """Whether this engine has seen a copy in the mirror, also one that a rollback has abandoned since."""
         self.is_ready = False
@@ -167,8 +169,12 @@ class MirrorQueue:
         self._portal.post(self._notify)
 
     def go_back(self, step: int) -> None:
-        """Note that a rollback has abandoned the steps after ``step``: one that waits is not copied."""
+        """Note that a rollback has abandoned the steps after ``step``: one that waits is not copied.
+
+        One that is being copied may come to the mirror, where the next copy sets it aside.
+        """
         with self._lock:
+            self._is_abandoned |= self._copied_now is not None and self._copied_now.step > step
             if self.newest is not None and self.newest > step:
                 self.newest = None
             dropped = self._wanted if self._wanted is not None and self._wanted.step > step else None
@@ -224,7 +230,7 @@ class MirrorQueue:
             self._wake = anyio.Event()
             with self._lock:
                 wanted, self._wanted = self._wanted, None
-                self._copied_now = wanted
+                self._copied_now, self._is_abandoned = wanted, False
             if wanted is None:
                 if self._is_closing:
                     return
@@ -256,7 +262,8 @@ class MirrorQueue:
         except Exception as error:  # noqa: BLE001 - whatever it is, training and later copies go on
             with self._lock:
                 self._copied_now = None
-                is_last = self._is_closing or self._wanted is not None or isinstance(error, _FINAL)
+                is_final = self._is_abandoned or isinstance(error, _FINAL)
+                is_last = is_final or self._is_closing or self._wanted is not None
                 if not is_last:
                     self._wanted = wanted
             if is_last:
@@ -267,9 +274,10 @@ class MirrorQueue:
             _log.log(level, "step %d was not copied to %s: %s", wanted.step, self._place, error)
             return False
         self._has_copied = True
-        self.newest = max(wanted.step, self.newest or 0)
         with self._lock:
             self._copied_now = None
+            if not self._is_abandoned:
+                self.newest = max(wanted.step, self.newest or 0)
         wanted.resolve(path)
         if self._progress:
             secs = time.monotonic() - began

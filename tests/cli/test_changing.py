@@ -175,6 +175,13 @@ async def test_prune_reads_every_byte_of_the_newest_step_before_it_deletes(many,
     assert steps(capsys, many) == [3, 6]
 
 
+def test_prune_takes_the_steps_that_another_trainer_has_named(many, capsys):
+    for step in range(1, 7):
+        (many / f"step_{step:09d}").rename(many / f"checkpoint-{step}")
+    assert called(capsys, "prune", many, "--keep-last", 1, "--yes")[:2] == (0, "deleted: 1, 2, 4, 5\n")
+    assert sorted(path.name for path in many.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-6"]
+
+
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_prune_without_an_answer_says_what_to_give(many, capsys, monkeypatch, options):
     monkeypatch.setattr("sys.stdin", io.StringIO())

@@ -135,6 +135,15 @@ def test_diff_compares_with_what_stock_dcp_wrote(tmp_path, capsys):
         (torch.ones(2).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn), (2, 1.0)),
         (torch.ones(2, dtype=torch.uint32), torch.zeros(2, dtype=torch.uint32), (2, 1.0)),
         (torch.ones(0), torch.ones(0), (0, 0.0)),
+        *(
+            (torch.tensor([1, 2], dtype=bits).view(dtype), torch.tensor([1, 5], dtype=bits).view(dtype), (1, 3.0))
+            for dtype, bits in [
+                (getattr(torch, "float4_e2m1fn_x2", torch.uint4), torch.uint8),  # of torch 2.8
+                (torch.uint4, torch.uint8),
+                (torch.bits8, torch.uint8),
+                (torch.bits16, torch.int16),
+            ]
+        ),
         (torch.ones(2, 2, dtype=torch.bfloat16).t(), torch.ones(2, 2, dtype=torch.bfloat16), (0, 0.0)),
     ],
 )

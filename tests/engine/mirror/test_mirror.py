@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -41,6 +42,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.root_names import ABANDONED_DIR
 from aio_ckpt.mirror import mirror_queue
+from aio_ckpt.mirror.copy_step import StepCopier
 from aio_ckpt.mirror.pace import YIELD_SECS, Pace
 from aio_ckpt.storage import local
 from aio_ckpt.storage.local import Storage
@@ -492,6 +494,47 @@ def test_after_a_rollback_a_step_that_waits_does_not_pass_over_the_next(
         engine.rollback(1)
         assert engine.stats().mirrored_step is None
     assert steps_in(place) == [1, 5]
+
+
+def test_a_copy_that_ends_after_a_rollback_has_abandoned_its_step_counts_for_nothing(
+    root: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, is_there, gate = StepCopier.copy, threading.Event(), threading.Event()
+
+    async def copied(self: StepCopier, step: int, *arguments: Any, **options: Any) -> Path:
+        path = await real(self, step, *arguments, **options)
+        if step == 2:
+            is_there.set()
+            assert await anyio.to_thread.run_sync(gate.wait, TIMEOUT)
+        return path
+
+    monkeypatch.setattr(StepCopier, "copy", copied)
+    with opened(root, place) as engine:
+        mirrored(engine, 1)
+        second = engine.save(weights(2), 2)
+        assert is_there.wait(TIMEOUT)
+        engine.rollback(1)
+        gate.set()
+        assert second.mirrored.result(TIMEOUT) == place / "step_000000002"
+        assert engine.stats().mirrored_step == 1
+        assert mirrored(engine, 2) == [place / "step_000000002"]
+        assert loaded(engine) == (2, root)
+
+
+def test_a_copy_that_a_rollback_breaks_off_is_not_tried_again(root: Path, place: Path, copies: GatedCopies) -> None:
+    copies.gate.set()
+    with opened(root, place) as engine:
+        mirrored(engine, 1)
+        copies.entered.clear()
+        copies.gate.clear()
+        second = engine.save(weights(2), 2)
+        assert copies.entered.wait(TIMEOUT)
+        engine.rollback(1)
+        copies.error = OSError(errno.EIO, "the mirror")
+        copies.gate.set()
+        assert second.mirrored.exception(TIMEOUT) is copies.error
+        copies.error = None
+        assert mirrored(engine, 2) == [place / "step_000000002"]
 
 
 def of_an_older_run(root: Path, place: Path) -> None:
