@@ -6,7 +6,8 @@ the caller names: ``Writer`` refuses or accepts one that is there, :mod:`aio_ckp
 
 - ``writer`` saves by ``rank_save`` (``item_sources``: what a rank writes), ``reader`` loads by ``rank_load``
 - ``async_save``: ``stager`` copies, ``resolved_planner`` plans before, ``uncopied_state`` is saved without a copy
-- ``drop_in`` installs, and ``install_handle`` undoes it; ``runtime``: threads and memory of a call
+- ``drop_in`` installs, and ``install_handle`` undoes it
+- ``call_resources``: the threads of a call, and how ``budget_bytes`` is divided; ``replacement``: what all share
 """
 
 from aio_ckpt.dcp.drop_in import Installation, default, install

@@ -1,8 +1,8 @@
 """``install`` and ``default``: calls of ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` that pass no writer use ours.
 
 DCP makes what its caller has not passed through globals of its modules. ``install`` puts an object in the place of each
-(:func:`aio_ckpt._torch.dcp_globals`). All replacements that these objects make share one runtime. If one cannot serve a
-call, stock's own class serves it, and a warning is logged.
+(:func:`aio_ckpt._torch.dcp_globals`). All replacements that these objects make share their resources. If one cannot
+serve a call, stock's own class serves it, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
 from aio_ckpt.argument_checks import check_flag, check_kind, local_path
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.call_resources import CallResources, SharedResources
 from aio_ckpt.dcp.install_handle import Installed, same_handle
 from aio_ckpt.dcp.item_sources import Sources
 from aio_ckpt.dcp.reader import Reader
-from aio_ckpt.dcp.runtime import Replacement, Runtime, SharedRuntime
+from aio_ckpt.dcp.replacement import Replacement
 from aio_ckpt.dcp.stager import AsyncStager, stage_copy
 from aio_ckpt.dcp.writer import Writer
 from aio_ckpt.errors import ConfigError, PlanChangedError, RootError
@@ -88,7 +89,7 @@ class Installation(Installed):
     def __init__(self, config: EngineConfig, package: bool, places: Sequence[DcpGlobal]) -> None:
         super().__init__(config)
         self.package = package
-        self._runtime = SharedRuntime(config)
+        self._resources = SharedResources(config)
         missing = [str(place) for place in places if place.value is None]
         if missing:
             _log.warning(
@@ -104,7 +105,7 @@ class Installation(Installed):
     def uninstall(self) -> None:
         """Put stock's classes back. Pending saves go on, and the threads end behind them. Idempotent."""
         super().uninstall()
-        self._runtime.close()
+        self._resources.close()
 
     # -- what the stand-ins make ------------------------------------------------------------------
 
@@ -134,13 +135,13 @@ class Installation(Installed):
         if isinstance(path, (str, os.PathLike)) and not _is_ours(path):
             return stock(*args, **given)
         try:
-            return ours(*args, config=self.config, **given).share(self._runtime)
+            return ours(*args, config=self.config, **given).share(self._resources)
         except (ConfigError, RootError, TypeError) as error:
             _log.warning("stock's %s serves this call, without checksums: %s", stock.__qualname__, error)
         return stock(*args, **given)
 
     def _stager(self, stock: Callable[..., Any], *args: Any, **given: Any) -> staging.AsyncStager:
-        return _Stager(functools.partial(stock, *args, **given), self.config).share(self._runtime)
+        return _Stager(functools.partial(stock, *args, **given), self.config).share(self._resources)
 
     def _executor(self, stock: Callable[..., Any]) -> _Executor:
         return _Executor(stock(), self._writers[0] if self._writers else None)
@@ -229,12 +230,12 @@ class _Writer(Writer):
         stock.set_up_storage_writer(is_coordinator, *args, **kwargs)
         vars(self).update((name, getattr(stock, name)) for name in _DONE_BY_STOCK)
 
-    def _sources(self, runtime: Runtime, plan: SavePlan, planner: SavePlanner, transforms: Any) -> Sources:
+    def _sources(self, resources: CallResources, plan: SavePlan, planner: SavePlanner, transforms: Any) -> Sources:
         try:
-            return super()._sources(runtime, plan, planner, transforms)
+            return super()._sources(resources, plan, planner, transforms)
         except PlanChangedError as error:
             _log.warning("%s: encoded in memory, as stock's FileSystemWriter does: %s", self.path, error)
-        return super()._sources(runtime, plan, planner, transforms or writer_transforms(()))
+        return super()._sources(resources, plan, planner, transforms or writer_transforms(()))
 
 
 class _Stager(AsyncStager):
@@ -247,8 +248,8 @@ class _Stager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         try:
-            with self._running() as runtime:
-                return stage_copy(runtime, state_dict)
+            with self._running() as resources:
+                return stage_copy(resources, state_dict)
         except Exception as error:  # noqa: BLE001 - nothing was written yet, so stock can begin anew
             _log.warning("stock's stager copies the state, beyond budget_bytes: %s", error)
         self._instead = self._instead or self._make_stock()

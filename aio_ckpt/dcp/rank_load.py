@@ -25,7 +25,7 @@ from aio_ckpt.checkpoint.foreign_items import check_object_zip, parse_or_object,
 from aio_ckpt.checkpoint.locate import locate
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
-from aio_ckpt.dcp.runtime import Runtime, default_group_ranks_on_host
+from aio_ckpt.dcp.call_resources import CallResources, default_group_ranks_on_host
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.rank_manifest import FileTable, ObjectEntry
@@ -42,7 +42,7 @@ T = TypeVar("T")
 class RankLoad:
     """Load of one rank."""
 
-    runtime: Runtime
+    resources: CallResources
     checkpoint: Checkpoint
     metadata: Metadata
     """Metadata that the plan was made from."""
@@ -78,14 +78,14 @@ class RankLoad:
     def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``work``. After Ctrl-C, this raises once no thread fills a target any more."""
         given_up: Future[None] = new_future()
-        return cancellable_result_blocking(self.runtime.portal.submit(run_cancellable, given_up, work), given_up)
+        return cancellable_result_blocking(self.resources.portal.submit(run_cancellable, given_up, work), given_up)
 
     def _files(self) -> Files:
-        runtime = self.runtime
-        return Files(runtime.storage, self.checkpoint.path, page_cache="take")
+        resources = self.resources
+        return Files(resources.storage, self.checkpoint.path, page_cache="take")
 
     async def _fetch(self, reads: ReadPlan) -> None:
-        config, executor = self.runtime.config, self.runtime.portal.executor
+        config, executor = self.resources.config, self.resources.portal.executor
         async with self._files() as files:
             requests = await run_blocking(executor, reads.requests, config.workers)
             stored = sum(place.length for place in self.metadata.storage_data.values())
@@ -112,7 +112,7 @@ class RankLoad:
             table for ours in self.checkpoint.ranks.values() for table in ours.data_files if table.file.name in used
         ]
         lengths = {table.file.name: table.file.nbytes for table in tables}
-        config, executor = self.runtime.config, self.runtime.portal.executor
+        config, executor = self.resources.config, self.resources.portal.executor
         stored: Mapping[MetadataIndex, Item | UnparsedItem | StoredObject]
         if self.checkpoint.is_plain_dcp:
             stored = {index: self._stored(index, place) for index, place in wanted.items()}

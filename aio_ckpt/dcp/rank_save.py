@@ -19,8 +19,8 @@ from aio_ckpt.commit import in_place
 from aio_ckpt.commit.in_place import hold_directory, other_save_error, pending_saves
 from aio_ckpt.commit.manifests import check_complete, metadata_file, render_root
 from aio_ckpt.commit.trash import THREAD_WAIT_SECS
+from aio_ckpt.dcp.call_resources import CallResources
 from aio_ckpt.dcp.item_sources import Sources
-from aio_ckpt.dcp.runtime import Runtime
 from aio_ckpt.errors import AioCkptError, PlanChangedError, RootError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import (
     data_file_name,
@@ -115,7 +115,7 @@ async def find_save(storage: Storage, directory: Path, save: RankSave, *, is_beg
 
 
 def write_rank(
-    runtime: Runtime, directory: Path, save: RankSave, sources: Sources, *, on_captured: Callable[[], None]
+    resources: CallResources, directory: Path, save: RankSave, sources: Sources, *, on_captured: Callable[[], None]
 ) -> list[WriteResult]:
     """Write the rank's data file and manifest, durably, while this thread captures the tensors.
 
@@ -126,12 +126,12 @@ def write_rank(
         StallError: no progress for ``stall_timeout_secs``.
         Exception: the first error of any stage. The written files were removed.
     """
-    rank = _RankWrite(runtime=runtime, directory=directory, save=save, sources=sources)
+    rank = _RankWrite(resources=resources, directory=directory, save=save, sources=sources)
     if sources.is_empty:
         on_captured()
-        return [runtime.portal.call(rank.write_manifest, None, timeout=runtime.config.stall_timeout_secs)]
+        return [resources.portal.call(rank.write_manifest, None, timeout=resources.config.stall_timeout_secs)]
     tail = b"".join(stream.data for stream in sources.streams)
-    image = runtime.lease(sources.planned, len(tail), runtime.window)
+    image = resources.lease(sources.planned, len(tail), resources.window)
     try:
         part = Part(
             name=save.data_file,
@@ -140,9 +140,9 @@ def write_rank(
             image=image,
             chunks=CapturedChunks(len(image.chunks), rank.stall),
         )
-        writing = runtime.portal.submit(rank.write, part)
+        writing = resources.portal.submit(rank.write, part)
         try:
-            runtime.capture(sources.planned, image, lambda runs: runtime.portal.post(part.chunks.add, runs))
+            resources.capture(sources.planned, image, lambda runs: resources.portal.post(part.chunks.add, runs))
             on_captured()
             manifest = rank.wait(writing)
         except BaseException as error:
@@ -160,7 +160,7 @@ def write_rank(
 class _RankWrite:
     """Write of one rank's files. Its coroutines run on the loop."""
 
-    runtime: Runtime
+    resources: CallResources
     directory: Path
     save: RankSave
     sources: Sources
@@ -170,7 +170,7 @@ class _RankWrite:
 
     def wait(self, writing: Future[ManifestResult]) -> ManifestResult:
         """Return the result of :meth:`write`, on the caller's thread. Raises StallError if nothing moves."""
-        limit_secs = self.runtime.config.stall_timeout_secs
+        limit_secs = self.resources.config.stall_timeout_secs
         while not writing.done():
             left = self.stall.idle_left_secs(limit_secs)
             if left <= 0:
@@ -188,14 +188,14 @@ class _RankWrite:
             RootError: the mark of this save is gone: another save has begun, and may have removed the files of this
                 one before all of them were there.
         """
-        runtime, storage, touch = self.runtime, self.runtime.storage, self.stall.touch
+        resources, storage, touch = self.resources, self.resources.storage, self.stall.touch
         try:
             writer = FileWriter(
                 storage=storage,
-                executor=runtime.portal.executor,
-                workers=runtime.config.workers,
+                executor=resources.portal.executor,
+                workers=resources.config.workers,
                 thread_wait_secs=THREAD_WAIT_SECS,
-                admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=touch),
+                admit=functools.partial(resources.throttle.admit, is_hurried=False, on_wait=touch),
                 on_activity=lambda _: touch(),
                 on_written=lambda _: touch(),
             )
@@ -236,13 +236,13 @@ class _RankWrite:
             objects=sources.objects,
             skeleton=b"",  # names are as DCP flattened them
         )
-        await self.runtime.storage.write_file(self.directory / save.manifest, data)
+        await self.resources.storage.write_file(self.directory / save.manifest, data)
         entry = FileEntry(save.manifest, len(data), crc32_of(data))
         return ManifestResult(index=_MANIFEST_INDEX, size_in_bytes=len(data), storage_data=entry, save_id=save.save_id)
 
     async def _clean_up(self, image: Image, cause: BaseException) -> BaseException:
         """Wake a capture that waits for room, then remove the written files. Returns the error to raise."""
-        save, storage = self.save, self.runtime.storage
+        save, storage = self.save, self.resources.storage
         await explain_full_disk(
             cause,
             storage,
@@ -264,7 +264,7 @@ class _RankWrite:
         return cause
 
     async def _is_pending(self) -> bool:
-        return self.save.save_id in await pending_saves(self.runtime.storage, self.directory)
+        return self.save.save_id in await pending_saves(self.resources.storage, self.directory)
 
 
 # -- the leader -----------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from aio_ckpt._torch import StorageInfo, reader_transforms
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.commit.discovery import IS_FILE
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.call_resources import CallResources
 from aio_ckpt.dcp.rank_load import RankLoad
-from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime, checkpoint_path_of
+from aio_ckpt.dcp.replacement import DirectoryReplacement, checkpoint_path_of
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -88,9 +89,9 @@ class Reader(DirectoryReplacement, StorageReader):
         """
         rank: int | None = kwargs.get("rank")
         try:
-            with naming_checkpoint(self.path), self._running() as runtime:
-                checkpoint = runtime.portal.call(
-                    _open, runtime, self.path.absolute(), rank, timeout=runtime.config.stall_timeout_secs
+            with naming_checkpoint(self.path), self._running() as resources:
+                checkpoint = resources.portal.call(
+                    _open, resources, self.path.absolute(), rank, timeout=resources.config.stall_timeout_secs
                 )
             metadata = checkpoint.metadata
         except AioCkptError as error:
@@ -136,16 +137,16 @@ class Reader(DirectoryReplacement, StorageReader):
             self.set_up_storage_reader(self.read_metadata(), is_coordinator=False)
         assert self._checkpoint is not None
         assert self._metadata is not None
-        with naming_checkpoint(self.path), self._running() as runtime:
-            load = RankLoad(runtime=runtime, checkpoint=self._checkpoint, metadata=self._metadata)
+        with naming_checkpoint(self.path), self._running() as resources:
+            load = RankLoad(resources=resources, checkpoint=self._checkpoint, metadata=self._metadata)
             load.run(plan, planner, self._transforms)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
 
-async def _open(runtime: Runtime, path: Path, rank: int | None) -> Checkpoint:
-    storage, executor = runtime.storage, runtime.portal.executor
+async def _open(resources: CallResources, path: Path, rank: int | None) -> Checkpoint:
+    storage, executor = resources.storage, resources.portal.executor
     if rank is None:
         try:
             return await open_checkpoint(storage, path, executor=executor)

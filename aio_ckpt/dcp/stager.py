@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import dtensor_over
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.call_resources import CallResources
 from aio_ckpt.dcp.item_sources import is_plain, plan_tensors
-from aio_ckpt.dcp.runtime import Replacement, Runtime
+from aio_ckpt.dcp.replacement import Replacement
 from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.leaves.tensor_memory import memory_of
@@ -82,11 +83,11 @@ class Staging:
         """Whether staging memory can hold a copy."""
         return self.nbytes <= self.budget_bytes
 
-    def copied(self, runtime: Runtime) -> dict[str, Any]:
-        """Copy the state into memory of ``runtime.staging``. The memory is free again once the last copy is gone."""
+    def copied(self, resources: CallResources) -> dict[str, Any]:
+        """Copy the state into memory of ``resources.staging``. The memory is free again once the last copy is gone."""
         memo: dict[int, Any] = {}
         if self.owners:
-            views = _views(self.planned.plan, _captured(runtime, self.planned))
+            views = _views(self.planned.plan, _captured(resources, self.planned))
             for leaf, (key, owner) in zip(self.aliases, self.owners.items(), strict=True):
                 memo[key] = _like(owner, views[leaf])
         # deepcopy finds each of these tensors in the memo by its id, and copies every other value.
@@ -98,9 +99,9 @@ class Staging:
         return UncopiedState(copy.deepcopy(self.state, memo), self.budget_bytes)
 
 
-def plan_staging(runtime: Runtime, state: dict[str, Any]) -> Staging:
+def plan_staging(resources: CallResources, state: dict[str, Any]) -> Staging:
     """Find the tensors of ``state`` and lay them out. Nothing is copied yet."""
-    budget_bytes = runtime.staging.budget_bytes
+    budget_bytes = resources.staging.budget_bytes
     memory = {id(tensor): (tensor, memory_of(tensor)) for tensor in _tensors_in([state])}
     plain = {key: (tensor, local.detach()) for key, (tensor, local) in memory.items() if is_plain(local)}
     tensors = [local for _, local in plain.values()]
@@ -108,7 +109,7 @@ def plan_staging(runtime: Runtime, state: dict[str, Any]) -> Staging:
         [str(number) for number in range(len(tensors))],
         tensors,
         [(tuple(tensor.shape), (0,) * tensor.dim()) for tensor in tensors],
-        gather_bytes=runtime.config.gather_bytes,
+        gather_bytes=resources.config.gather_bytes,
         budget_bytes=budget_bytes,
     )
     owners = {key: tensor for key, (tensor, _) in plain.items()}
@@ -126,32 +127,32 @@ def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-def stage_copy(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``state`` in memory of ``runtime.staging``.
+def stage_copy(resources: CallResources, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``state`` in memory of ``resources.staging``.
 
     Raises:
         BudgetExceededError: the staging memory cannot hold a copy.
     """
-    staging = plan_staging(runtime, state)
+    staging = plan_staging(resources, state)
     if not staging.fits:
         raise BudgetExceededError(
             f"a state of {staging.nbytes} bytes cannot be staged within the {staging.budget_bytes} bytes that "
             "budget_bytes leaves for staging: raise it, or let Writer stage, which needs no whole copy"
         )
-    return staging.copied(runtime)
+    return staging.copied(resources)
 
 
-def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
+def _captured(resources: CallResources, planned: PlannedImage) -> torch.Tensor:
     """Capture the image and return its bytes as a tensor. The lease ends with the last view of the tensor."""
-    image = runtime.lease(planned, 0, runtime.staging)
+    image = resources.lease(planned, 0, resources.staging)
     lease = image.lease
     try:
-        runtime.capture(planned, image, lambda _: None)
+        resources.capture(planned, image, lambda _: None)
         memory = np.frombuffer(lease.arena.memory, np.uint8)
         holder = object()
         lease.hold(holder)
         # torch keeps the array as long as a tensor needs its bytes.
-        ending = weakref.finalize(memory, _release, os.getpid(), runtime.portal, lease, holder)
+        ending = weakref.finalize(memory, _release, os.getpid(), resources.portal, lease, holder)
         ending.atexit = False
         return torch.from_numpy(memory)
     finally:

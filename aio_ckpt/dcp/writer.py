@@ -22,6 +22,7 @@ from torch.futures import Future
 from aio_ckpt._torch import DCP_VERSION, writer_transforms
 from aio_ckpt.argument_checks import check_flag
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.call_resources import CallResources
 from aio_ckpt.dcp.item_sources import Sources, collect_sources
 from aio_ckpt.dcp.rank_save import (
     ManifestResult,
@@ -31,7 +32,7 @@ from aio_ckpt.dcp.rank_save import (
     find_save,
     write_rank,
 )
-from aio_ckpt.dcp.runtime import DirectoryReplacement, Runtime, checkpoint_path_of
+from aio_ckpt.dcp.replacement import DirectoryReplacement, checkpoint_path_of
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
@@ -145,8 +146,8 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
             _make_directory(self.path)
         if not self.overwrite:
             metadata, timeout_secs = self.path.absolute() / METADATA_FILE, self._config.stall_timeout_secs
-            with self._running() as runtime:
-                is_there = runtime.portal.call(runtime.storage.exists, metadata, timeout=timeout_secs)
+            with self._running() as resources:
+                is_there = resources.portal.call(resources.storage.exists, metadata, timeout=timeout_secs)
             if is_there:
                 text = "holds a checkpoint, and overwrite=False keeps it"
                 raise CheckpointExistsError(errno.EEXIST, text, str(self.path))
@@ -159,9 +160,9 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         self.save_id = save_id
         self._begun[save_id] = self.path
         self._unwritten.add(save_id)
-        with self._running() as runtime:
-            runtime.portal.call(
-                begin_dcp_save, runtime.storage, path, save_id, timeout=runtime.config.stall_timeout_secs
+        with self._running() as resources:
+            resources.portal.call(
+                begin_dcp_save, resources.storage, path, save_id, timeout=resources.config.stall_timeout_secs
             )
         return [
             replace(plan, storage_data=RankSave(save_id, rank, len(plans), self._step(path)))
@@ -185,19 +186,19 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
                 f"this writer still saved into {begun} when it was turned to {path}: await the first save, or give "
                 "each a writer of its own"
             )
-        with self._running() as runtime:
+        with self._running() as resources:
             find = functools.partial(find_save, is_begun=is_begun)
-            save: RankSave = runtime.portal.call(
-                find, runtime.storage, path, plan.storage_data, timeout=runtime.config.stall_timeout_secs
+            save: RankSave = resources.portal.call(
+                find, resources.storage, path, plan.storage_data, timeout=resources.config.stall_timeout_secs
             )
-            sources = self._sources(runtime, plan, planner, self._transforms)
-            results = write_rank(runtime, path, save, sources, on_captured=self._captured)
+            sources = self._sources(resources, plan, planner, self._transforms)
+            results = write_rank(resources, path, save, sources, on_captured=self._captured)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _sources(self, runtime: Runtime, plan: SavePlan, planner: SavePlanner, transforms: Any) -> Sources:
-        gather_bytes, budget_bytes = self._config.gather_bytes, runtime.window.budget_bytes
+    def _sources(self, resources: CallResources, plan: SavePlan, planner: SavePlanner, transforms: Any) -> Sources:
+        gather_bytes, budget_bytes = self._config.gather_bytes, resources.window.budget_bytes
         return collect_sources(plan, planner, transforms, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -218,8 +219,8 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         path = given.absolute()
         self._unwritten.discard(save_id)
         metadata.storage_meta = StorageMeta(checkpoint_id=str(given), save_id=save_id)
-        with self._running() as runtime:
-            timeout_secs = runtime.config.stall_timeout_secs
+        with self._running() as resources:
+            timeout_secs = resources.config.stall_timeout_secs
             commit = functools.partial(
                 commit_dcp_save,
                 metadata=metadata,
@@ -228,7 +229,7 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
                 step=self._step(path),
                 timeout_secs=timeout_secs,
             )
-            runtime.portal.call(commit, runtime.storage, path, timeout=2 * timeout_secs, what="finish()")
+            resources.portal.call(commit, resources.storage, path, timeout=2 * timeout_secs, what="finish()")
 
     # -- staging and properties -------------------------------------------------------------------------------
 
@@ -238,10 +239,10 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         If the state is larger than the staging memory of ``budget_bytes``, the caller's own tensors are returned, and
         :meth:`synchronize_staging` waits until they are captured.
         """
-        with self._running() as runtime:
-            staging = plan_staging(runtime, state_dict)
+        with self._running() as resources:
+            staging = plan_staging(resources, state_dict)
             if staging.fits:
-                return staging.copied(runtime)
+                return staging.copied(resources)
         _log.warning(
             "%s: %d bytes are saved in waves, as budget_bytes holds no copy of them: dcp.async_save returns when the "
             "last wave is captured, which takes as long as the storage needs for the others; raise budget_bytes where "

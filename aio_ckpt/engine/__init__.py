@@ -9,8 +9,8 @@ packages below; the engine alone knows their order. ``engine`` wires it together
   ``agreed_changes``, and ``remove_pipeline`` for the last; ``job``: what passes between both threads
 - all of them: ``call_lock``: one call at a time; ``capture_resources``: plans and memory; ``trusted_leaves``: which
   frozen leaves need no capture; ``newest_frozen_file``: what the last commit tells of them; ``job_queue``: the pending
-  jobs, their waits and their end; ``known_steps``: the newest step, which the default step follows; ``root_session``:
-  lock, retention, protection
+  jobs, their waits and their end; ``known_steps``: the newest step, which the default step follows;
+  ``earlier_run``: what the log says of steps that are there already; ``root_session``: lock, retention, protection
 - a load: ``loader`` shows its stages; ``newest_good``: which checkpoint verifies;
   ``group_load.LoadLeader``: the same on all ranks
 - several ranks: ``agreement``: what they agree on before a capture

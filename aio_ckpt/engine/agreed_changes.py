@@ -11,8 +11,8 @@ from aio_ckpt.argument_checks import check_flag
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.engine.call_lock import CallLock
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.earlier_run import EarlierRun
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.root_session import RootSession, StepsChange
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError
 from aio_ckpt.mirror.mirror_queue import MirrorQueue
@@ -41,7 +41,7 @@ class AgreedChanges:
     portal: Portal
     root_session: RootSession
     queue: JobQueue
-    earlier_steps: EarlierSteps
+    earlier_run: EarlierRun
     rescue: Rescue
     mirror_queue: MirrorQueue | None
     """What copies steps to the mirror; None without a mirror, and on other ranks than the leader."""
@@ -52,7 +52,7 @@ class AgreedChanges:
         with self.call_lock.mutex:
             topic = Topic("rollback", self.queue.next_number("rollback"))
             gone = self._change_steps("rollback", topic, step, self.root_session.abandon_steps_after)
-            self.earlier_steps.go_on()
+            self.earlier_run.go_on()
             self.rescue.give_up(f"rollback({step}) went back behind it", after=step)
             if self.mirror_queue is not None:
                 self.mirror_queue.go_back(step)

@@ -18,6 +18,7 @@ from aio_ckpt.format.checksum import crc32_of
 from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.plan_cache import PlanCache
 from aio_ckpt.plan.save_plan import PlannedSave, narrow
+from aio_ckpt.ranks.same_root import check_same_root
 from aio_ckpt.ranks.save_ledger import AssignReply, ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import Room
 from aio_ckpt.reports import Target
@@ -141,5 +142,5 @@ async def _assign_under_one_root(
         await ctx.storage.begin_dir(pending, ctx.final_path(target), ctx.save_id(numbered.number))
     reply = await numbered.round.assign(message)
     if not ctx.members.is_leader:
-        await ctx.members.check_root(ctx.storage, ctx.root, pending)
+        await check_same_root(ctx.members, ctx.storage, ctx.root, pending)
     return reply

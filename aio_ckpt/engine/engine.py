@@ -31,11 +31,12 @@ from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.common_stages import CommonStages
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.earlier_run import EarlierRun
 from aio_ckpt.engine.file_pipeline import FilePipeline
 from aio_ckpt.engine.file_save import FileSaves
 from aio_ckpt.engine.job import SaveCall
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.known_steps import EarlierSteps, KnownSteps
+from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.loader import Loader, PendingLoad, selection, wanted_checkpoint
 from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
 from aio_ckpt.engine.outcomes import OutcomeRecorder
@@ -192,8 +193,8 @@ class BaseEngine:
         self._quarantine = Quarantine()
         self._trash = Trash(ctx.storage)
         self._rescue = Rescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
-        earlier_steps = EarlierSteps(ctx.root)
-        self._loader = Loader(ctx=ctx, quarantine=self._quarantine, earlier_steps=earlier_steps)
+        earlier_run = EarlierRun(ctx.root)
+        self._loader = Loader(ctx=ctx, quarantine=self._quarantine, earlier_run=earlier_run)
         steps = KnownSteps(self._quarantine, counts_calls=ctx.world_size > 1, mirror=ctx.mirror)
         claim = Claim(ctx.storage, ctx.root, ctx.owner, stale_after_secs=ctx.config.stale_after_secs)
         self._mirror_queue = mirror_queue = self._make_mirror_queue(lambda: queue.pending_count > 0)
@@ -240,7 +241,7 @@ class BaseEngine:
             capturer=capturer,
             pipeline=pipeline,
             statistics=self._recorder.statistics,
-            earlier_steps=earlier_steps,
+            earlier_run=earlier_run,
             is_urgent=self._preemption.poll,
         )
         self._file_saves = FileSaves(
@@ -252,7 +253,7 @@ class BaseEngine:
             portal=portal,
             root_session=self._root_session,
             queue=queue,
-            earlier_steps=earlier_steps,
+            earlier_run=earlier_run,
             rescue=self._rescue,
             mirror_queue=mirror_queue,
         )

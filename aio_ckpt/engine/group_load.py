@@ -36,6 +36,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.ranks.coordinator import Coordinator
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
+from aio_ckpt.ranks.same_root import different_roots
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, Matched
 
@@ -309,7 +310,7 @@ class LoadMember:
             return self._candidate, await self.search.report_skipped(), self._loaded
         if instruction.action is _Action.APART:
             ctx = self.search.ctx
-            raise ctx.members.different_roots(self._wanted.path or ctx.root, instruction.rank, instruction.text)
+            raise different_roots(ctx.members, self._wanted.path or ctx.root, instruction.rank, instruction.text)
         raise _ERRORS[instruction.action](instruction.text) from self._error
 
     def _learn_newest(self, instruction: _Instruction) -> None:

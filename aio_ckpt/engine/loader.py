@@ -31,8 +31,8 @@ from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.earlier_run import EarlierRun
 from aio_ckpt.engine.group_load import first_round, newest_good_for_all
-from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.newest_good import WantedCheckpoint, newest_good
 from aio_ckpt.engine.outcome_log import log_load
 from aio_ckpt.errors import AioCkptError, ConfigError
@@ -61,7 +61,7 @@ class Loader:
     ctx: EngineContext
     quarantine: Quarantine
     """Gets the checkpoints that were proven damaged."""
-    earlier_steps: EarlierSteps
+    earlier_run: EarlierRun
     """Is told that this run goes on from a step of the root."""
 
     async def load(self, state: object, options: LoadOptions, given_up: Future[None], before: BeforeLoad) -> LoadReport:
@@ -135,7 +135,7 @@ class Loader:
         ctx = self.ctx
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         if path is None:
-            self.earlier_steps.go_on()
+            self.earlier_run.go_on()
 
     async def _accept(self, options: LoadOptions, before: BeforeLoad) -> tuple[Topic, WantedCheckpoint]:
         """Return the name of the call, which is the same on every rank, and the checkpoint that it asks for."""

@@ -18,9 +18,9 @@ from aio_ckpt.engine.call_lock import CallLock
 from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.earlier_run import EarlierRun
 from aio_ckpt.engine.job import NumberedCall, SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue, note_failure, raise_failure
-from aio_ckpt.engine.known_steps import EarlierSteps
 from aio_ckpt.engine.root_session import RootSession
 from aio_ckpt.engine.state_pipeline import StatePipeline
 from aio_ckpt.engine.statistics import Statistics
@@ -58,7 +58,7 @@ class StateSaves:
     capturer: JobCapturer
     pipeline: StatePipeline
     statistics: Statistics
-    earlier_steps: EarlierSteps
+    earlier_run: EarlierRun
     is_urgent: Callable[[], bool]
     """Whether the process is to end soon. A save is not skipped then: there may be no other."""
     saves: int = 0
@@ -81,11 +81,11 @@ class StateSaves:
             await members.meet(ctx.root, read_steps)
             self.queue.take_steps()
             if members.is_leader:
-                self.earlier_steps.log_opened(members.newest_step, torn)
+                self.earlier_run.log_opened(members.newest_step, torn)
 
         async def look() -> None:
             with contextlib.suppress(AioCkptError, OSError):  # the first call that needs the root raises it
-                self.earlier_steps.log_opened(max(await read_steps(), default=None), torn)
+                self.earlier_run.log_opened(max(await read_steps(), default=None), torn)
 
         if members.opened.done():  # one rank has met itself
             self.portal.submit(look)
@@ -227,7 +227,7 @@ class StateSaves:
         if self.ctx.members.is_leader and (plan.lacks_share or not self.root_session.is_writer):
             self.root_session.become_writer(call.deadline)
         if call.takes_step:
-            self._log_earlier_steps(step)
+            self._log_earlier_run(step)
         target: Target = self.queue.claim_step(numbered.number, step) if call.path is None else call.path
         if step is not None:  # again: the writer before may have committed more
             self._check_step(step, call.deadline, overwrite=call.overwrite)
@@ -268,10 +268,10 @@ class StateSaves:
             trusted_file=leased.trusted_file,
         )
 
-    def _log_earlier_steps(self, step: int | None) -> None:
+    def _log_earlier_run(self, step: int | None) -> None:
         """Warn once if a save without a step goes on after the steps of another run."""
         is_next = step is None and self.ctx.members.is_leader
-        self.earlier_steps.note_save(self.queue.steps.newest(self.queue.pending_steps) if is_next else None)
+        self.earlier_run.note_save(self.queue.steps.newest(self.queue.pending_steps) if is_next else None)
 
     def prepare(self, state: object, step: int | None) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
@@ -286,7 +286,7 @@ class StateSaves:
             if self.ctx.members.is_leader:
                 self.root_session.become_writer(NO_DEADLINE)
             if step is not None:  # without one, a load may still follow
-                self._log_earlier_steps(step)
+                self._log_earlier_run(step)
             self.resources.copy_engines.prepare(planned.plan)
             # How much memory this rank's share takes is known once the ranks have agreed, in the first save.
             mapped = None if planned.plan.lacks_share else self.resources.map_ahead(planned.plan, objects, arenas=1)

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from aio_ckpt.argument_checks import check_kind
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.call_resources import SharedResources
 from aio_ckpt.dcp.install_handle import Installed
-from aio_ckpt.dcp.runtime import SharedRuntime
 from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import AioCkptError, PeerFailedError
 from aio_ckpt.ranks.failure import Failure, work_failure
@@ -61,7 +61,7 @@ class SaverResources:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.runtime = SharedRuntime(config)
+        self.resources = SharedResources(config)
         """Threads and memory of the writers, the readers and the stager."""
         self._lock = Lock()
         self._portal: Portal | None = None
@@ -114,9 +114,9 @@ class SaverResources:
 
     def copies(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return copies of ``tensors`` in staging memory; None if ``budget_bytes`` cannot hold them."""
-        with self.runtime.running("a save") as runtime:
-            staging = plan_staging(runtime, {"tensors": tensors})
-            return staging.copied(runtime)["tensors"] if staging.fits else None
+        with self.resources.running("a save") as resources:
+            staging = plan_staging(resources, {"tensors": tensors})
+            return staging.copied(resources)["tensors"] if staging.fits else None
 
     def close(self) -> None:
         """End the threads behind the work that was submitted, and free the memory behind its last user."""
@@ -125,7 +125,7 @@ class SaverResources:
         if portal is not None and not portal.is_closed:
             portal.executor.submit(lambda: None).exception()
             portal.close(STOP_SECS)
-        self.runtime.close()
+        self.resources.close()
 
 
 class AsyncCallsQueue:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
-import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import DifferingReplicas
-from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, RootError, StallError
+from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, StallError
 from aio_ckpt.ranks.coordinator import CallEnd, Coordinator
 from aio_ckpt.ranks.exchange import Exchange
 from aio_ckpt.ranks.messages import Topic
@@ -30,7 +28,6 @@ from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import named
 from aio_ckpt.runtime.futures import follow
-from aio_ckpt.storage.local import Storage
 
 T = TypeVar("T")
 
@@ -194,7 +191,7 @@ class Membership:
         coordinator = self.coordinator
 
         async def lead(rules: Sequence[Mapping[str, str]]) -> _OpeningReply:
-            newest = max(await _with_retries(read_steps), default=None)
+            newest = max(await with_retries(read_steps), default=None)
             return _OpeningReply(self.owner, str(root), newest, _differing_setting(rules, coordinator.leader))
 
         try:
@@ -219,27 +216,6 @@ class Membership:
                 f"the settings of the ranks differ: {met.differing}: give all of them the same, and open anew"
             )
 
-    async def check_root(self, storage: Storage, root: Path, pending: Path) -> None:
-        """Check that this rank sees the directory ``pending``, which the leader has made under ``root``.
-
-        Raises:
-            RootError: this rank has another root; names the hosts.
-            ReadError, WriteError: the root cannot be used.
-        """
-        await storage.make_dirs(pending.parent)  # NFS may remember that the root was missing
-        if not await _with_retries(lambda: storage.exists(pending)):
-            raise self.different_roots(root, self.coordinator.rank, socket.gethostname())
-
-    def different_roots(self, root: Path, blind: int, host: str) -> RootError:
-        """Return the error to raise if rank ``blind`` on ``host`` does not see at its root what the leader sees."""
-        return RootError(
-            errno.ENOTUNIQ,
-            f"the ranks have different roots: rank {blind} on {host} does not see that of rank "
-            f"{self.coordinator.leader} on {self.owner.host}, {self.leader_root}: give a directory on a file system "
-            "that all of them share, and open several engines in one order on all ranks",
-            str(root),
-        )
-
 
 def _processes_started(group_size: int | None, environment: Mapping[str, str]) -> str:
     """Return how it is known that this process is one of several; '' if it is alone.
@@ -263,7 +239,7 @@ def _differing_setting(rules: Sequence[Mapping[str, str]], leader: int) -> str:
     return ""
 
 
-async def _with_retries(look: Callable[[], Awaitable[T]]) -> T:
+async def with_retries(look: Callable[[], Awaitable[T]]) -> T:
     """Call ``look`` until it succeeds, ``_MAX_TRIES`` times at most: ranks that fail to meet never meet later."""
     for _ in range(_MAX_TRIES - 1):
         try:

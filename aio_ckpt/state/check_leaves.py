@@ -17,8 +17,8 @@ from aio_ckpt.leaves.objects import encode_object, type_name
 from aio_ckpt.leaves.tensor_memory import PLAIN_TYPES, local_memory
 from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.message_texts import first_of
-from aio_ckpt.state.classify import TENSOR_TYPES
 from aio_ckpt.state.flatten import FlatState
+from aio_ckpt.state.leaf_or_container import TENSOR_TYPES
 
 _SHOWN = 10
 """Most leaves that one error names."""

@@ -33,7 +33,7 @@ from aio_ckpt.leaves.objects import MAX_DEPTH, type_name
 from aio_ckpt.leaves.sharded_tensor import shard_of
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
 from aio_ckpt.message_texts import shown
-from aio_ckpt.state.classify import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES, code_of
+from aio_ckpt.state.leaf_or_container import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES, code_of
 from aio_ckpt.state.names import compound_notes, is_below, prefix_of
 from aio_ckpt.state.skeleton import MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
 

@@ -12,7 +12,7 @@ from aio_ckpt.leaves.containers import UnreadableError, entries_of, fields_of, i
 from aio_ckpt.leaves.keys import frozen_keys
 from aio_ckpt.leaves.refill import refilled
 from aio_ckpt.leaves.values import LeafKind, PerRank
-from aio_ckpt.state.classify import CONTAINERS_FROM, code_of
+from aio_ckpt.state.leaf_or_container import CONTAINERS_FROM, code_of
 from aio_ckpt.state.names import prefix_of
 from aio_ckpt.state.skeleton import MAPPINGS, Container
 

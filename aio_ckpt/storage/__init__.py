@@ -6,8 +6,8 @@ large files, ``clone`` gives a file a second name or tells that it cannot, ``dir
 tried. ``object_store`` is the same over an object store: ``object_client`` opens it, with its credentials, retries and
 time limits, ``object_upload`` puts files in parts of a size that it chooses, ``object_directories`` stands for
 directories, ``object_errors`` makes OSErrors of its errors. ``durability`` is fsync; ``root_lock`` keeps other writers
-out; ``mounts`` tells network file systems, and ``freshness`` asks those again that answer with old listings.
-``small_files`` reads ``.metadata`` and the root manifest; ``paths`` checks what a user gives; ``directories`` makes
-directories; ``os_errors`` translates errors of the system, with remedies. ``probe`` and ``probe_peer`` try a directory.
-Imports ``runtime``, ``format`` and ``config``.
+out; ``mounts`` tells network file systems, and whose locks keep other hosts out; ``freshness`` asks those again that
+answer with old listings. ``small_files`` reads ``.metadata`` and the root manifest; ``paths`` checks what a user gives;
+``directories`` makes directories; ``os_errors`` translates errors of the system, with remedies. ``probe`` and
+``probe_peer`` try a directory. Imports ``runtime``, ``format`` and ``config``.
 """

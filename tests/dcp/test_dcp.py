@@ -30,8 +30,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.dcp import AsyncStager, Reader, Writer, runtime
-from aio_ckpt.dcp.runtime import Runtime
+from aio_ckpt.dcp import AsyncStager, Reader, Writer, call_resources
+from aio_ckpt.dcp.call_resources import CallResources
 from aio_ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -267,7 +267,7 @@ def test_with_dcps_plan_cache_a_writer_works_again_behind_a_save_that_failed(
             assert_holds(tmp_path / path, state)
 
 
-# -- arguments and runtime --------------------------------------------------------------------------
+# -- arguments and resources --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Writer, Reader, lambda _, **given: AsyncStager(**given)])
@@ -325,19 +325,19 @@ def test_overwrite_takes_a_bool_only(tmp_path: Path) -> None:
         Writer(tmp_path, overwrite="no")  # type: ignore[arg-type]
 
 
-def test_a_runtime_closes_behind_the_call_that_runs(tmp_path: Path) -> None:
-    with Reader(tmp_path) as reader, reader._running() as runtime:
+def test_resources_close_behind_the_call_that_runs(tmp_path: Path) -> None:
+    with Reader(tmp_path) as reader, reader._running() as resources:
         reader.close()
-        assert not runtime.portal.is_closed
-    assert runtime.portal.is_closed
+        assert not resources.portal.is_closed
+    assert resources.portal.is_closed
 
 
 def test_threads_of_a_writer_have_a_lower_priority_than_the_trainers(tmp_path: Path) -> None:
-    runtime = Runtime.open(EngineConfig(thread_nice=7), None)
+    resources = CallResources.open(EngineConfig(thread_nice=7), None)
     try:
-        nice = runtime.portal.executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result(TIMEOUT)
+        nice = resources.portal.executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result(TIMEOUT)
     finally:
-        runtime.close()
+        resources.close()
     assert nice == max(os.getpriority(os.PRIO_PROCESS, 0), 7)
 
 
@@ -539,7 +539,7 @@ def test_a_disk_that_hangs_ends_in_a_stall_error(storage: GatedStorage, tmp_path
 def test_a_save_larger_than_its_window_goes_in_waves_and_a_failure_in_it_is_the_writers(
     storage: GatedStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aio_ckpt.dcp.runtime.chunk_bytes_for", lambda _: 4 << 20)
+    monkeypatch.setattr("aio_ckpt.dcp.call_resources.chunk_bytes_for", lambda _: 4 << 20)
     state, path = state_of(1, mebibytes=33), tmp_path / "a"
     dcp.save(state, storage_writer=Writer(path, thread_count=1))
     assert_holds(path, state)
@@ -697,20 +697,20 @@ def test_a_save_that_is_overtaken_leaves_nothing_behind(tmp_path: Path) -> None:
         assert executor.close(TIMEOUT)
 
 
-def test_two_threads_that_use_a_new_writer_at_once_share_its_runtime(
+def test_two_threads_that_use_a_new_writer_at_once_share_its_resources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[object] = []
     both = threading.Barrier(2)
-    open_runtime = runtime.Runtime.open
+    open_resources = call_resources.CallResources.open
 
     def slow(*given: Any) -> object:
-        opened.append(open_runtime(*given))
+        opened.append(open_resources(*given))
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(0.3)  # where the other one opens a second, they meet here
         return opened[-1]
 
-    monkeypatch.setattr(runtime.Runtime, "open", slow)
+    monkeypatch.setattr(call_resources.CallResources, "open", slow)
     writer = Writer(tmp_path / "a")
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: writer._keep(), range(2)))

@@ -144,10 +144,10 @@ def test_all_calls_of_a_process_share_threads_and_one_arena(tmp_path: Path) -> N
 
 
 def managers(handle: Installation) -> list[Any]:
-    runtime = handle._runtime.begin_use(handle)
-    runtime.portal.call(nothing, timeout=TIMEOUT)  # what was posted is done
-    handle._runtime.end_use(handle)
-    return [runtime.window, runtime.staging]
+    resources = handle._resources.begin_use(handle)
+    resources.portal.call(nothing, timeout=TIMEOUT)  # what was posted is done
+    handle._resources.end_use(handle)
+    return [resources.window, resources.staging]
 
 
 async def nothing() -> None: ...

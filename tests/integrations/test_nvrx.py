@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import aio_ckpt.dcp.runtime
+import aio_ckpt.dcp.call_resources
 from aio_ckpt import EngineConfig
 from aio_ckpt.errors import ConfigError, PeerFailedError
 from aio_ckpt.integrations import nvrx
@@ -379,7 +379,7 @@ def saves_until_killed(rank: int, count: int, folder: Path, call: str) -> None:
                 storages.append(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(aio_ckpt.dcp.runtime, "Storage", Gated)
+            patch.setattr(aio_ckpt.dcp.call_resources, "Storage", Gated)
             nvrx.install(CONFIG)
             run = Run(folder, rank)
             run.save("same", state_of(1, rank))

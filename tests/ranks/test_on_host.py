@@ -11,7 +11,7 @@ from log_lines import kept_lines
 from rank_processes import Ranks
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.dcp.runtime import default_group_ranks_on_host
+from aio_ckpt.dcp.call_resources import default_group_ranks_on_host
 from aio_ckpt.memory import available
 
 MIB = 1 << 20

@@ -101,7 +101,7 @@ class SaveStrategy(_SaveBase):  # type: ignore[misc]
             flatten_state_dict=False,
             flatten_sharded_tensors=False,
         )
-        writer = Writer(checkpoint_dir, config=self._shared.config).share(self._shared.runtime)
+        writer = Writer(checkpoint_dir, config=self._shared.config).share(self._shared.resources)
         dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
 
 
@@ -156,7 +156,7 @@ def our_reader(
     """Return a reader of ours for Megatron's ``_get_filesystem_reader``; what ``stock`` makes for a URL."""
     if not Reader.validate_checkpoint_id(checkpoint_dir):
         return stock(checkpoint_dir, *args, **options)
-    return Reader(checkpoint_dir, config=shared.config).share(shared.runtime)
+    return Reader(checkpoint_dir, config=shared.config).share(shared.resources)
 
 
 class _SavePlanner(_Planner):  # type: ignore[misc]

@@ -122,7 +122,7 @@ class _OurWriter(Writer):
         **given: Any,
     ) -> None:
         super().__init__(path, *args, config=self.shared.config, **given)
-        self.share(self.shared.runtime)
+        self.share(self.shared.resources)
         self.checkpoint_dir = path
         self._saved: Future[None] | None = None
 
@@ -195,7 +195,7 @@ class _OurReader(Reader):
 
     def __init__(self, path: Path, cache_metadata: bool = True) -> None:
         super().__init__(path, config=self.shared.config)
-        self.share(self.shared.runtime)
+        self.share(self.shared.resources)
 
     @classmethod
     def clear_metadata_cache(cls, path: Path | None = None) -> None:

@@ -16,7 +16,7 @@ from aio_ckpt.commit import discovery
 from aio_ckpt.commit.leftovers import clear_leftovers
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.retention import Policy, Retention
-from aio_ckpt.engine.known_steps import EarlierSteps
+from aio_ckpt.engine.earlier_run import EarlierRun
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.newest_good import WantedCheckpoint
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError
@@ -95,7 +95,7 @@ class _WriterAndReader(_Host):
         loader = Loader(
             ctx=self._ctx(self.seen, self._threads, self.ctx.config),
             quarantine=Quarantine(),
-            earlier_steps=EarlierSteps(ROOT),
+            earlier_run=EarlierRun(ROOT),
         )
         newest = -1
         while not self._is_over:
@@ -188,7 +188,7 @@ async def _check_visible(world: World, attempts: list[Attempt], found: set[int])
     last = {attempt.save.stored_step: attempt for attempt in attempts}
     if last.keys() != found:
         raise BrokenPromiseError(f"steps {sorted(found)} are there, and {sorted(last)} were committed")
-    loader = Loader(ctx=world.ctx, quarantine=Quarantine(), earlier_steps=EarlierSteps(ROOT))
+    loader = Loader(ctx=world.ctx, quarantine=Quarantine(), earlier_run=EarlierRun(ROOT))
     for step, attempt in last.items():
         state: Any = await loader.read(WantedCheckpoint(step=step), None, before=nothing_pending)
         if names := differing(attempt.state, state):

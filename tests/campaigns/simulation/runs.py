@@ -31,9 +31,10 @@ from aio_ckpt.engine.capture_job import JobCapturer
 from aio_ckpt.engine.capture_resources import CaptureResources
 from aio_ckpt.engine.common_stages import CommonStages
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.earlier_run import EarlierRun
 from aio_ckpt.engine.job import SaveCall, SaveJob, SaveTimer
 from aio_ckpt.engine.job_queue import JobQueue
-from aio_ckpt.engine.known_steps import EarlierSteps, KnownSteps
+from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.loader import Loader
 from aio_ckpt.engine.newest_frozen_file import NewestFrozenFile
 from aio_ckpt.engine.newest_good import WantedCheckpoint
@@ -405,7 +406,7 @@ class World:
         calm = SimThreads(self.loop, random.Random(0), 8, Chances())
         storage = SimStorage(calm, random.Random(0), Chances(), disk, ROOT)
         ctx = self._ctx(storage, calm, self.ctx.config)
-        loader = Loader(ctx=ctx, quarantine=Quarantine(), earlier_steps=EarlierSteps(ROOT))
+        loader = Loader(ctx=ctx, quarantine=Quarantine(), earlier_run=EarlierRun(ROOT))
         found = {checkpoint.step for checkpoint in await discovery.discover(storage, ROOT, ctx.names)}
         if not promised.keys() <= found:
             raise BrokenPromiseError(

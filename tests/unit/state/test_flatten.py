@@ -26,8 +26,8 @@ from aio_ckpt.errors import (
 from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
 from aio_ckpt.state.build import build
 from aio_ckpt.state.check_leaves import check_leaves
-from aio_ckpt.state.classify import CODES
 from aio_ckpt.state.flatten import check_not_empty, flatten, read_template
+from aio_ckpt.state.leaf_or_container import CODES
 from aio_ckpt.state.put_back import put_back
 from aio_ckpt.state.skeleton import Container
 

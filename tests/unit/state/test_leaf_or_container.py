@@ -15,8 +15,8 @@ from torch import nn
 from tree_states import Moments, Point
 
 from aio_ckpt.leaves.values import LeafKind
-from aio_ckpt.state.classify import holds_leaves
 from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.leaf_or_container import holds_leaves
 
 
 def test_kinds_follow_the_values():
@@ -65,7 +65,7 @@ def test_a_list_that_stands_in_many_places_is_looked_at_once(monkeypatch):
         assert next(looks) < 200, "each place was looked at by itself"
         return look(*arguments, **options)
 
-    monkeypatch.setattr("aio_ckpt.state.classify.holds_leaves", counted)
+    monkeypatch.setattr("aio_ckpt.state.leaf_or_container.holds_leaves", counted)
     value = (1, 2)
     for _ in range(60):
         value = (value, value)

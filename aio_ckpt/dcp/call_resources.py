@@ -1,4 +1,4 @@
-"""Runtime of the replacements: threads, storage and memory, for one call or for the block of a ``with``."""
+"""Resources of a call of the replacements: threads, storage and memory, for one call or for the block of a ``with``."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from aio_ckpt._torch import log_untried_torch
-from aio_ckpt.argument_checks import MAX_SECS, check_kind
+from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
-from aio_ckpt.errors import ConfigError, RootError
 from aio_ckpt.memory.arena_lifetimes import LifetimeManager
 from aio_ckpt.memory.available import default_budget_bytes
 from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.chunks import chunk_bytes_for
 from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.ranks.on_host import ranks_on_host
-from aio_ckpt.remote_path import RemotePath, find_bucket
 from aio_ckpt.runtime.ctrl_c import Lock
 from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Portal
 from aio_ckpt.runtime.thread_priority import lower_priority
@@ -34,7 +30,6 @@ from aio_ckpt.snapshot.captured_chunks import CapturedRun
 from aio_ckpt.snapshot.image import Image, lease_image
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.object_store import AnyStorage
-from aio_ckpt.storage.paths import checked_path
 from aio_ckpt.write.throttle import WriteThrottle
 
 _WINDOW_CHUNKS = 2
@@ -44,7 +39,7 @@ _WINDOW_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runtime:
+class CallResources:
     """Threads and memory of a replacement. Its opener closes it. Leased memory is freed when its last user ends."""
 
     config: EngineConfig
@@ -61,7 +56,7 @@ class Runtime:
     copy_engines: CopyEngines = field(default_factory=CopyEngines)
 
     @classmethod
-    def open(cls, config: EngineConfig, storage: Storage | None) -> Runtime:
+    def open(cls, config: EngineConfig, storage: Storage | None) -> CallResources:
         """Start the threads. No memory is allocated yet. ``storage``: None for any that a path names."""
         log_untried_torch()
         portal = Portal(
@@ -117,134 +112,58 @@ def default_group_ranks_on_host() -> int:
     return ranks_on_host(dist.get_world_size(), os.environ)
 
 
-class SharedRuntime:
-    """Runtime that its first user opens and its last user closes. Several replacements may share it.
+class SharedResources:
+    """Resources that their first user opens and their last user closes. Several replacements may share it.
 
-    A forked child opens a runtime of its own, because it has no threads of its parent.
+    A forked child opens resources of its own, because it has no threads of its parent.
     """
 
     def __init__(self, config: EngineConfig, storage: Storage | None = None, *, is_kept: bool = True) -> None:
-        """Open nothing yet. ``is_kept``: once opened, the runtime stays open without users until :meth:`close`."""
+        """Open nothing yet. ``is_kept``: once opened, the resources stay open without users until :meth:`close`."""
         self._config = config
         self._storage = storage
         self._is_kept = is_kept
         self._lock = Lock()
         self._users: set[object] = set()
-        self._runtime: Runtime | None = None
+        self._resources: CallResources | None = None
         self._pid = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings alone: another process opens threads and memory of its own."""
-        return functools.partial(SharedRuntime, is_kept=False), (self._config, self._storage)
+        return functools.partial(SharedResources, is_kept=False), (self._config, self._storage)
 
     @contextmanager
-    def running(self, what: str) -> Iterator[Runtime]:
-        """Yield the runtime, which stays open for this block. ``what`` names the caller in errors."""
+    def running(self, what: str) -> Iterator[CallResources]:
+        """Yield the resources, which stay open for this block. ``what`` names the caller in errors."""
         user = object()
-        runtime = self.begin_use(user)
+        resources = self.begin_use(user)
         try:
-            runtime.portal.check_thread(what)
-            yield runtime
+            resources.portal.check_thread(what)
+            yield resources
         finally:
             self.end_use(user)
 
-    def begin_use(self, user: object) -> Runtime:
-        """Return the runtime. It stays open until :meth:`end_use`. A second call for one ``user`` counts once."""
+    def begin_use(self, user: object) -> CallResources:
+        """Return the resources. They stay open until :meth:`end_use`. A second call for one ``user`` counts once."""
         with self._lock:
             if self._pid != os.getpid():
-                self._runtime, self._users, self._pid = None, set(), os.getpid()
-            if self._runtime is None:
-                self._runtime = Runtime.open(self._config, self._storage)
+                self._resources, self._users, self._pid = None, set(), os.getpid()
+            if self._resources is None:
+                self._resources = CallResources.open(self._config, self._storage)
             self._users.add(user)
-            return self._runtime
+            return self._resources
 
     def end_use(self, user: object) -> None:
-        """Close the runtime if nobody else uses it. Idempotent."""
+        """Close the resources if nobody else uses them. Idempotent."""
         unused = None
         with self._lock:
             self._users.discard(user)
             if not (self._is_kept or self._users) and self._pid == os.getpid():
-                unused, self._runtime = self._runtime, None
+                unused, self._resources = self._resources, None
         if unused is not None:
             unused.close()
 
     def close(self) -> None:
-        """Let the runtime close behind its last user. Idempotent. Waits for no call."""
+        """Let the resources close behind their last user. Idempotent. Waits for no call."""
         self._is_kept = False
         self.end_use(None)
-
-
-class Replacement:
-    """Base of the replacements for classes of DCP. Each has its own :class:`SharedRuntime`, or that of :meth:`share`.
-
-    Inside ``with``, the runtime stays open, so that all calls share threads and staging memory. Outside, the runtime
-    closes behind the last call that runs. A replacement can be pickled and survives a fork.
-    """
-
-    def __init__(self, config: EngineConfig | None, storage: Storage | None) -> None:
-        """Raise ConfigError if ``config`` or ``storage`` has the wrong type."""
-        check_kind("config", config, EngineConfig)
-        check_kind("storage", storage, Storage)
-        self._config = config or EngineConfig()
-        self._shared = SharedRuntime(self._config, storage, is_kept=False)
-        self._user = object()
-        """This object, as the user that keeps the runtime open."""
-
-    def share(self, runtime: SharedRuntime) -> Self:
-        """Use ``runtime``, and return this object."""
-        self._shared = runtime
-        return self
-
-    def __enter__(self) -> Self:
-        self._keep()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let the runtime close behind its last call. Idempotent. Later calls open it again."""
-        self._shared.end_use(self._user)
-
-    def _keep(self) -> Runtime:
-        """Return the runtime, which stays open until :meth:`close`."""
-        runtime = self._shared.begin_use(self._user)
-        runtime.portal.check_thread(type(self).__name__)
-        return runtime
-
-    def _running(self) -> AbstractContextManager[Runtime]:
-        """Return the runtime for a block of ``with``."""
-        return self._shared.running(type(self).__name__)
-
-
-class DirectoryReplacement(Replacement):
-    """Base of the replacements that write or read one directory."""
-
-    def __init__(self, path: str | os.PathLike[str], config: EngineConfig | None, storage: Storage | None) -> None:
-        """Raise RootError if ``path`` is no path, and ConfigError if it is a URL that names no place in a bucket."""
-        super().__init__(config, storage)
-        self.path = checkpoint_path_of(path)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Path of the checkpoint, as the caller gave it and ``.metadata`` stores it."""
-        return str(self.path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a place in an object store, or stock DCP accepts it as a path."""
-        try:
-            path = checkpoint_path_of(checkpoint_id)
-            return isinstance(path, RemotePath) or bool(FileSystem.validate_checkpoint_id(path))
-        except (RootError, ConfigError):
-            return False
-
-
-def checkpoint_path_of(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a checkpoint, as the caller gave it, or its place in an object store.
-
-    Raises:
-        RootError: it is no path.
-        ConfigError: it is a URL that names no place in a bucket.
-    """
-    return find_bucket("checkpoint_id", path) or checked_path(path)
