@@ -89,7 +89,7 @@ def archive(data_pkl: bytes, **records: bytes) -> bytes:
     return made.getvalue()
 
 
-DEEP = 500_000
+DEEP = 200_000
 KEY_OF_TUPLES = b"\x80\x02}" + b")" + b"\x85" * DEEP + b"K\x01s."
 """``{((((...)))): 1}``: its hash leaves the stack."""
 KEY_THROUGH_MEMO = b"\x80\x02})q\x00" + b"0h\x00\x85q\x00" * DEEP + b"h\x00K\x01s."
