@@ -21,10 +21,10 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _SECRETS = re.compile(r"(:/+)[^/?#]*@|[?#].*", re.DOTALL)
 """Parts of a URL that may hold a password, a token or a signature."""
 _COPIED_BY = {
-    "s3": "aio-ckpt cp",
-    "gs": "aio-ckpt cp",
-    "az": "aio-ckpt cp",
-    "abfss": "aio-ckpt cp",
+    "s3": "aio-ckpt cp copies checkpoints",
+    "gs": "aio-ckpt cp copies checkpoints",
+    "az": "aio-ckpt cp copies checkpoints",
+    "abfss": "aio-ckpt cp copies checkpoints",
     "hf": "hf download",
     "http": "curl",
     "https": "curl",

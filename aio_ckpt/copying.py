@@ -80,7 +80,7 @@ def copy(
         StepOrderError: nothing tells the step, or the manifest tells another one than ``step``.
         CorruptCheckpointError: the copy does not verify; nothing becomes visible.
         RootError, WriteError, ReadError: the root is held by a writer, or the system failed.
-        ConfigError: a path is none, or both are in an object store.
+        ConfigError: a path is none, both are in an object store, or ``root`` is a checkpoint or has the name of a step.
     """
     source, target = check_place("path", path), check_place("root", root, of="a root")
     names = StepNames(EngineConfig(step_dir=step_dir).step_dir)
@@ -114,7 +114,7 @@ async def copy_checkpoint(
         on_progress: called with the bytes done so far, and those in all: each is copied, then verified.
 
     Raises:
-        ConfigError: both are in an object store.
+        ConfigError: both are in an object store, or ``root`` is a checkpoint or has the name of a step.
         CheckpointExistsError, StepOrderError, CorruptCheckpointError, RootError, WriteError, ReadError: see
             :func:`copy`.
     """
@@ -122,6 +122,7 @@ async def copy_checkpoint(
         raise ConfigError(f"{root}: both are in an object store: copy to a disk first, and from there")
     if isinstance(root, RemotePath) and not root.key:
         raise ConfigError(f"{root}: a whole bucket, which is no root: give a place in it, such as {root}/run")
+    await _check_is_root(storage, source, root, names)
     number = await _step_of(storage, source, names, step)
     files = await copied_files(storage, executor, source)
     total, done = 2 * sum(files.values()), 0
@@ -338,11 +339,19 @@ async def _check_copy(
         )
 
 
+async def _check_is_root(storage: Storage, source: Path, root: Path, names: StepNames) -> None:
+    """Raise ConfigError if ``root`` is a checkpoint or shall become one, or lies in the ``source``."""
+    if root.is_relative_to(source) or await storage.exists(root / METADATA_FILE):
+        raise ConfigError(f"{root}: is a checkpoint or lies in one: give a root, the directory that holds steps")
+    if names.step(root.name) is not None and not (isinstance(root, RemotePath) or await storage.exists(root)):
+        raise ConfigError(f"{root}: has the name of a step: give a root, the directory that holds steps: {root.parent}")
+
+
 async def _step_of(storage: Storage, source: Path, names: StepNames, step: int | None) -> int:
     root = await read_root(storage, source)
-    stored_step = names.step(source.name) if root is None else root.step
-    if root is not None and step not in (None, stored_step):
-        raise StepOrderError(f"step={step}: {source} is step {stored_step} by its manifest, and so is a copy of it")
+    if not (root is None or step is None or root.is_of_step(step)):
+        raise StepOrderError(f"step={step}: {source} is step {root.step} by its manifest, and so is a copy of it")
+    stored_step = root.step if root is not None and root.step else names.step(source.name)
     number = stored_step if step is None else step
     if number is None:
         raise StepOrderError(f"{source}: nothing tells its step: give --step, or step=")

@@ -307,12 +307,13 @@ async def open_checkpoint(
         raise MismatchError(fault)
     if isinstance(ranks, CorruptCheckpointError):
         raise ranks
-    if step not in (None, root.step):
+    if not (step is None or root.is_of_step(step)):
         raise CorruptCheckpointError(
             f"{path}: holds step {root.step} by its manifest: the directory was renamed or swapped"
         )
     opened = part if len(ranks) < root.world_size else None
-    return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks, part=opened)
+    own = root.step if step is None else step
+    return Checkpoint(path=path, step=own, metadata_bytes=data, root=root, ranks=ranks, part=opened)
 
 
 async def _check_plain(storage: Storage, path: Path, data: bytes | None) -> None:

@@ -188,7 +188,9 @@ def fault_of(error: AioCkptError, *, file: str, tensor: str | None) -> Fault:
         raise error
     if isinstance(error, ReadError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise SystemLimitError(error.errno, error.strerror, error.filename) from error
-    return Fault(file=file, tensor=tensor, message=str(error), is_damage=not isinstance(error, ReadError))
+    return Fault(
+        file=file, tensor=tensor, message=str(error), is_damage=not isinstance(error, ReadError | FormatVersionError)
+    )
 
 
 @dataclass(slots=True)
@@ -209,9 +211,10 @@ class _Verification:
         ``check_own``. Returns the faults."""
         checkpoint = await _open(storage, self.files.directory, self.executor, self.faults)
         if checkpoint is not None:
-            if checkpoint.root is not None and step not in (None, checkpoint.step):
-                message = f"holds step {checkpoint.step}, its directory is named for step {step}: renamed or swapped"
-                self._note(root_manifest_name(checkpoint.root.save_id), None, message)
+            root = checkpoint.root
+            if not (root is None or step is None or root.is_of_step(step)):
+                message = f"holds step {root.step}, its directory is named for step {step}: renamed or swapped"
+                self._note(root_manifest_name(root.save_id), None, message)
             await (self.check_plain if checkpoint.is_plain_dcp else check_own)(checkpoint)
         return tuple(self.faults)
 

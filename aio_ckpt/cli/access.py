@@ -105,14 +105,14 @@ async def use_newest(storage: Storage, path: Path, names: StepNames, use: Callab
             if is_given and after is None:
                 raise CheckpointNotFoundError(f"{path}: was deleted by its writer while it was read") from error
             if before is not None and after == before:
-                hint = f"{command_line('verify', path)} tells which steps are good: give the path of one"
+                hint = f"{command_line('verify', path, *names.option)} tells which steps are good: give the path of one"
                 is_told = is_given or hint in str(error) or str(newest) not in str(error)  # ``use`` may read another
                 if is_told or not isinstance(error, CorruptCheckpointError):
                     raise
                 raise CorruptCheckpointError(f"{error}; {hint}") from error
     raise CheckpointNotFoundError(
         f"{path}: each of {MAX_RETRIES} checkpoints was deleted by its writer while it was read: protect a step first, "
-        f"by {command_line('protect', path, 'STEP')}, and give its directory"
+        f"by {command_line('protect', path, 'STEP', *names.option)}, and give its directory"
     )
 
 

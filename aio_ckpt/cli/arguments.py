@@ -71,8 +71,9 @@ def check_root(path: Path, names: StepNames) -> None:
     Raises:
         MistypedPathError: it is a checkpoint, is empty, or holds other things.
     """
+    from aio_ckpt.cli.access import call, hint_below
+
     if isinstance(path, RemotePath):
-        from aio_ckpt.cli.access import call
         from aio_ckpt.storage.local import names_in
 
         entries = call(lambda storage, _: names_in(storage, path))
@@ -86,7 +87,8 @@ def check_root(path: Path, names: StepNames) -> None:
             f"{command_line('ls', path.parent)} lists it"
         )
     what = "holds no step and nothing of an engine" if entries else "is empty"
-    raise MistypedPathError(f"{path} {what}: give the directory that an engine saves into")
+    hint = call(lambda storage, _: hint_below(storage, path)) or ": give the directory that an engine saves into"
+    raise MistypedPathError(f"{path} {what}{hint}")
 
 
 root_argument = click.argument("root", type=Directory(may_be_remote=True))

@@ -128,19 +128,22 @@ async def _check_removable(
     marked = await protected_steps(storage, root)
     for step in sorted(steps):
         if step in marked:
-            raise ProtectedStepError(f"step {step} is protected: {command_line('unprotect', root, step)} ends that")
+            raise ProtectedStepError(
+                f"step {step} is protected: {command_line('unprotect', root, step, *names.option)} ends that"
+            )
         if step == committed[-1] and not allow_newest:
             raise StepOrderError(f"step {step} is the newest of {root}: --allow-newest deletes it all the same")
 
 
 async def _check_committed(storage: Storage, root: Path, names: StepNames, *steps: int) -> list[int]:
     """Return the committed steps, ascending. Raises CheckpointNotFoundError unless ``steps`` are among them."""
+    from aio_ckpt.cli.access import hint_below
     from aio_ckpt.commit.discovery import discover
 
     committed = [found.step for found in await discover(storage, root, names)]
     for step in steps:
         if step not in committed:
-            known = steps_shown(committed) if committed else "no step is"
+            known = steps_shown(committed) if committed else f"no step is{await hint_below(storage, root)}"
             raise CheckpointNotFoundError(f"step {step}: no such committed step under {root}; committed: {known}")
     return committed
 
@@ -212,7 +215,7 @@ def prune_command(
     manifests; those that look damaged stay and do not count. Protected steps stay. No trainer may save there meanwhile:
     give it EngineConfig(keep_last=...) instead.
     """
-    from aio_ckpt.cli.access import call
+    from aio_ckpt.cli.access import call, hint_below
     from aio_ckpt.cli.root_rows import metric_fault, rows_of
     from aio_ckpt.commit.protection import protected_steps
     from aio_ckpt.commit.retention import Policy
@@ -224,6 +227,8 @@ def prune_command(
     async def plan(storage: Storage, executor: Executor) -> tuple[list[RootRow], list[RootRow]]:
         """Return what ``EngineConfig`` with the same settings would delete, and what stays. Changes nothing."""
         rows, marked = await rows_of(storage, executor, root, names), await protected_steps(storage, root)
+        if not rows and (hint := await hint_below(storage, root)):
+            raise CheckpointNotFoundError(f"no committed checkpoint under {root}{hint}")
         policy = Policy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
         gone = _expired_steps(rows, policy, marked)
         if gone and keep_best is not None and (fault := metric_fault(keep_best.metric, rows)):
@@ -235,7 +240,7 @@ def prune_command(
         _print_deleted([], screen)
         return 0
     if kept[-1].is_damaged:
-        raise _damaged_newest(root, kept[-1], str(kept[-1].fault))
+        raise _damaged_newest(root, names, kept[-1], str(kept[-1].fault))
     steps = [row.step for row in expired]
     if not yes:
         summary = f"{plural(len(steps), 'checkpoint')}, {amount(sum(row.nbytes for row in expired))}"
@@ -249,7 +254,7 @@ def prune_command(
             still, kept = await plan(storage, executor)
             chosen = [row.step for row in still if row.step in steps]
             if chosen:
-                await _check_data(storage, executor, root, kept[-1], on_progress)
+                await _check_data(storage, executor, root, names, kept[-1], on_progress)
             await _delete_steps(storage, root, names, claim, chosen, allow_newest=False)
             return chosen
 
@@ -260,7 +265,7 @@ def prune_command(
 
 
 async def _check_data(
-    storage: Storage, executor: Executor, root: Path, newest: RootRow, on_progress: OnProgress
+    storage: Storage, executor: Executor, root: Path, names: StepNames, newest: RootRow, on_progress: OnProgress
 ) -> None:
     """Read every byte of the newest step. Raises CorruptCheckpointError if it has a fault."""
     from aio_ckpt.checkpoint.verify import verify_checkpoint
@@ -275,14 +280,14 @@ async def _check_data(
         on_progress=counted(0, newest.nbytes, newest.nbytes, on_progress),
     )
     if faults:
-        raise _damaged_newest(root, newest, str(faults[0]))
+        raise _damaged_newest(root, names, newest, str(faults[0]))
 
 
-def _damaged_newest(root: Path, newest: RootRow, fault: str) -> CorruptCheckpointError:
+def _damaged_newest(root: Path, names: StepNames, newest: RootRow, fault: str) -> CorruptCheckpointError:
     # The steps before it may be all that is good.
     return CorruptCheckpointError(
         f"step {newest.step}, the newest, is damaged ({printable(fault)}), and nothing is deleted: "
-        f"run {command_line('verify', root)}, then delete {newest.path}"
+        f"run {command_line('verify', root, *names.option)}, then delete {newest.path}"
     )
 
 

@@ -6,6 +6,7 @@ The result is written by an engine within a small budget, and appears as a whole
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from aio_ckpt.errors import (
     StepOrderError,
     UnsupportedLeafError,
 )
+from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import first_of
 from aio_ckpt.remote_path import RemotePath, check_place
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 _SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth", ".bin", ".ckpt")}
 _ALL_SUFFIXES = tuple(suffix for found in _SUFFIXES.values() for suffix in found)
+_OF_RANK_0 = re.compile(r"\.rank0(?=\.|$)")
+"""What names of PerRank values hold beside their path in the state: rank 0's are read."""
 _BUDGET_BYTES = 256 << 20
 """Memory in which the result is staged. A larger state passes through it in waves."""
 
@@ -177,6 +181,8 @@ def _to_file(
     is_safe = out.name.endswith(_SUFFIXES["safetensors"])
     if not is_safe and (dtype is not None or max_shard_bytes is not None):
         raise ConfigError(f"--dtype and --max-shard-bytes are for .safetensors files, and {out.name} is none")
+    if (out.parent / METADATA_FILE).exists():
+        raise ConfigError(f"{out}: lies in a checkpoint: give OUT in another directory")
     _check_source_stays(source, file_target(str(out)))
 
     async def check(_: Storage, __: int | None, objects: Mapping[str, object]) -> None:
@@ -187,7 +193,7 @@ def _to_file(
                 f"{str(source)!r}, weights_only=False), {str(out)!r})"
             )
         if is_safe:
-            _flat_tensors(objects)
+            _flat_tensors(objects, branch)
 
     screen, only = Screen(as_json=as_json), None if branch is None else [branch]
     with bytes_progress(screen, "read") as on_progress:
@@ -195,7 +201,7 @@ def _to_file(
         state = found.state if branch is None else _value_below(found, branch)
         if is_safe:  # a branch may be one tensor, which has the last part of its name
             below = {branch.rpartition(".")[2]: state} if branch and isinstance(state, torch.Tensor) else state
-            state = _flat_tensors(below)
+            state = _flat_tensors(below, branch)
         report = _written(
             out.parent,
             names,
@@ -287,7 +293,7 @@ def _print(screen: Screen, found: Source, report: SaveReport, *, step: int | Non
 
 def _value_below(found: Source, name: str) -> Any:
     """Return the value below the branch ``name``, as ``aio-ckpt inspect`` names it; keys may hold dots."""
-    parts = _below(found.state, name)
+    parts = _below(found.state, name) or _below(found.state, _OF_RANK_0.sub("", name))
     if not parts:
         raise MissingNameError(f"{found.path}: holds nothing named or below {name!r}{_known(found.state)}")
     if len(parts) == 1:
@@ -326,7 +332,7 @@ def _children(value: object) -> list[tuple[str, object]]:
     return [(str(at), inner) for at, inner in enumerate(value)] if isinstance(value, (list, tuple)) else []
 
 
-def _flat_tensors(value: object) -> dict[str, torch.Tensor]:
+def _flat_tensors(value: object, branch: str | None) -> dict[str, torch.Tensor]:
     """Return the tensors below ``value`` by name, for a safetensors file.
 
     Raises:
@@ -352,8 +358,9 @@ def _flat_tensors(value: object) -> dict[str, torch.Tensor]:
     walk(value, "")
     if others:
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        remedy = "give --branch, such as --branch model" if branch is None else f"give a branch below {branch}"
         raise UnsupportedLeafError(
-            f"{others[0]!r}{more} is no tensor, and a safetensors file holds tensors alone: give --branch, such as "
-            "--branch model, or an OUT that ends in .pt"
+            f"{others[0]!r}{more} is no tensor, and a safetensors file holds tensors alone: {remedy}, or an OUT that "
+            "ends in .pt"
         )
     return tensors

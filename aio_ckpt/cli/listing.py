@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from aio_ckpt.cli.console import Cells, Screen
 from aio_ckpt.cli.texts import age_text, extra_text, metrics_text, plural, printable, time_text
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.format.checkpoint_files import METADATA_FILE
 from aio_ckpt.format.root_names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, TRASH_DIR
 from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line
@@ -72,7 +71,13 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
 
     async def work(storage: Storage, executor: Executor) -> tuple[RootTable, str]:
         listing = await list_root(storage, executor, root, names, rule=rule)
-        return listing, "" if as_json or listing.checkpoints else await hint_below(storage, root)
+        if as_json:
+            return listing, ""
+        if not listing.checkpoints:
+            return listing, await hint_below(storage, root)
+        damaged = [row.path for row in listing.checkpoints if row.is_damaged]
+        good = [row.step for row in listing.checkpoints if row.fault is None]
+        return listing, await advice(storage, root, names, damaged, good)
 
     found, hint = call(work)
     if as_json:
@@ -100,22 +105,26 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
             screen.line(f"{kind}{remedy}: {printable(other)}")
     if rule is not None and (fault := metric_fault(rule.metric, found.checkpoints)):
         screen.line(fault)
-    damaged = [Path(row.path) for row in found.checkpoints if row.is_damaged]
-    if hint := advice(root, names, damaged, [row.step for row in found.checkpoints if row.fault is None]):
+    if found.checkpoints and hint:
         screen.line(hint)
 
 
-def advice(root: Path, names: StepNames, damaged: Sequence[Path], good: Sequence[int] | None) -> str:
+async def advice(
+    storage: Storage, root: Path, names: StepNames, damaged: Sequence[str], good: Sequence[int] | None
+) -> str:
     """Return one line on the steps in the directories ``damaged`` of ``root``; empty if there is nothing to advise.
 
     Args:
         good: steps that are not damaged; None if nobody looked.
     """
-    found = {path: step for path in damaged if (step := names.step(path.name)) is not None}
-    if not found or isinstance(root, RemotePath):  # no command of ours deletes there
+    from aio_ckpt.commit.discovery import discover
+    from aio_ckpt.storage.local import names_in
+
+    found = {name: step for name in (Path(path).name for path in damaged) if (step := names.step(name)) is not None}
+    if not found:
         return ""
-    committed = [names.step(name) for name in os.listdir(root) if (root / name / METADATA_FILE).exists()]
-    newest = max((step for step in committed if step is not None), default=-1)
+    committed = {each.path.name: each.step for each in await discover(storage, root, names)}
+    directories = Counter(names.step(name) for name in await names_in(storage, root))
     parts = []
     if good and max(found.values()) > max(good):
         parts.append(f"load() falls back to step {max(good)} if it meets the damage")
@@ -123,12 +132,14 @@ def advice(root: Path, names: StepNames, damaged: Sequence[Path], good: Sequence
         parts.append(f"load() takes step {max(good)}")
     elif good is not None:
         parts.append("load() finds no step that is not damaged")
-    steps = sorted(step for path, step in found.items() if (path / METADATA_FILE).exists())
+    # By rm: committed steps, of which no other directory holds a copy, which rm would delete, too.
+    steps = sorted(step for name, step in found.items() if name in committed and directories[step] == 1)
     if steps:
-        command = command_line("rm", root, *steps, *["--allow-newest"] * (newest in steps))
+        allowed = ["--allow-newest"] * (max(committed.values()) in steps)
+        command = command_line("rm", root, *steps, *allowed, *names.option)
         parts.append(f"{printable(command)} deletes {'it' if len(steps) == 1 else 'them'}")
-    if torn := [printable(str(path)) for path in found if not (path / METADATA_FILE).exists()]:
-        parts.append(f"delete by hand: {', '.join(torn)}")  # without .metadata, it is no committed step for rm
+    if by_hand := [printable(str(root / name)) for name, step in found.items() if step not in steps]:
+        parts.append(f"delete by hand: {', '.join(by_hand)}")
     return "; ".join(parts)
 
 

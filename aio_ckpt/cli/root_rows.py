@@ -374,7 +374,7 @@ async def check_files(storage: Storage, path: Path, root: RootManifest, step: in
         FormatVersionError: a newer version wrote a rank's manifest.
         ReadError: a file cannot be read.
     """
-    if root.step != step:
+    if not root.is_of_step(step):
         raise MismatchError(
             f"{root_manifest_name(root.save_id)}: holds step {root.step}: the directory was renamed or swapped"
         )

@@ -129,13 +129,16 @@ async def _verify(
 
 
 def _advise(path: Path, results: Sequence[_Verified], names: StepNames, screen: Screen) -> None:
-    damaged = [Path(result.path) for result in results if any(fault.is_damage for fault in result.faults)]
-    if damaged == [path]:  # one checkpoint was named: nothing is known of its siblings
-        hint = advice(path.parent, names, damaged, None)
+    from aio_ckpt.cli.access import call
+
+    damaged = [result.path for result in results if any(fault.is_damage for fault in result.faults)]
+    root, good = path, None
+    if damaged == [str(path)]:  # one checkpoint was named: nothing is known of its siblings
+        root = path.parent
     else:
         steps = [names.step(Path(result.path).name) for result in results if not (result.faults or result.is_gone)]
-        hint = advice(path, names, damaged, [step for step in steps if step is not None])
-    if hint:
+        good = [step for step in steps if step is not None]
+    if hint := call(lambda storage, _: advice(storage, root, names, damaged, good)):
         screen.line(hint)
 
 

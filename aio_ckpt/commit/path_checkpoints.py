@@ -38,7 +38,7 @@ def check_outside_root(path: Path, root: Path, names: StepNames) -> None:
     why = refusal(place, home, names)
     if not why and place.is_symlink():
         why = f"it is a symbolic link to {place.readlink()}: give the path of the directory itself"
-    parent = next(parent for parent in place.parents if parent.exists())
+    parent = next((parent for parent in place.parents if parent.exists()), place)
     if not why and not parent.is_dir():
         why = f"{parent} is a file: give a path in a directory"
     if not why and device_of(place.parent) != device_of(home):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
+from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.message_texts import command_line
 
 _log = logging.getLogger("aio_ckpt")
@@ -16,8 +16,8 @@ class EarlierRun:
     A run goes on from the steps of its root if it has loaded, read or rolled back.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, ctx: EngineContext) -> None:
+        self._root, self._list_root = ctx.root, command_line("ls", ctx.root, *ctx.names.option)
         self._goes_on = False
         self._has_saved = False
 
@@ -36,7 +36,7 @@ class EarlierRun:
                 "A run that begins anew here fails once it saves a step of that number; %s lists them",
                 self._root,
                 torn,
-                command_line("ls", self._root),
+                self._list_root,
             )
         elif newest is None:
             _log.info("%s holds no committed step (saves by path do not count)", self._root)

@@ -193,7 +193,7 @@ class BaseEngine:
         self._quarantine = Quarantine()
         self._trash = Trash(ctx.storage)
         self._rescue = Rescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
-        earlier_run = EarlierRun(ctx.root)
+        earlier_run = EarlierRun(ctx)
         self._loader = Loader(ctx=ctx, quarantine=self._quarantine, earlier_run=earlier_run)
         steps = KnownSteps(self._quarantine, counts_calls=ctx.world_size > 1, mirror=ctx.mirror)
         claim = Claim(ctx.storage, ctx.root, ctx.owner, stale_after_secs=ctx.config.stale_after_secs)

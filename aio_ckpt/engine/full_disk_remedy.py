@@ -9,6 +9,7 @@ import anyio
 
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import AioCkptError
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line
 from aio_ckpt.reports import Target
 from aio_ckpt.storage.local import names_in
@@ -22,7 +23,7 @@ async def explain_if_disk_full(error: BaseException, ctx: EngineContext, needed_
     if isinstance(target, Path):
         remedy = "delete an older checkpoint: engine.remove(path)"
     else:
-        remedy = step_remedy(ctx.root, await _steps_in_sight(ctx), ctx.config.keep_last)
+        remedy = step_remedy(ctx.root, ctx.names, await _steps_in_sight(ctx), ctx.config.keep_last)
     whose = "" if ctx.world_size == 1 else f" of rank {ctx.rank} of {ctx.world_size}"
     await explain_full_disk(error, ctx.storage, ctx.root, needed_bytes, whose=whose, remedy=remedy)
 
@@ -34,13 +35,13 @@ async def _steps_in_sight(ctx: EngineContext) -> int:
     return 0
 
 
-def step_remedy(root: Path, steps: int, keep_last: int | None) -> str:
+def step_remedy(root: Path, names: StepNames, steps: int, keep_last: int | None) -> str:
     """Return the remedy of a full disk for the save of a step, in a root that holds a number of ``steps``."""
     # Retention deletes only after a commit, which a full disk prevents: keep_last helps the next run only.
     kept, needed = ("N", "N + 2") if keep_last is None else (keep_last, keep_last + 2)
     room = f"keep_last={kept} needs room for {needed} steps, as one is deleted while the next is written"
     if steps < 2:
-        look = f"{command_line('du', root)} shows what else is there"
+        look = f"{command_line('du', root, *names.option)} shows what else is there"
         return f"save to another disk: there is no older step to delete, and {room}; {look}"
-    prune = command_line("prune", root, "--keep-last", 1, "--yes")
+    prune = command_line("prune", root, "--keep-last", 1, "--yes", *names.option)
     return f"delete an older step: engine.delete(step), or {prune} once the trainer has ended; {room}"

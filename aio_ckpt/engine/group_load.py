@@ -368,7 +368,7 @@ class LoadLeader:
             text = f"{self._faults[-1]}, under {self._ctx.root}"
             return _Instruction(_Action.UNKNOWN if damage.is_unknown else _Action.DAMAGED, text=text, damage=damage)
         if not self._remaining:
-            text = nothing_verifies(self._ctx.root, self._faults)
+            text = nothing_verifies(self._ctx, self._faults)
             return _Instruction(_Action.UNKNOWN if self._all_unknown else _Action.DAMAGED, text=text, damage=damage)
         return self._load_next(_Instruction(_Action.LOAD, damage=damage))
 

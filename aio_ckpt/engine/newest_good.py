@@ -192,18 +192,19 @@ class FallbackSearch:
 
     def failure(self) -> CorruptCheckpointError | FormatVersionError:
         """Return the error if no checkpoint is good: FormatVersionError if all of them have an unknown format."""
-        text = nothing_verifies(self.ctx.root, [f"step {each.checkpoint.step}: {each.error}" for each in self.damaged])
+        text = nothing_verifies(self.ctx, [f"step {each.checkpoint.step}: {each.error}" for each in self.damaged])
         is_unknown = all(isinstance(found.error, FormatVersionError) for found in self.damaged)
         error = FormatVersionError(text) if is_unknown else CorruptCheckpointError(text)
         error.target_modified = self.is_modified
         return error
 
 
-def nothing_verifies(root: Path, faults: Sequence[str]) -> str:
+def nothing_verifies(ctx: EngineContext, faults: Sequence[str]) -> str:
     """Return the text of the error if no checkpoint is good. ``faults`` tell the damage of each."""
     return (
-        f"no checkpoint under {root} verifies, and nothing was moved: {'; '.join(faults)}. "
-        f"{command_line('verify', root)} lists all that is damaged, and read(step, only=names) gives what is not"
+        f"no checkpoint under {ctx.root} verifies, and nothing was moved: {'; '.join(faults)}. "
+        f"{command_line('verify', ctx.root, *ctx.names.option)} lists all that is damaged, and "
+        "read(step, only=names) gives what is not"
     )
 
 

@@ -120,6 +120,7 @@ class RootManifest(FormatHead, frozen=True, kw_only=True, omit_defaults=True):
     save_id: str
     """The same in every file of one save."""
     step: Size
+    """0 also if the checkpoint was saved at a path, which tells no step."""
     world_size: Count
     """Number of ranks that wrote it; the length of ``ranks``."""
     metadata: FileEntry
@@ -135,6 +136,10 @@ class RootManifest(FormatHead, frozen=True, kw_only=True, omit_defaults=True):
     """JSON values given to ``save(extra=)``. Absent if empty."""
     files: tuple[_FileName, ...] = ()
     """Names of the files given to ``save(files=)``. Absent if empty."""
+
+    def is_of_step(self, step: int) -> bool:
+        """Return whether the checkpoint may stand in a directory that is named for ``step``."""
+        return self.step in (0, step)
 
 
 _ROOTS = msgspec.json.Decoder(RootManifest).decode

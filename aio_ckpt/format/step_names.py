@@ -20,6 +20,11 @@ class StepNames:
     def name(self, step: int) -> str:
         return self.step_dir.format(step=step)
 
+    @property
+    def option(self) -> tuple[str, ...]:
+        """Words that a command needs in order to find these names; none if every command knows them."""
+        return () if _FOREIGN_STEP.fullmatch(self.name(0)) else ("--step-dir", self.step_dir)
+
     def step(self, name: str) -> int | None:
         """Return the step of a directory name; None if it is no name of a step."""
         match = self._own.fullmatch(name) or _FOREIGN_STEP.fullmatch(name)

@@ -176,7 +176,7 @@ _REBUILT: dict[str, Allowed] = {
     "torch._utils._rebuild_parameter": Allowed(_parameter, _parameter, nbytes=_TENSOR_BYTES),
     "torch._utils._rebuild_parameter_with_state": Allowed(_parameter, _parameter, nbytes=_TENSOR_BYTES),
     "torch._utils._rebuild_sparse_tensor": Allowed(_sparse, _sparse, nbytes=_TENSOR_BYTES),
-    "torch._tensor.Tensor": Allowed(torch.Tensor),
+    "torch.Tensor": Allowed(torch.Tensor),
     "torch.nn.parameter.Parameter": Allowed(torch.nn.Parameter),
     **{name: Allowed(stand_in) for name, stand_in in STORAGES.items()},
 }

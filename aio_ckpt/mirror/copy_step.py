@@ -103,7 +103,7 @@ class StepCopier:
         if not replaces:
             raise CheckpointExistsError(
                 f"{self.place} holds another save of step {step}, of another run: give each run a mirror of its own, "
-                f"or delete the step there: {command_line('rm', self.place, step)}"
+                f"or delete the step there: {command_line('rm', self.place, step, *self.names.option)}"
             )
         faults = await verify_files(
             self.storage, source, step=step, executor=self.executor, readers=1, on_progress=lambda _: None

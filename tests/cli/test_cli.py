@@ -281,6 +281,7 @@ def test_a_checkpoint_of_a_newer_format_is_a_fault_that_names_it(root, capsys):
     code, out, _ = called(capsys, "verify", root)
     assert code == 1
     assert "99.0" in out
+    assert "aio-ckpt rm" not in out, "a newer aio_ckpt reads it"
 
 
 def test_verify_reads_what_stock_dcp_wrote(tmp_path, capsys):

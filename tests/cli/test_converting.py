@@ -59,7 +59,11 @@ def test_export_to_safetensors_takes_a_branch(root, tmp_path, capsys):
     code, _, err = called(capsys, "export", root, tmp_path / "all.safetensors")
     assert code == 1
     assert "'lr' is no tensor" in err
-    assert "--branch" in err
+    assert "--branch model" in err
+    (tmp_path / "s").mkdir()
+    torch.save({"te": {"w": torch.ones(2), "_extra_state": None}}, tmp_path / "s/s.pt")
+    code, _, err = called(capsys, "convert", tmp_path / "s/s.pt", tmp_path / "y.safetensors", "--branch", "te")
+    assert (code, "give a branch below te, or an OUT that ends in .pt" in err) == (1, True), err
     code, _, err = called(capsys, "export", root, tmp_path / "x.pt", "--branch", "modle")
     assert (code, "'modle'; aio-ckpt inspect lists its names" in err) == (1, True)
 
@@ -84,6 +88,31 @@ def test_a_branch_may_end_inside_of_a_key(tmp_path, capsys, by):
     assert torch.equal(torch.load(tmp_path / "o.pt"), model[1][0].weight)
     code, _, err = called(capsys, "convert", source, tmp_path / "o.pt", "--branch", "model.1.0.w")
     assert (code, "nothing named or below 'model.1.0.w'" in err) == (1, True), err
+
+
+def test_a_value_of_rank_0_is_a_branch(tmp_path, capsys):
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        engine.save({"rng": PerRank(torch.arange(3)), "it": PerRank({"at": torch.ones(2)})}, step=1).result()
+    for branch, wanted in (("rng.rank0", [0, 1, 2]), ("it.rank0.at", [1, 1]), ("rng", [0, 1, 2])):
+        assert called(capsys, "export", tmp_path / "root", tmp_path / "o.pt", "--branch", branch)[0] == 0
+        assert torch.load(tmp_path / "o.pt").tolist() == wanted
+
+
+def test_tensors_with_attributes_are_imported_and_keep_them(tmp_path, capsys):
+    """A compiled optimizer marks each tensor of its state."""
+    tensor = torch.ones(3)
+    tensor._dynamo_static_input_type = "guarded"
+    torch.save({"exp_avg": tensor}, tmp_path / "s.pt")
+    assert called(capsys, "convert", tmp_path / "s.pt", tmp_path / "o.pt")[0] == 0
+    assert vars(torch.load(tmp_path / "o.pt")["exp_avg"]) == {"_dynamo_static_input_type": "guarded"}
+    assert called(capsys, "import", tmp_path / "s.pt", tmp_path / "root")[0] == 0
+
+
+def test_a_file_in_a_checkpoint_is_refused_before_anything_is_read(root, tmp_path, capsys, read):
+    out = root / "step_000000010" / "x.pt"
+    code, _, err = called(capsys, "export", root, out)
+    assert (code, f"{out}: lies in a checkpoint: give OUT in another directory" in err) == (2, True), err
+    assert not read
 
 
 def test_a_branch_of_several_values_is_whole_or_refused(tmp_path, capsys):

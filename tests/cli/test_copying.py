@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from command_line import called, document, flip, save_by_dcp
 
 import aio_ckpt
 from aio_ckpt import copying
-from aio_ckpt.errors import WriteError
+from aio_ckpt.errors import ConfigError, WriteError
 from aio_ckpt.sync import SyncCheckpointEngine
 
 STEP = "step_000000010"
@@ -212,3 +213,38 @@ def test_cp_leaves_what_a_save_under_way_has_there(root, tmp_path, capsys, name)
     (root / STEP / name).write_text("")
     assert called(capsys, "cp", root / STEP, tmp_path / "new")[0] == 0
     assert not (tmp_path / "new" / STEP / name).exists()
+
+
+def test_cp_takes_roots_alone_as_the_other_place(root, tmp_path, capsys):
+    """``cp -r`` takes the new directory itself."""
+    before = contents(root / STEP)
+    for place, why in [
+        (
+            tmp_path / "new" / STEP,
+            f"has the name of a step: give a root, the directory that holds steps: {tmp_path}/new",
+        ),
+        (root / STEP / "x", "is a checkpoint or lies in one"),
+    ]:
+        place.parent.mkdir(exist_ok=True)
+        code, _, err = called(capsys, "cp", root / STEP, place)
+        assert (code, why in err) == (2, True), err
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            aio_ckpt.copy(root / STEP, place)
+    with pytest.raises(ConfigError, match="is a checkpoint or lies in one"):
+        aio_ckpt.copy(root / STEP, root / "step_000000020")
+    assert contents(root / STEP) == before
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_what_was_saved_at_a_path_is_the_step_that_its_directory_is_named_for(tmp_path, capsys):
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        engine.save({"w": torch.ones(3)}, path=tmp_path / "runs/checkpoint-500").result()
+        engine.save({"w": torch.ones(3)}, path=tmp_path / "runs/last").result()
+    assert called(capsys, "cp", tmp_path / "runs/checkpoint-500", tmp_path / "new")[0] == 0
+    code, _, err = called(capsys, "cp", tmp_path / "runs/last", tmp_path / "new")
+    assert (code, "nothing tells its step: give --step" in err) == (1, True), err
+    assert called(capsys, "cp", tmp_path / "runs/last", tmp_path / "new", "--step", 600)[0] == 0
+    assert called(capsys, "verify", tmp_path / "new")[0] == 0
+    with SyncCheckpointEngine(tmp_path / "new") as engine:
+        assert engine.steps() == [500, 600]
+        assert engine.load({"w": torch.zeros(3)}).step == 600

@@ -19,6 +19,7 @@ import aio_ckpt.dcp
 from aio_ckpt.cli.listing import best_rule
 from aio_ckpt.commit.owner import Owner, encoded_owner, pending_path
 from aio_ckpt.config import EngineConfig, KeepBest
+from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.root_names import CLAIM_FILE
 from aio_ckpt.sync import SyncCheckpointEngine
 
@@ -302,6 +303,30 @@ def test_a_step_without_metadata_is_one_to_delete_by_hand(root, capsys, command)
     assert called(capsys, command, root)[1].splitlines()[-1] == (f"load() takes step 20; delete by hand: {root / STEP}")
 
 
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_no_rm_is_advised_that_would_delete_a_good_copy_of_the_step(root, capsys, command):
+    shutil.copytree(root / STEP, root / "checkpoint-10")
+    remove_data(root / STEP)
+    assert called(capsys, command, root)[1].splitlines()[-1] == (f"load() takes step 20; delete by hand: {root / STEP}")
+
+
+def test_commands_that_are_advised_find_steps_of_a_name_of_its_own(tmp_path, capsys):
+    names = ("--step-dir", "ck-{step}")
+    with SyncCheckpointEngine(tmp_path, EngineConfig(step_dir="ck-{step}")) as engine:
+        for step in (1, 2):
+            engine.save({"w": torch.ones(3)}, step=step).result()
+        remove_data(tmp_path / "ck-2")
+        remove_data(tmp_path / "ck-1")
+        with pytest.raises(
+            CorruptCheckpointError, match=rf"`aio-ckpt verify {tmp_path} --step-dir 'ck-{{step}}'` lists"
+        ):
+            engine.load({"w": torch.zeros(3)})
+    advised = f"aio-ckpt rm {tmp_path} 1 2 --allow-newest --step-dir 'ck-{{step}}'"
+    for command in ("ls", "verify"):
+        assert f"`{advised}` deletes them" in called(capsys, command, tmp_path, *names)[1]
+    assert called(capsys, *shlex.split(advised)[1:])[0] == 0
+
+
 def test_verify_of_one_damaged_checkpoint_knows_nothing_of_its_siblings(root, capsys):
     remove_data(root / "step_000000020")
     lines = called(capsys, "verify", root / "step_000000020")[1].splitlines()
@@ -318,9 +343,13 @@ def test_a_directory_of_checkpoints_at_paths_is_told_with_one_of_them(tmp_path, 
     remedy = f"give {tmp_path}/last.ckpt, or --step-dir if their engine had a step_dir"
     hint = f"2 of its directories are checkpoints of another name: {remedy}"
     assert called(capsys, "ls", tmp_path)[1].splitlines()[0] == f"no committed checkpoint under {tmp_path}; {hint}"
-    for command in ("verify", "inspect"):
-        code, _, err = called(capsys, command, tmp_path)
+    for command, *options in (("verify",), ("inspect",), ("prune", "--keep-last", 1), ("rm", 1)):
+        code, _, err = called(capsys, command, tmp_path, *options)
         assert (code, hint in err) == (1, True), err
+    shutil.move(tmp_path / ".aio_ckpt", tmp_path / "aside")
+    code, _, err = called(capsys, "ls", tmp_path)
+    assert (code, f"holds no step and nothing of an engine; {hint}" in err) == (1, True), err
+    shutil.move(tmp_path / "aside", tmp_path / ".aio_ckpt")
     shutil.rmtree(tmp_path / "last.ckpt")
     assert "; a directory in it is a checkpoint of" in called(capsys, "ls", tmp_path)[1]
     shutil.rmtree(tmp_path / "epoch=0-step=15.ckpt")

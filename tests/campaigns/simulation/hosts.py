@@ -92,11 +92,8 @@ class _WriterAndReader(_Host):
             self._is_over = True
 
     async def _read_often(self) -> None:
-        loader = Loader(
-            ctx=self._ctx(self.seen, self._threads, self.ctx.config),
-            quarantine=Quarantine(),
-            earlier_run=EarlierRun(ROOT),
-        )
+        ctx = self._ctx(self.seen, self._threads, self.ctx.config)
+        loader = Loader(ctx=ctx, quarantine=Quarantine(), earlier_run=EarlierRun(ctx))
         newest = -1
         while not self._is_over:
             before = self._newest_committed()
@@ -188,7 +185,7 @@ async def _check_visible(world: World, attempts: list[Attempt], found: set[int])
     last = {attempt.save.stored_step: attempt for attempt in attempts}
     if last.keys() != found:
         raise BrokenPromiseError(f"steps {sorted(found)} are there, and {sorted(last)} were committed")
-    loader = Loader(ctx=world.ctx, quarantine=Quarantine(), earlier_run=EarlierRun(ROOT))
+    loader = Loader(ctx=world.ctx, quarantine=Quarantine(), earlier_run=EarlierRun(world.ctx))
     for step, attempt in last.items():
         state: Any = await loader.read(WantedCheckpoint(step=step), None, before=nothing_pending)
         if names := differing(attempt.state, state):

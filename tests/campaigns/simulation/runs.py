@@ -406,7 +406,7 @@ class World:
         calm = SimThreads(self.loop, random.Random(0), 8, Chances())
         storage = SimStorage(calm, random.Random(0), Chances(), disk, ROOT)
         ctx = self._ctx(storage, calm, self.ctx.config)
-        loader = Loader(ctx=ctx, quarantine=Quarantine(), earlier_run=EarlierRun(ROOT))
+        loader = Loader(ctx=ctx, quarantine=Quarantine(), earlier_run=EarlierRun(ctx))
         found = {checkpoint.step for checkpoint in await discovery.discover(storage, ROOT, ctx.names)}
         if not promised.keys() <= found:
             raise BrokenPromiseError(

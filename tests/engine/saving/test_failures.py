@@ -29,6 +29,7 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.full_disk import explained
 
@@ -447,7 +448,7 @@ def test_a_disk_that_is_full_with_room_for_the_bytes_may_lack_inodes() -> None:
 
 
 def test_the_remedy_of_a_full_disk_names_what_works_without_a_commit() -> None:
-    remedy = step_remedy(Path("/runs/my run"), 2, 3)
+    remedy = step_remedy(Path("/runs/my run"), StepNames("step_{step}"), 2, 3)
     told = explained("No space", 8_530_000_000, 12, whose=" of rank 3 of 8", is_quota=False, remedy=remedy)
     assert told == (
         "No space: this save of rank 3 of 8 needs 8.53 GB, 12 B are free on its file system; free space, or delete an "

@@ -236,7 +236,7 @@ def test_the_places_of_the_engine_and_of_steps_are_not_named_by_path(place: str,
 
 
 @pytest.mark.parametrize(
-    "path", ["{root}", "{root}/.aio_ckpt/x", "{root}/step-5", "{root}/../link/step-5", 5, "", "s3://a/b"]
+    "path", ["{root}", "{root}/.aio_ckpt/x", "{root}/step-5", "{root}/../link/step-5", 5, "", "/", "s3://a/b"]
 )
 def test_a_refused_path_touches_nothing(root: Path, path: object) -> None:
     (root.parent / "link").symlink_to(root)
