@@ -17,7 +17,7 @@ from aio_ckpt.checkpoint.verify import verify_files
 from aio_ckpt.commit.discovery import checkpoint_at, discover
 from aio_ckpt.commit.in_place import LOCK, PENDING
 from aio_ckpt.commit.owner import pending_path
-from aio_ckpt.commit.publish import publish
+from aio_ckpt.commit.publish import publish, publish_over
 from aio_ckpt.commit.root_claim import Check, Claim
 from aio_ckpt.commit.root_writer import as_writer
 from aio_ckpt.commit.step_numbers import check_step_number
@@ -153,6 +153,8 @@ class _CopyRequest:
     step: int
     names: StepNames
     """Names of the steps of the other root."""
+    replacing: str | None = None
+    """Id of the copied save, if the copy takes the place of another save of the step."""
 
 
 async def copy_as_writer(
@@ -164,16 +166,24 @@ async def copy_as_writer(
     step: int,
     claim: Claim,
     advance: Callable[[int], None],
+    *,
+    replaces: bool,
 ) -> Path:
-    """Do :func:`copy_checkpoint` for the holder of the claim of ``root``, which holds no such step. Return the copy."""
-    wanted = _CopyRequest(source=source, files=await copied_files(storage, executor, source), step=step, names=names)
+    """Do :func:`copy_checkpoint` for the holder of the claim of ``root``. Return the copy.
+
+    ``replaces``: whether the copy takes the place of another save of the step, at once when it was verified. Otherwise,
+    ``root`` holds no such step.
+    """
+    files, save_id = await copied_files(storage, executor, source), await save_of(storage, source)
+    replacing = save_id if replaces else None
+    wanted = _CopyRequest(source=source, files=files, step=step, names=names, replacing=replacing)
     if not isinstance(root, RemotePath):
         return await _copy_into(storage, executor, wanted, root, claim, advance)
-    save_id, pending = await save_of(storage, source), pending_path(root, claim.owner, 1)
+    pending = pending_path(root, claim.owner, 1)
     if save_id is not None:
         await storage.begin_dir(pending, root / names.name(step), save_id)  # the next writer clears what a kill leaves
     try:
-        return await _copy_to_store(storage, executor, wanted, root, claim.check, advance)
+        return await _copy_to_store(storage, executor, wanted, root, claim.check, advance, pending)
     finally:
         with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
             await storage.remove_tree(pending)  # files of the committed save stay
@@ -227,7 +237,10 @@ async def _copy_into(
         await run_blocking(executor, _sync_dirs, pending)
         await _check_copy(storage, executor, pending, wanted, advance)
         await claim.check()
-        await publish(storage, pending=pending, final=final)
+        if wanted.replacing is None:
+            await publish(storage, pending=pending, final=final)
+        else:
+            await publish_over(storage, pending=pending, final=final, save_id=wanted.replacing, check=claim.check)
     except BaseException as error:
         if not (isinstance(error, AioCkptError) and error.in_doubt):
             with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
@@ -247,10 +260,12 @@ async def _copy_to_store(
     root: RemotePath,
     check: Check,
     advance: Callable[[int], None],
+    pending: Path | None = None,
 ) -> Path:
     """Copy into an object store. Return the copy's directory.
 
-    Root manifest and ``.metadata`` are put last, once all else was read back, and ``check`` has raised nothing.
+    Root manifest and ``.metadata`` are put last, once all else was read back, and ``check`` has raised nothing. A copy
+    that replaces another save is called ``pending`` until then.
 
     Raises:
         CheckpointExistsError: another copy was faster.
@@ -265,8 +280,14 @@ async def _copy_to_store(
         unpublished = Unpublished(store, {final / name: data for name, data in small.items()})
         await _check_copy(unpublished, executor, final, wanted, advance)
         await check()
+        metadata = small[METADATA_FILE]
         for name, data in small.items():
-            await _put_once(store, final / name, data)
+            if wanted.replacing is None or name != METADATA_FILE:
+                await _put_once(store, final / name, data)
+        if wanted.replacing is not None:
+            assert pending is not None
+            await store.write_file(pending / METADATA_FILE, metadata)
+            await publish_over(storage, pending=pending, final=final, save_id=wanted.replacing, check=check)
     except CheckpointExistsError:
         raise  # that one may have files of this name
     except BaseException:

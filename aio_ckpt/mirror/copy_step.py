@@ -6,21 +6,22 @@ import errno
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 
-from aio_ckpt.checkpoint.verify import verify_files
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.mirror_copies import abandoned_copies
 from aio_ckpt.commit.owner import Owner
+from aio_ckpt.commit.protection import protected_steps
 from aio_ckpt.commit.retention import Policy, Retention
 from aio_ckpt.commit.rollback import abandon
 from aio_ckpt.commit.root_claim import Claim
 from aio_ckpt.commit.root_writer import writing
 from aio_ckpt.copying import copy_as_writer, make_root
-from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, RootError
+from aio_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ProtectedStepError, RootError
 from aio_ckpt.format.root_names import ENGINE_DIR
 from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line
@@ -51,7 +52,7 @@ class StepCopier:
         """Copy a step, unless the mirror holds it. Return the directory of the copy.
 
         ``advance`` is called with the bytes done since, in any thread: each is copied, then read back. If ``replaces``,
-        another save of the step is deleted in the mirror, once the step was verified in the root. If ``is_known``, the
+        the copy takes the place of another save of the step in the mirror, once it was verified. If ``is_known``, the
         mirror has held a copy, and is not made anew.
 
         Raises:
@@ -71,17 +72,40 @@ class StepCopier:
             text = "the mirror is gone (its directory was removed or unmounted): bring it back"
             raise RootError(errno.ENOENT, text, str(self.place))  # a copy on the disk below would be lost with that
         await make_root(self.executor, self.place)
-        here = Owner.of_this_process()
-        async with writing(self.storage, self.place, self.names, here, stale_after_secs=self.stale_after_secs) as claim:
-            retention = self._retention(claim)
-            await self._set_abandoned_aside(claim)
-            if await self._copies(only=step):
-                await self._make_room(step, source.path, retention, replaces=replaces)
+        async with self._as_writer() as claim:
+            is_replaced = bool(await self._copies(only=step))
+            if is_replaced:
+                await self._check_replaceable(step, replaces=replaces)
             path = await copy_as_writer(
-                self.storage, self.executor, source.path, self.place, self.names, step, claim, advance
+                self.storage,
+                self.executor,
+                source.path,
+                self.place,
+                self.names,
+                step,
+                claim,
+                advance,
+                replaces=is_replaced,
             )
-            await retention.enforce(step)
+            await self._retention(claim).enforce(step)
         return path
+
+    async def set_abandoned_aside(self) -> None:
+        """Roll the mirror back, as the root was: otherwise abandoned steps would come back if the root is lost.
+
+        Raises:
+            RootError, ReadError, WriteError: another writer holds the mirror, or the system failed.
+        """
+        if not await abandoned_copies(self.storage, self.root, self.place, self.names):
+            return
+        async with self._as_writer() as claim:
+            aside = await abandoned_copies(self.storage, self.root, self.place, self.names)
+            await abandon(self.storage, self.place, aside, str(time.time_ns()), claim.check)
+            _log.info("%s: set aside steps %s, as the root was rolled back", self.place, [each.step for each in aside])
+
+    def _as_writer(self) -> AbstractAsyncContextManager[Claim]:
+        here = Owner.of_this_process()
+        return writing(self.storage, self.place, self.names, here, stale_after_secs=self.stale_after_secs)
 
     async def _is_there(self) -> bool:
         if isinstance(self.place, RemotePath) or await self.storage.exists(self.place / ENGINE_DIR):
@@ -98,20 +122,20 @@ class StepCopier:
                 return found.path
         return None
 
-    async def _make_room(self, step: int, source: Path, retention: Retention, *, replaces: bool) -> None:
-        """Delete the mirror's own save of a step, which this engine has overwritten in the root."""
+    async def _check_replaceable(self, step: int, *, replaces: bool) -> None:
+        """Raise an error unless the copy may take the place of the mirror's own save of a step.
+
+        Raises:
+            CheckpointExistsError, ProtectedStepError: see :meth:`copy`.
+        """
         if not replaces:
             raise CheckpointExistsError(
                 f"{self.place} holds another save of step {step}, of another run: give each run a mirror of its own, "
                 f"or delete the step there: {command_line('rm', self.place, step, *self.names.option)}"
             )
-        faults = await verify_files(
-            self.storage, source, step=step, executor=self.executor, readers=1, on_progress=lambda _: None
-        )
-        if faults:
-            raise CorruptCheckpointError(f"{source}: {faults[0].message}")
-        await retention.discard(step, allow_newest=True)
-        await retention.delete_discarded(step)
+        if step in await protected_steps(self.storage, self.place):
+            command = command_line("unprotect", self.place, step, *self.names.option)
+            raise ProtectedStepError(f"{self.place} holds another save of step {step}, protected: {command} ends that")
 
     def _retention(self, claim: Claim) -> Retention:
         return Retention(
@@ -124,10 +148,3 @@ class StepCopier:
             renames=anyio.Lock(),
             must_wait=lambda: False,
         )
-
-    async def _set_abandoned_aside(self, claim: Claim) -> None:
-        """Roll the mirror back, as the root was: otherwise they would come back if the root is lost."""
-        aside = await abandoned_copies(self.storage, self.root, self.place, self.names)
-        if aside:
-            await abandon(self.storage, self.place, aside, str(time.time_ns()), claim.check)
-            _log.info("%s: set aside steps %s, as the root was rolled back", self.place, [each.step for each in aside])

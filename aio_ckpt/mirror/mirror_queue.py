@@ -110,6 +110,8 @@ class MirrorQueue:
         self._copied_now: _WantedCopy | None = None
         self._is_abandoned = False
         """Whether a rollback has abandoned the step that is being copied."""
+        self._is_ahead = True
+        """Whether the mirror may hold steps that a rollback has abandoned."""
         self._has_copied = False
         """Whether this engine has seen a copy in the mirror, also one that a rollback has abandoned since."""
         self.is_ready = False
@@ -169,11 +171,12 @@ class MirrorQueue:
         self._portal.post(self._notify)
 
     def go_back(self, step: int) -> None:
-        """Note that a rollback has abandoned the steps after ``step``: one that waits is not copied.
+        """Note that a rollback has abandoned the steps after ``step``: set them aside in the mirror, too.
 
-        One that is being copied may come to the mirror, where the next copy sets it aside.
+        One that waits is not copied. One that is being copied may come to the mirror before.
         """
         with self._lock:
+            self._is_ahead = True
             self._is_abandoned |= self._copied_now is not None and self._copied_now.step > step
             if self.newest is not None and self.newest > step:
                 self.newest = None
@@ -182,6 +185,7 @@ class MirrorQueue:
                 self._wanted = None
         if dropped is not None:
             dropped.fail(CheckpointNotFoundError(f"step {dropped.step} is not copied: rollback({step}) abandoned it"))
+        self._portal.post(self._notify)
 
     def held_steps(self) -> set[int]:
         """Return the steps that retention has to keep: the one that is being copied, and the next one."""
@@ -190,8 +194,10 @@ class MirrorQueue:
 
     @property
     def activity(self) -> str:
-        """What is being copied, for a log line; '' if nothing is."""
+        """What is being done, for a log line; '' if nothing is."""
         wanted = self._copied_now or self._wanted
+        if self._is_ahead:
+            return f"the rollback of {self._place}"
         return "" if wanted is None else f"the copy of step {wanted.step} to {self._place} ({amount(self._progress)})"
 
     def finish(self) -> list[Future[None]]:
@@ -224,21 +230,28 @@ class MirrorQueue:
         await self._find_first(copier)
         pause_secs = 0.0
         while True:
-            with anyio.move_on_after(pause_secs if self._wanted is not None else None):
-                if not self._is_closing and (pause_secs or self._wanted is None):
+            has_work = self._is_ahead or self._wanted is not None
+            with anyio.move_on_after(pause_secs if has_work else None):
+                if not self._is_closing and (pause_secs or not has_work):
                     await self._wake.wait()
             self._wake = anyio.Event()
-            with self._lock:
-                wanted, self._wanted = self._wanted, None
-                self._copied_now, self._is_abandoned = wanted, False
-            if wanted is None:
-                if self._is_closing:
-                    return
-                continue
-            is_copied = False
+            is_done = False
             with contextlib.suppress(Exception):  # of a handler of the log, or of a callback of the milestone
-                is_copied = await self._copy(copier, wanted)
-            pause_secs = 0.0 if is_copied else min(max(2 * pause_secs, _FIRST_PAUSE_SECS), _LONGEST_PAUSE_SECS)
+                if self._is_ahead:
+                    is_done = await self._roll_back(copier)
+                elif (wanted := self._take_wanted()) is not None:
+                    is_done = await self._copy(copier, wanted)
+                elif self._is_closing:
+                    return
+                else:
+                    continue
+            pause_secs = 0.0 if is_done else min(max(2 * pause_secs, _FIRST_PAUSE_SECS), _LONGEST_PAUSE_SECS)
+
+    def _take_wanted(self) -> _WantedCopy | None:
+        with self._lock:
+            wanted, self._wanted = self._wanted, None
+            self._copied_now, self._is_abandoned = wanted, False
+        return wanted
 
     async def _find_first(self, copier: StepCopier) -> None:
         """Want the newest step that an earlier engine has left, unless this one has committed a step meanwhile."""
@@ -252,6 +265,19 @@ class MirrorQueue:
             _log.warning("%s: what is to be copied to %s is unknown: %s", self._root, self._place, error)
         finally:
             self.is_ready = True
+
+    async def _roll_back(self, copier: StepCopier) -> bool:
+        """Set aside in the mirror what rollbacks have abandoned. If that fails, try again, unless the engine closes."""
+        self._is_ahead = False
+        try:
+            with anyio.fail_after(self._stall_secs):
+                await copier.set_abandoned_aside()
+        except Exception as error:  # noqa: BLE001 - whatever it is, training and later copies go on
+            self._is_ahead = not self._is_closing
+            text = "%s: steps that a rollback has abandoned are still there, and come back if %s is lost: %s"
+            _log.warning(text, self._place, self._root, error)
+            return False
+        return True
 
     async def _copy(self, copier: StepCopier, wanted: _WantedCopy) -> bool:
         """Copy a step. If that fails, want it again, unless a newer one waits or the engine is closing."""

@@ -17,6 +17,7 @@ import torch
 from rank_processes import Ranks
 from warm_python import WarmPython
 
+import aio_ckpt
 from aio_ckpt import EngineConfig, Mirror, PerRank, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
 from aio_ckpt.errors import ConfigError
@@ -116,6 +117,36 @@ def test_a_store_that_fails_for_a_while_delays_a_copy_and_no_save(
     with SyncCheckpointEngine(root, EngineConfig(mirror=Mirror(f"{bucket}/run"))) as engine:
         template = state(0.0)
         assert engine.load(template).step == value_of(template) == 2
+
+
+def test_a_copy_stays_until_the_one_that_replaces_it_was_read_back(
+    bucket: str, root: Path, faulty: Callable[[Choose], None]
+) -> None:
+    url, reading, gate, is_held = f"{bucket}/run", threading.Event(), threading.Event(), threading.Event()
+
+    def hold(method: str, path: str, number: int) -> Fault:
+        if is_held.is_set() and method == "GET" and path.endswith(".distcp"):
+            reading.set()
+            gate.wait(TIMEOUT)
+        return ""
+
+    faulty(hold)
+    with SyncCheckpointEngine(root, EngineConfig(mirror=Mirror(url))) as engine:
+        engine.save(state(1), 1, files={"config.json": b"1"}).mirrored.result(TIMEOUT)
+        is_held.set()
+        ticket = engine.save(state(2), 1, overwrite=True, files={"config.json": b"2"})
+        assert reading.wait(TIMEOUT)
+        is_held.clear()
+        assert value_of(aio_ckpt.read(f"{url}/step_000000001")) == 1
+        gate.set()
+        ticket.mirrored.result(TIMEOUT)
+        assert value_of(aio_ckpt.read(f"{url}/step_000000001")) == 2
+        engine.save(state(3), 3).mirrored.result(TIMEOUT)
+        assert engine.rollback(1) == [3]
+    with SyncCheckpointEngine(url) as there:
+        assert there.steps() == [1]
+    assert keys(f"{url}/step_000000001") == {path.name for path in (root / "step_000000001").iterdir()}
+    assert run(["verify", url]) == 0
 
 
 def mirror_on_ranks(rank: int, count: int, root: Path, url: str, environment: dict[str, str]) -> list[Any]:

@@ -171,6 +171,25 @@ def test_an_overwritten_step_is_copied_anew(root: Path, place: Path) -> None:
     assert value_of(state) == 9
 
 
+def test_the_copy_of_an_overwritten_step_stays_until_the_new_one_was_verified(
+    root: Path, place: Path, copies: GatedCopies
+) -> None:
+    copies.gate.set()
+    with opened(root, place) as engine:
+        mirrored(engine, 1, files={"config.json": b"old", "notes": b"1"})
+        copies.entered.clear()
+        copies.gate.clear()
+        ticket = engine.save(weights(9), 1, overwrite=True, files={"config.json": b"new"})
+        assert copies.entered.wait(TIMEOUT)
+        assert value_of(aio_ckpt.read(place / "step_000000001")) == 1
+        copies.gate.set()
+        ticket.mirrored.result(TIMEOUT)
+    assert value_of(aio_ckpt.read(place / "step_000000001")) == 9
+    assert (place / "step_000000001/config.json").read_bytes() == b"new"
+    assert not (place / "step_000000001/notes").exists()
+    assert len(os.listdir(place / "step_000000001")) == len(os.listdir(root / "step_000000001"))
+
+
 def test_a_newer_step_overtakes_one_that_waits_and_neither_expires(
     root: Path, place: Path, copies: GatedCopies, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -493,7 +512,7 @@ def test_after_a_rollback_a_step_that_waits_does_not_pass_over_the_next(
         assert engine.stats().mirrored_step == 5
         engine.rollback(1)
         assert engine.stats().mirrored_step is None
-    assert steps_in(place) == [1, 5]
+    assert steps_in(place) == [1]
 
 
 def test_a_copy_that_ends_after_a_rollback_has_abandoned_its_step_counts_for_nothing(
@@ -728,7 +747,7 @@ def test_a_rollback_counts_for_the_mirror_too(root: Path, place: Path) -> None:
         mirrored(engine, 1, 2, 3)
         assert engine.rollback(1) == [3, 2]
         assert loaded(engine) == (1, root)
-        assert steps_in(place) == [1, 2, 3]
+        until(lambda: steps_in(place) == [1])
         assert engine.save(weights(20), 2).mirrored.result(TIMEOUT) == place / "step_000000002"
     assert steps_in(place) == [1, 2]
     shutil.rmtree(root)
@@ -736,6 +755,39 @@ def test_a_rollback_counts_for_the_mirror_too(root: Path, place: Path) -> None:
         state = weights(0)
         assert engine.load(state).step == 2
         assert value_of(state) == 20
+
+
+def test_no_abandoned_step_comes_back_if_the_root_is_lost_before_the_next_copy(root: Path, place: Path) -> None:
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2, 3)
+        engine.rollback(1)
+    shutil.rmtree(root)
+    with opened(root, place) as engine:
+        assert loaded(engine) == (1, place)
+
+
+async def broken(copier: StepCopier) -> None:
+    """Roll the mirror back, which does not answer."""
+    raise ReadError(errno.EIO, "mirror", str(copier.place))
+
+
+def test_a_mirror_that_was_not_rolled_back_is_by_the_next_engine(
+    root: Path, place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(root, place, every=2) as engine:
+        mirrored(engine, 2, 4)
+        engine.save(weights(5), 5).result(TIMEOUT)
+        with monkeypatch.context() as patched:
+            patched.setattr(StepCopier, "set_abandoned_aside", broken)
+            engine.rollback(2)
+            engine.close()
+    (line,) = lines(caplog, "come back if")
+    told = f"{place}: steps that a rollback has abandoned are still there, and come back if {root} is lost: "
+    assert line == f"{told}[Errno 5] mirror: '{place}'"
+    assert steps_in(place) == [2, 4]
+    shutil.rmtree(root / "step_000000002")  # no step of the root is one that the mirror would get
+    opened(root, place, every=2).__enter__().close()
+    assert steps_in(place) == [2]
 
 
 def test_a_rollback_counts_for_the_mirror_although_what_it_set_aside_was_deleted(root: Path, place: Path) -> None:
@@ -760,8 +812,8 @@ def test_after_a_rollback_copies_of_other_steps_are_not_looked_into(
 
     with opened(root, place) as engine:
         mirrored(engine, 1, 2, 3)
-        engine.rollback(2)
         monkeypatch.setattr(mirror_copies, "save_of", read)
+        engine.rollback(2)
         assert engine.latest_step() == 2
         assert loaded(engine) == (2, root)
         mirrored(engine, 4, 5)
@@ -779,6 +831,7 @@ def test_a_copy_that_is_set_aside_while_the_mirror_is_looked_at_does_not_count(
 
     with opened(root, place) as engine:
         mirrored(engine, 1, 2, 3)
+        monkeypatch.setattr(StepCopier, "set_abandoned_aside", broken)
         engine.rollback(2)
         monkeypatch.setattr(mirror_copies, "save_of", read)
         assert engine.latest_step() == 2
@@ -792,6 +845,7 @@ def test_a_mirror_that_cannot_be_read_brings_no_abandoned_step_back(
 
     with opened(root, place) as engine:
         mirrored(engine, 1, 2, 3)
+        monkeypatch.setattr(StepCopier, "set_abandoned_aside", broken)
         engine.rollback(2)
         monkeypatch.setattr(mirror_copies, "save_of", fail)
         assert engine.latest_step() == 2
