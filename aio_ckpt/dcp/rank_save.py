@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import anyio
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -62,6 +64,11 @@ class RankSave:
     """Step in the name of the directory; 0 if the name holds none."""
 
     @property
+    def prefix(self) -> str:
+        """Begin of the names of files, which stock's writer takes from a plan that DCP has cached."""
+        return f"__{self.rank}_"
+
+    @property
     def data_file(self) -> str:
         return data_file_name(self.save_id, self.rank)
 
@@ -109,6 +116,15 @@ async def find_save(storage: Storage, directory: Path, save: RankSave, *, is_beg
         "directory, and let one job at a time save into it",
         str(directory),
     )
+
+
+def rank_save_of(storage_data: Any, step: int) -> RankSave:
+    """Return what a plan tells of its part. DCP's plan cache may hold that of a save by stock, which tells nothing."""
+    if isinstance(storage_data, RankSave):
+        return storage_data
+    has_group = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
+    return RankSave("", rank, world_size, step)
 
 
 # -- every rank -----------------------------------------------------------------------------------

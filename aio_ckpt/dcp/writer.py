@@ -30,6 +30,7 @@ from aio_ckpt.dcp.rank_save import (
     begin_dcp_save,
     commit_dcp_save,
     find_save,
+    rank_save_of,
     write_rank,
 )
 from aio_ckpt.dcp.replacement import DirectoryReplacement, checkpoint_path_of
@@ -177,7 +178,8 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
                 nothing becomes visible.
         """
         path = self.path.absolute()
-        save_id = plan.storage_data.save_id
+        part = rank_save_of(plan.storage_data, self._step(path))
+        save_id = part.save_id
         is_begun, begun = save_id in self._unwritten, self._begun.get(save_id, path).absolute()
         self._unwritten.discard(save_id)
         if is_begun and begun != path:
@@ -189,7 +191,7 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         with self._running() as resources:
             find = functools.partial(find_save, is_begun=is_begun)
             save: RankSave = resources.portal.call(
-                find, resources.storage, path, plan.storage_data, timeout=resources.config.stall_timeout_secs
+                find, resources.storage, path, part, timeout=resources.config.stall_timeout_secs
             )
             sources = self._sources(resources, plan, planner, self._transforms)
             results = write_rank(resources, path, save, sources, on_captured=self._captured)

@@ -88,6 +88,9 @@ def moved_names() -> list[str]:
 
 # -- the engine ---------------------------------------------------------------------------------------
 
+_WITH_PENDING: list[AioCheckpointEngine] = []
+"""Engines of this process with a pending checkpoint, the same on all ranks: a load by a new engine waits for them."""
+
 
 class AioCheckpointEngine(_Base):  # type: ignore[misc]
     """Checkpoint engine of DeepSpeed. :func:`install` makes it and puts it into place.
@@ -232,6 +235,7 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
         if draft is not None and self._engine is not None:
             draft.agreed = self._engine.agree(draft.works, on_leader=draft.publish_or_remove, what=draft.what)
             self._pending = draft
+            _WITH_PENDING.append(self)
 
     def abandon(self) -> None:
         """Forget a checkpoint of which DeepSpeed gave only some files, because its save raised an error."""
@@ -252,6 +256,7 @@ class AioCheckpointEngine(_Base):  # type: ignore[misc]
         if draft is None or draft.agreed is None or not draft.agreed.is_done(blocking=blocking):
             return
         self._pending = None
+        _WITH_PENDING.remove(self)
         try:
             draft.check()
         except AioCkptError as error:
@@ -299,7 +304,7 @@ def install(model_engine: Any, config: EngineConfig | None = None) -> Any:
     ours = AioCheckpointEngine(stock, config)
     model_engine.checkpoint_engine = ours
     model_engine.save_checkpoint = _agreeing(model_engine.save_checkpoint, ours)
-    model_engine.load_checkpoint = _waiting(model_engine.load_checkpoint, ours)
+    model_engine.load_checkpoint = _waiting(model_engine.load_checkpoint)
     for name in ("step", "train_batch"):  # a pipeline has the latter, and refuses the former
         if hasattr(model_engine, name):
             setattr(model_engine, name, _polling(getattr(model_engine, name), ours))
@@ -331,10 +336,11 @@ def _agreeing(stock: Callable[..., Any], ours: AioCheckpointEngine) -> Callable[
     return save_checkpoint
 
 
-def _waiting(stock: Callable[..., Any], ours: AioCheckpointEngine) -> Callable[..., Any]:
+def _waiting(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def load_checkpoint(*args: Any, **options: Any) -> Any:
-        ours.wait()
+        for engine in list(_WITH_PENDING):  # that of the model before, too, if DeepSpeed was initialised anew
+            engine.wait()
         return stock(*args, **options)
 
     return load_checkpoint

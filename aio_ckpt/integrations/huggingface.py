@@ -34,7 +34,7 @@ from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 
-KNOWN_TO_WORK = "transformers 5.17.0 and 5.23.0 with accelerate 1.15.0"
+KNOWN_TO_WORK = "transformers 5.17.0, 5.23.0 and 5.24.0 with accelerate 1.15.0"
 
 try:
     from accelerate.utils import broadcast_object_list
@@ -163,8 +163,8 @@ class AioTrainerMixin:
     """The checkpoint that is captured and not visible."""
     _aio_is_stock: bool | None = None
     """Whether transformers saves; None: not known yet."""
-    _aio_has_warned = False
-    """Whether it was logged that a callback makes each save wait."""
+    _aio_warnings: frozenset[str] = frozenset()
+    """What was logged of callbacks and methods that make each save wait."""
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the pending checkpoint is durable and visible.
@@ -333,7 +333,7 @@ class AioTrainerMixin:
             return
         draft.best = self.state.best_model_checkpoint
         self._aio_pending = draft
-        if ends_soon or self._aio_users_on_save():
+        if ends_soon or self._aio_is_overridden("_save_checkpoint") or self._aio_users_on_save():
             self.wait_for_checkpoint()
         else:
             self._aio_defer_on_save(draft)
@@ -373,11 +373,13 @@ class AioTrainerMixin:
     def _aio_writes(self, draft: _Draft) -> Iterator[None]:
         """Hand the weights and the optimizer to the engine while transformers writes a checkpoint."""
         stock_weights, stock_save = safetensors.torch.save_file, torch.save
+        is_read = self._aio_is_overridden("save_model") or self._aio_is_overridden("_save")
 
         def save_weights(tensors: Any, filename: Any, metadata: Any = None) -> None:
             # safetensors refuses what shares memory, and transformers could not resume from it.
             storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel()]
-            is_taken = len(set(storages)) == len(storages)
+            # An empty file is a placeholder, which transformers removes. Users' methods may read the file.
+            is_taken = bool(tensors) and len(set(storages)) == len(storages) and not is_read
             if not (is_taken and draft.take(tensors, filename, self._aio_open, metadata=metadata)):
                 stock_weights(tensors, filename, metadata=metadata)
 
@@ -398,15 +400,28 @@ class AioTrainerMixin:
         for callback in self.callback_handler.callbacks:
             kind = type(callback)
             if kind.on_save is not TrainerCallback.on_save and not kind.__module__.startswith("transformers."):
-                if not self._aio_has_warned:
-                    self._aio_has_warned = True
-                    _log.warning(
-                        "%s.on_save may use the model, so that training waits until each checkpoint is durable: act in "
-                        "another method of the callback if it needs the files alone",
-                        kind.__name__,
-                    )
+                self._aio_warn_once(
+                    f"{kind.__name__}.on_save may use the model, so that training waits until each checkpoint is "
+                    "durable: act in another method of the callback if it needs the files alone"
+                )
                 return True
         return False
+
+    def _aio_is_overridden(self, name: str) -> bool:
+        """Return whether a user's class has a method of this name, which may use the files behind Trainer's own."""
+        module = str(getattr(getattr(type(self), name), "__module__", ""))
+        is_users = module.partition(".")[0] not in ("transformers", "trl", "aio_ckpt")
+        if is_users:
+            self._aio_warn_once(
+                f"{type(self).__name__}.{name} may use the files that it saves, so that training waits for them: move "
+                "it to a base below AioTrainerMixin if it does not"
+            )
+        return is_users
+
+    def _aio_warn_once(self, text: str) -> None:
+        if text not in self._aio_warnings:
+            self._aio_warnings |= {text}
+            _log.warning("%s", text)
 
     def _aio_defer_on_save(self, draft: _Draft) -> None:
         """Let the callbacks' ``on_save``, which Trainer calls next, wait until the checkpoint is there."""

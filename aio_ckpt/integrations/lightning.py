@@ -33,7 +33,7 @@ from aio_ckpt.dcp import default
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.integrations.lightning_layout import META, OPTIMIZER, as_bytes, join, moved, split
 from aio_ckpt.integrations.patch_points import Expected, moved_names
-from aio_ckpt.integrations.path_saves import PathSaves, wait_for_saves
+from aio_ckpt.integrations.path_saves import PathSaves, has_pending_save, wait_for_saves
 from aio_ckpt.ranks.coordinator import SoloCoordinator
 from aio_ckpt.ranks.store_coordinator import default_coordinator
 from aio_ckpt.remote_path import RemotePath, find_bucket
@@ -42,20 +42,21 @@ from aio_ckpt.storage.object_client import has_obstore
 from aio_ckpt.storage.object_store import is_object
 
 
-def _import_lightning() -> tuple[Any, Any]:
-    """Return the packages of Fabric and of the Trainer: those that are imported already, if there are two of each."""
+def _import_lightning() -> tuple[Any, ...]:
+    """Return modules of Fabric and of the Trainer: those that are imported already, if there are two of each."""
     names = [("lightning.fabric", "lightning.pytorch"), ("lightning_fabric", "pytorch_lightning")]
     names.sort(key=lambda pair: pair[1] not in sys.modules)
     for fabric, trainer in names:
         try:
-            return importlib.import_module(f"{fabric}.plugins"), importlib.import_module(f"{trainer}.strategies")
+            modules = f"{fabric}.plugins", f"{trainer}.strategies", f"{trainer}.callbacks"
+            return tuple(map(importlib.import_module, modules))
         except ModuleNotFoundError as missing:
             if missing.name not in (fabric.partition(".")[0], trainer.partition(".")[0]):
                 raise
     raise ImportError("aio_ckpt.integrations.lightning needs Lightning: pip install lightning")
 
 
-_plugins, _strategies = _import_lightning()
+_plugins, _strategies, _callbacks = _import_lightning()
 _CheckpointIO: Any = _plugins.CheckpointIO
 _ModelParallelStrategy: Any = _strategies.ModelParallelStrategy
 
@@ -151,6 +152,22 @@ def _room_at(path: Path | None) -> Iterator[bool]:
             aside.unlink()
         raise
     aside.unlink()
+
+
+def _count_pending_saves(model_checkpoint: Any) -> None:
+    """Let ModelCheckpoint, which gives a checkpoint a name that is free, take that of a pending save for taken."""
+    stock = model_checkpoint.file_exists
+
+    @functools.wraps(stock)
+    def file_exists(self: Any, filepath: str | os.PathLike[str], trainer: Any) -> bool:
+        place = _place_of(filepath)
+        is_pending = trainer.is_global_zero and place is not None and has_pending_save(place)  # or it is there by now
+        return bool(trainer.strategy.broadcast(is_pending)) or bool(stock(self, filepath, trainer))
+
+    model_checkpoint.file_exists = file_exists
+
+
+_count_pending_saves(_callbacks.ModelCheckpoint)
 
 
 class _Training:

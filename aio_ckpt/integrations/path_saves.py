@@ -142,6 +142,11 @@ class PathSaves:
         return self._engines[medium]
 
 
+def has_pending_save(path: Path) -> bool:
+    """Return whether a save of ``path`` is pending in this process, whichever engine makes it."""
+    return any(saves.is_pending(path) for saves in list(_LIVING))
+
+
 def wait_for_saves(path: Path) -> None:
     """Wait until the saves of ``path`` that are pending in this process are durable. Raises the first failure."""
     for saves in list(_LIVING):

@@ -246,6 +246,20 @@ def test_with_dcps_plan_cache_every_save_has_its_own_values_and_files(
 
 
 @needs_plan_cache
+@pytest.mark.parametrize("first", ["stock", "ours"])
+def test_with_dcps_plan_cache_stock_and_ours_save_by_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    for cache in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        monkeypatch.setattr(dcp.SavePlanner, f"_cached_{cache}", {})
+    for seed in range(4):
+        state, path, is_ours = state_of(seed, mebibytes=1), tmp_path / f"{seed}", (seed % 2 == 0) is (first == "ours")
+        writer = Writer(path) if is_ours else dcp.FileSystemWriter(path)
+        dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True))
+        assert_holds(path, state)
+
+
+@needs_plan_cache
 def test_with_dcps_plan_cache_a_writer_works_again_behind_a_save_that_failed(
     storage: GatedStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

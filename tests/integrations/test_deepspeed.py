@@ -97,6 +97,23 @@ def test_stock_resumes_from_ours_and_ours_from_stock(tmp_path: Path, two: Ranks,
     run(two, exchanged, tmp_path, stage)
 
 
+def initialised_anew(rank: int, count: int, folder: Path) -> tuple[str, int]:
+    before = made(rank, count, folder)
+    for _ in range(2):
+        before.losses(2)
+        before.save()
+    after = made(rank, count, folder)
+    found = after.load()
+    before.engine.destroy()
+    after.engine.destroy()
+    return found, after.engine.global_steps
+
+
+def test_a_new_engine_loads_what_the_one_before_has_just_saved(tmp_path: Path, two: Ranks) -> None:
+    """DeepSpeed asks to be initialised anew before a load of ZeRO-3."""
+    assert run(two, initialised_anew, tmp_path) == [("global_step4", 4)] * 2
+
+
 def loads_a_damaged_file(rank: int, count: int, folder: Path) -> str:
     ours = made(rank, count, folder)
     ours.losses(2)

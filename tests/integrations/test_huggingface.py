@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("transformers", exc_type=ImportError)
     pytest.importorskip("accelerate", exc_type=ImportError)
+    import safetensors.torch
     from huggingface_hub.utils import filter_repo_objects
     from huggingface_runs import AioTrainer, arguments, dataset, losses, model, trainer
     from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
@@ -291,6 +292,52 @@ def test_a_checkpoint_becomes_visible_in_a_trainer_with_a_step_of_its_own(tmp_pa
     run = trainer(tmp_path, Own, max_steps=6, callbacks=[At({4: lambda: wait_written(run), 5: look})])
     run.train()
     assert seen == [["checkpoint-3"]]
+
+
+def test_a_users_methods_find_the_files_that_they_save_beside_and_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mine(AioTrainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+            folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+            torch.save({"step": self.state.global_step}, folder / "ema.pt")
+
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict)
+            sizes.append(os.path.getsize(Path(output_dir or self.args.output_dir, "model.safetensors")))
+
+    sizes: list[int] = []
+    trainer(tmp_path, Mine).train()
+    for step in (3, 6, 9, 12):
+        assert torch.load(tmp_path / f"checkpoint-{step}" / "ema.pt") == {"step": step}
+    assert len(sizes) == 4
+    assert caplog.text.count("Mine._save_checkpoint may use the files") == 1
+    assert caplog.text.count("Mine._save may use the files") == 1
+    resumed = trainer(tmp_path, max_steps=15)
+    resumed.train(resume_from_checkpoint=True)
+    assert min(losses(resumed)) == 1
+    assert max(losses(resumed)) == 15
+
+
+def test_an_empty_placeholder_of_transformers_is_none_of_the_engines_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ZeRO-3, transformers saves an empty dict of weights, and removes its file."""
+
+    run, real = trainer(tmp_path), Trainer._save
+
+    def save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:
+        real(self, output_dir, state_dict)
+        file = Path(output_dir) / "placeholder.safetensors"
+        safetensors.torch.save_file({}, file)
+        file.unlink()
+
+    save.__module__ = "transformers.trainer"
+    monkeypatch.setattr(Trainer, "_save", save)
+    run.train()
+    assert not (tmp_path / "checkpoint-12/placeholder.safetensors").exists()
+    assert (tmp_path / "checkpoint-12/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("module", ["my_callbacks", "transformers.integrations"])

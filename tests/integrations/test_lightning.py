@@ -28,7 +28,7 @@ from saved_files import data_file, without_save_id
 from waits import until
 
 import aio_ckpt
-from aio_ckpt import ConfigError, CorruptCheckpointError, SyncCheckpointEngine, WriteError
+from aio_ckpt import ConfigError, CorruptCheckpointError, EngineConfig, SyncCheckpointEngine, WriteError
 from aio_ckpt.errors import EngineForkedError
 from aio_ckpt.integrations import path_saves
 from aio_ckpt.integrations.patch_points import moved_names
@@ -339,6 +339,40 @@ def test_a_deletion_comes_behind_the_commit(tmp_path: Path, disk: GatedStorage) 
     done.fit(Small(), batches())
     assert seen == [(["epoch=0-step=4.ckpt"], True)]
     assert visible(tmp_path) == ["epoch=2-step=12.ckpt"]
+
+
+class HeldEpochs(Callback):
+    """No save of an epoch is durable before the next one begins."""
+
+    def __init__(self, disk: GatedStorage, io: AioCheckpointIO) -> None:
+        self.disk, self.gate, self.io = disk, disk.hold("rename"), io
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.gate.open()
+        self.io.flush()
+        self.disk.release(self.gate)
+        self.gate = self.disk.hold("rename")
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.gate.open()
+
+
+@pytest.mark.parametrize("options", [{}, {"save_last": True}], ids=str)
+def test_two_callbacks_of_one_directory_get_names_of_their_own_as_from_stock(
+    tmp_path: Path, disk: GatedStorage, options: dict[str, Any]
+) -> None:
+    """The better one of one callback would be deleted by it while the other one keeps it."""
+
+    def names(folder: Path, *plugins: Any, callbacks: list[Callback]) -> list[str]:
+        best = ModelCheckpoint(folder, monitor="loss", **options)
+        every = ModelCheckpoint(folder, save_top_k=-1, **options)
+        trainer(folder, 3, *plugins, callbacks=[*callbacks, best, every]).fit(Small(), batches())
+        return visible(folder)
+
+    stock = names(tmp_path / "stock", callbacks=[])
+    assert len(stock) >= 4
+    ours = AioCheckpointIO(EngineConfig(max_in_flight=8))
+    assert names(tmp_path / "ours", ours, callbacks=[HeldEpochs(disk, ours)]) == stock
 
 
 def is_readable(folder: Path) -> bool:
