@@ -41,7 +41,7 @@ def check_extra(extra: dict[str, Any] | None) -> dict[str, Any]:
             raise ConfigError(
                 f"extra[{shown(name)}]={shown(value)} is no JSON value ({why}): give a str, finite float, int of at "
                 "most 64 bits, bool, None, list, or dict with strings as keys, such as .item() of a number and "
-                ".tolist() of an array"
+                ".tolist() of an array; metrics= takes a number that may not be finite, such as a loss"
             )
         copied |= back
         sizes[name] = len(data)
