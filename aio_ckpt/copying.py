@@ -31,7 +31,7 @@ from aio_ckpt.errors import (
     StepOrderError,
     WriteError,
 )
-from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_root_manifest
+from aio_ckpt.format.checkpoint_files import METADATA_FILE, save_of_file, save_of_root_manifest
 from aio_ckpt.format.root_names import ENGINE_DIR, ENGINE_DIRS, LOCK_FILE
 from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line
@@ -275,18 +275,23 @@ async def _copy_to_store(
     last = [*filter(save_of_root_manifest, files), METADATA_FILE]
     small = {name: await storage.read_file(source / name, max_bytes=files.get(name, 0)) for name in last}
     others = [name for name in files if name not in small]
+    of_caller = [name for name in others if wanted.replacing is not None and save_of_file(name) is None]
     try:
-        await _copy_each(others, lambda name: store.put_file(source / name, final / name, advance))
+        await _copy_each(
+            [name for name in others if name not in of_caller],
+            lambda name: store.put_file(source / name, final / name, advance),
+        )
         unpublished = Unpublished(store, {final / name: data for name, data in small.items()})
         await _check_copy(unpublished, executor, final, wanted, advance)
         await check()
-        metadata = small[METADATA_FILE]
         for name, data in small.items():
             if wanted.replacing is None or name != METADATA_FILE:
                 await _put_once(store, final / name, data)
         if wanted.replacing is not None:
             assert pending is not None
-            await store.write_file(pending / METADATA_FILE, metadata)
+            await store.name_files(pending, of_caller)
+            await _copy_each(of_caller, lambda name: store.put_file(source / name, final / name, advance))
+            await store.write_file(pending / METADATA_FILE, small[METADATA_FILE])
             await publish_over(storage, pending=pending, final=final, save_id=wanted.replacing, check=check)
     except CheckpointExistsError:
         raise  # that one may have files of this name
@@ -362,10 +367,17 @@ async def _check_copy(
 
 async def _check_is_root(storage: Storage, source: Path, root: Path, names: StepNames) -> None:
     """Raise ConfigError if ``root`` is a checkpoint or shall become one, or lies in the ``source``."""
-    if root.is_relative_to(source) or await storage.exists(root / METADATA_FILE):
+    if _without_dots(root).is_relative_to(_without_dots(source)) or await storage.exists(root / METADATA_FILE):
         raise ConfigError(f"{root}: is a checkpoint or lies in one: give a root, the directory that holds steps")
     if names.step(root.name) is not None and not (isinstance(root, RemotePath) or await storage.exists(root)):
-        raise ConfigError(f"{root}: has the name of a step: give a root, the directory that holds steps: {root.parent}")
+        raise ConfigError(
+            f"{root}: has the name of a step: give a root, the directory that holds steps: {root.parent}, or make "
+            "this directory first"
+        )
+
+
+def _without_dots(path: Path) -> Path:
+    return path if isinstance(path, RemotePath) else Path(os.path.normpath(path))
 
 
 async def _step_of(storage: Storage, source: Path, names: StepNames, step: int | None) -> int:

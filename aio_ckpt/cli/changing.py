@@ -143,7 +143,7 @@ async def _check_committed(storage: Storage, root: Path, names: StepNames, *step
     committed = [found.step for found in await discover(storage, root, names)]
     for step in steps:
         if step not in committed:
-            known = steps_shown(committed) if committed else f"no step is{await hint_below(storage, root)}"
+            known = steps_shown(committed) if committed else f"none{await hint_below(storage, root)}"
             raise CheckpointNotFoundError(f"step {step}: no such committed step under {root}; committed: {known}")
     return committed
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from aio_ckpt.commit.root_claim import Check
 from aio_ckpt.commit.trash import THREAD_WAIT_SECS, tidy
 from aio_ckpt.commit.user_files import files_of_caller
-from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, RootError
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, RootError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE, new_metadata_name, save_of_file
 from aio_ckpt.remote_path import RemotePath
 from aio_ckpt.storage.local import Storage, names_in
@@ -158,13 +158,24 @@ async def replace_by_pending(storage: Storage, pending: Path, directory: Path, s
                 await storage.replace(pending / name, directory / name)
             await storage.replace(pending / METADATA_FILE, directory / new_metadata_name(save_id))
             for name in of_caller:
-                await storage.replace(pending / name, directory / name)
+                await _replace(storage, pending / name, directory / name)
             replaced = sorted({*old_of_caller}.difference(of_caller))
             await commit_save(storage, directory, save_id, check, replaced=replaced)
         except BaseException as error:
             if not (isinstance(error, AioCkptError) and error.in_doubt):
                 await undo_save(storage, directory, save_id)
             raise
+
+
+async def _replace(storage: Storage, source: Path, target: Path) -> None:
+    """Rename a file or a directory, in the place of what has the name."""
+    try:
+        await storage.replace(source, target)
+    except WriteError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        await storage.remove_tree(target)  # a directory
+        await storage.replace(source, target)
 
 
 def holds_leftovers(names: Iterable[str]) -> bool:

@@ -109,7 +109,7 @@ def default_group_ranks_on_host() -> int:
     """Return the number of ranks on this host; 1 without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
-    return ranks_on_host(dist.get_world_size(), os.environ)
+    return ranks_on_host(dist.get_world_size(), dist.get_rank(), os.environ)
 
 
 class SharedResources:

@@ -81,7 +81,7 @@ class RankSave:
 class ManifestResult(WriteResult):
     """Result by which the leader learns a rank's manifest. ``storage_data`` is the FileEntry of the manifest."""
 
-    save_id: str
+    save: RankSave
 
 
 async def begin_dcp_save(storage: Storage, directory: Path, save_id: str) -> None:
@@ -119,12 +119,24 @@ async def find_save(storage: Storage, directory: Path, save: RankSave, *, is_beg
 
 
 def rank_save_of(storage_data: Any, step: int) -> RankSave:
-    """Return what a plan tells of its part. DCP's plan cache may hold that of a save by stock, which tells nothing."""
+    """Return what a plan tells of its part.
+
+    DCP's plan cache may hold that of a save by stock, which tells nothing. Then the save is taken for one of all ranks.
+    """
     if isinstance(storage_data, RankSave):
         return storage_data
     has_group = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
     return RankSave("", rank, world_size, step)
+
+
+def check_parts(parts: Sequence[RankSave]) -> None:
+    """Raise PlanChangedError unless ``parts`` are those of ranks 0, 1, … of one save of as many ranks."""
+    if [(part.rank, part.world_size) for part in parts] != [(rank, len(parts)) for rank in range(len(parts))]:
+        raise PlanChangedError(
+            "DCP's plan cache holds the plan of a save by stock, which does not tell the ranks of a process group: "
+            "leave enable_plan_caching=True out, or save by one kind of writer"
+        )
 
 
 # -- every rank -----------------------------------------------------------------------------------
@@ -254,7 +266,7 @@ class _RankWrite:
         )
         await self.resources.storage.write_file(self.directory / save.manifest, data)
         entry = FileEntry(save.manifest, len(data), crc32_of(data))
-        return ManifestResult(index=_MANIFEST_INDEX, size_in_bytes=len(data), storage_data=entry, save_id=save.save_id)
+        return ManifestResult(index=_MANIFEST_INDEX, size_in_bytes=len(data), storage_data=entry, save=save)
 
     async def _clean_up(self, image: Image, cause: BaseException) -> BaseException:
         """Wake a capture that waits for room, then remove the written files. Returns the error to raise."""

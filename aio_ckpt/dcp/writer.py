@@ -28,6 +28,7 @@ from aio_ckpt.dcp.rank_save import (
     ManifestResult,
     RankSave,
     begin_dcp_save,
+    check_parts,
     commit_dcp_save,
     find_save,
     rank_save_of,
@@ -216,7 +217,8 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         metadata.storage_data = {
             found.index: found.storage_data for found in written if not isinstance(found, ManifestResult)
         }
-        save_id = manifests[0].save_id
+        check_parts([found.save for found in manifests])
+        save_id = manifests[0].save.save_id
         given = self._begun.pop(save_id, self.path)
         path = given.absolute()
         self._unwritten.discard(save_id)

@@ -408,9 +408,9 @@ class AioTrainerMixin:
         return False
 
     def _aio_is_overridden(self, name: str) -> bool:
-        """Return whether a user's class has a method of this name, which may use the files behind Trainer's own."""
-        module = str(getattr(getattr(type(self), name), "__module__", ""))
-        is_users = module.partition(".")[0] not in ("transformers", "trl", "aio_ckpt")
+        """Return whether a class above the mixin has a method of this name, which may use the files behind the call."""
+        kinds = type(self).__mro__
+        is_users = any(name in vars(kind) for kind in kinds[: kinds.index(AioTrainerMixin)])
         if is_users:
             self._aio_warn_once(
                 f"{type(self).__name__}.{name} may use the files that it saves, so that training waits for them: move "

@@ -73,6 +73,7 @@ class StepCopier:
             raise RootError(errno.ENOENT, text, str(self.place))  # a copy on the disk below would be lost with that
         await make_root(self.executor, self.place)
         async with self._as_writer() as claim:
+            await self._abandon(claim)  # a mirror that was away has not been rolled back
             is_replaced = bool(await self._copies(only=step))
             if is_replaced:
                 await self._check_replaceable(step, replaces=replaces)
@@ -99,7 +100,11 @@ class StepCopier:
         if not await abandoned_copies(self.storage, self.root, self.place, self.names):
             return
         async with self._as_writer() as claim:
-            aside = await abandoned_copies(self.storage, self.root, self.place, self.names)
+            await self._abandon(claim)
+
+    async def _abandon(self, claim: Claim) -> None:
+        aside = await abandoned_copies(self.storage, self.root, self.place, self.names)
+        if aside:
             await abandon(self.storage, self.place, aside, str(time.time_ns()), claim.check)
             _log.info("%s: set aside steps %s, as the root was rolled back", self.place, [each.step for each in aside])
 
@@ -128,14 +133,14 @@ class StepCopier:
         Raises:
             CheckpointExistsError, ProtectedStepError: see :meth:`copy`.
         """
+        what, where = f"{self.place} holds another save of step {step}", (self.place, step, *self.names.option)
         if not replaces:
             raise CheckpointExistsError(
-                f"{self.place} holds another save of step {step}, of another run: give each run a mirror of its own, "
-                f"or delete the step there: {command_line('rm', self.place, step, *self.names.option)}"
+                f"{what}, of another run, or of this one before it was overwritten: give each run a mirror of its own, "
+                f"or delete the step there: {command_line('rm', *where)}"
             )
         if step in await protected_steps(self.storage, self.place):
-            command = command_line("unprotect", self.place, step, *self.names.option)
-            raise ProtectedStepError(f"{self.place} holds another save of step {step}, protected: {command} ends that")
+            raise ProtectedStepError(f"{what}, protected: {command_line('unprotect', *where)} ends that")
 
     def _retention(self, claim: Claim) -> Retention:
         return Retention(

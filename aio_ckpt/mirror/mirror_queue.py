@@ -112,6 +112,7 @@ class MirrorQueue:
         """Whether a rollback has abandoned the step that is being copied."""
         self._is_ahead = True
         """Whether the mirror may hold steps that a rollback has abandoned."""
+        self._is_rolling_back = False
         self._has_copied = False
         """Whether this engine has seen a copy in the mirror, also one that a rollback has abandoned since."""
         self.is_ready = False
@@ -195,9 +196,9 @@ class MirrorQueue:
     @property
     def activity(self) -> str:
         """What is being done, for a log line; '' if nothing is."""
-        wanted = self._copied_now or self._wanted
-        if self._is_ahead:
+        if self._is_rolling_back:
             return f"the rollback of {self._place}"
+        wanted = self._copied_now or self._wanted
         return "" if wanted is None else f"the copy of step {wanted.step} to {self._place} ({amount(self._progress)})"
 
     def finish(self) -> list[Future[None]]:
@@ -268,7 +269,7 @@ class MirrorQueue:
 
     async def _roll_back(self, copier: StepCopier) -> bool:
         """Set aside in the mirror what rollbacks have abandoned. If that fails, try again, unless the engine closes."""
-        self._is_ahead = False
+        self._is_ahead, self._is_rolling_back = False, True
         try:
             with anyio.fail_after(self._stall_secs):
                 await copier.set_abandoned_aside()
@@ -277,6 +278,8 @@ class MirrorQueue:
             text = "%s: steps that a rollback has abandoned are still there, and come back if %s is lost: %s"
             _log.warning(text, self._place, self._root, error)
             return False
+        finally:
+            self._is_rolling_back = False
         return True
 
     async def _copy(self, copier: StepCopier, wanted: _WantedCopy) -> bool:

@@ -105,7 +105,7 @@ class Membership:
     @property
     def on_host(self) -> int:
         """Number of ranks on this host, which share its memory and disk."""
-        return ranks_on_host(self.coordinator.world_size, os.environ)
+        return ranks_on_host(self.coordinator.world_size, self.coordinator.rank, os.environ)
 
     @property
     def reply_limit_secs(self) -> float:

@@ -11,33 +11,35 @@ import re
 from collections.abc import Iterator, Mapping
 
 _LAUNCHERS = (
-    ("LOCAL_SIZE", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
-    ("MPI_LOCALNRANKS", "PMI_SIZE"),
+    ("LOCAL_SIZE", "WORLD_SIZE", "RANK"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK"),
 )
-"""By launcher (DeepSpeed, Open MPI, MPICH and Intel MPI): what counts the processes on this host, and all of them."""
+"""By launcher (DeepSpeed, Open MPI, MPICH and Intel MPI): processes on this host, all of them, and this one's rank."""
 
 
-def ranks_on_host(world_size: int, environment: Mapping[str, str]) -> int:
-    """Return how many of ``world_size`` ranks are on this host.
+def ranks_on_host(world_size: int, rank: int, environment: Mapping[str, str]) -> int:
+    """Return how many of ``world_size`` ranks are on the host of this ``rank``.
 
-    ``LOCAL_WORLD_SIZE`` of torchrun and Accelerate counts first. Other launchers are believed if they started at least
-    ``world_size`` processes: those of ``srun`` may be one launcher a host. If none tells it, all ranks count as ranks
-    of this host, so that they never take more memory than there is.
+    ``LOCAL_WORLD_SIZE`` of torchrun and Accelerate counts first. Another launcher is believed if it has started these
+    very ranks: those of ``srun`` may be launchers themselves. If none tells it, all ranks count as ranks of this host,
+    and each takes a smaller share of its memory than there is.
     """
-    told = _number(environment, "LOCAL_WORLD_SIZE") or next(
-        (here for here, started in _processes(environment) if here and started >= world_size), world_size
-    )
+    told = _number(environment, "LOCAL_WORLD_SIZE")
+    if not told:
+        counts = (here for here, *started in _processes(environment) if here and started == [world_size, rank])
+        told = next(counts, world_size)
     return min(told, world_size)
 
 
-def _processes(environment: Mapping[str, str]) -> Iterator[tuple[int, int]]:
-    """Yield by launcher how many processes it started on this host, 0 if it does not say so, and how many in all."""
-    for here, started in _LAUNCHERS:
-        yield _number(environment, here), _number(environment, started)
+def _processes(environment: Mapping[str, str]) -> Iterator[tuple[int, int, int]]:
+    """Yield by launcher how many processes it started on this host, 0 if it does not say so, and in all; and a rank."""
+    for here, started, rank in _LAUNCHERS:
+        yield _number(environment, here), _number(environment, started), _number(environment, rank)
     node = _number(environment, "SLURM_NODEID")
     on_nodes = _tasks_on_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    yield next(itertools.islice(on_nodes, node, None), 0), _number(environment, "SLURM_STEP_NUM_TASKS")
+    tasks = next(itertools.islice(on_nodes, node, None), 0)
+    yield tasks, _number(environment, "SLURM_STEP_NUM_TASKS"), _number(environment, "SLURM_PROCID")
 
 
 def _tasks_on_nodes(text: str) -> Iterator[int]:

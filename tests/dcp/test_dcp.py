@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.dcp import AsyncStager, Reader, Writer, call_resources
 from aio_ckpt.dcp.call_resources import CallResources
+from aio_ckpt.dcp.rank_save import RankSave, check_parts
 from aio_ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -257,6 +258,13 @@ def test_with_dcps_plan_cache_stock_and_ours_save_by_turns(
         writer = Writer(path) if is_ours else dcp.FileSystemWriter(path)
         dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True))
         assert_holds(path, state)
+
+
+def test_a_plan_of_stock_in_the_cache_that_is_not_of_all_ranks_commits_nothing() -> None:
+    check_parts([RankSave("id", rank, 2, 0) for rank in range(2)])
+    for parts in ([RankSave("id", 1, 2, 0)], [RankSave("id", 0, 2, 0)]):
+        with pytest.raises(PlanChangedError, match="leave enable_plan_caching=True out"):
+            check_parts(parts)
 
 
 @needs_plan_cache

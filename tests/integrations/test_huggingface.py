@@ -314,6 +314,16 @@ def test_a_users_methods_find_the_files_that_they_save_beside_and_read(
     assert len(sizes) == 4
     assert caplog.text.count("Mine._save_checkpoint may use the files") == 1
     assert caplog.text.count("Mine._save may use the files") == 1
+
+    class Below(Trainer):  # type: ignore[misc]
+        _save = Mine._save
+
+    class Apart(adapter.AioTrainerMixin, Below):  # type: ignore[misc]
+        pass
+
+    caplog.clear()
+    assert not Apart.__new__(Apart)._aio_is_overridden("_save")
+    assert not caplog.text
     resumed = trainer(tmp_path, max_steps=15)
     resumed.train(resume_from_checkpoint=True)
     assert min(losses(resumed)) == 1

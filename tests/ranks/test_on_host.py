@@ -22,7 +22,7 @@ def saved(rank: int, count: int, root: Path, launcher: dict[str, str]) -> tuple[
     """Save 24 MiB on a host with 64 MiB; how many ranks the replacements see there, and what was logged."""
     environment = {name: text for name, text in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
     with pytest.MonkeyPatch.context() as patch, kept_lines() as lines:
-        patch.setattr(os, "environ", environment | launcher | {"SLURM_NODEID": str(rank)})
+        patch.setattr(os, "environ", environment | launcher | {"SLURM_NODEID": str(rank), "SLURM_PROCID": str(rank)})
         patch.setattr(available, "available_bytes", lambda: 64 * MIB)
         with SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=60.0)) as engine:
             engine.save({f"w{rank}": torch.ones(6 * MIB)}).result()

@@ -22,7 +22,7 @@ from aio_ckpt import EngineConfig, Mirror, PerRank, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
 from aio_ckpt.errors import ConfigError
 from tests.remote.fault_proxy import Choose, Fault
-from tests.remote.test_object_store import keys
+from tests.remote.test_object_store import get, keys
 from tests.remote.test_root_in_store import TIMEOUT, names_of, state, value_of
 
 TRAINER = """
@@ -138,9 +138,11 @@ def test_a_copy_stays_until_the_one_that_replaces_it_was_read_back(
         assert reading.wait(TIMEOUT)
         is_held.clear()
         assert value_of(aio_ckpt.read(f"{url}/step_000000001")) == 1
+        assert get(f"{url}/step_000000001/config.json") == b"1"
         gate.set()
         ticket.mirrored.result(TIMEOUT)
         assert value_of(aio_ckpt.read(f"{url}/step_000000001")) == 2
+        assert get(f"{url}/step_000000001/config.json") == b"2"
         engine.save(state(3), 3).mirrored.result(TIMEOUT)
         assert engine.rollback(1) == [3]
     with SyncCheckpointEngine(url) as there:

@@ -190,6 +190,19 @@ def test_the_copy_of_an_overwritten_step_stays_until_the_new_one_was_verified(
     assert len(os.listdir(place / "step_000000001")) == len(os.listdir(root / "step_000000001"))
 
 
+def test_a_directory_of_the_user_in_an_overwritten_step_is_copied_anew(root: Path, place: Path) -> None:
+    notes = "step_000000001/notes"
+    with opened(root, place) as engine:
+        mirrored(engine, 1)
+        for number in (1, 2):
+            (root / notes).mkdir(exist_ok=True)
+            (root / notes / f"{number}.txt").write_text("mine")
+            ticket = engine.save(weights(1 + number), 1, overwrite=True)
+            assert ticket.mirrored.result(TIMEOUT) == place / "step_000000001"
+    assert value_of(aio_ckpt.read(place / "step_000000001")) == 3
+    assert sorted(os.listdir(place / notes)) == ["1.txt", "2.txt"]
+
+
 def test_a_newer_step_overtakes_one_that_waits_and_neither_expires(
     root: Path, place: Path, copies: GatedCopies, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -781,13 +794,24 @@ def test_a_mirror_that_was_not_rolled_back_is_by_the_next_engine(
             patched.setattr(StepCopier, "set_abandoned_aside", broken)
             engine.rollback(2)
             engine.close()
-    (line,) = lines(caplog, "come back if")
     told = f"{place}: steps that a rollback has abandoned are still there, and come back if {root} is lost: "
-    assert line == f"{told}[Errno 5] mirror: '{place}'"
+    assert {*lines(caplog, "come back if")} == {f"{told}[Errno 5] mirror: '{place}'"}
     assert steps_in(place) == [2, 4]
     shutil.rmtree(root / "step_000000002")  # no step of the root is one that the mirror would get
     opened(root, place, every=2).__enter__().close()
     assert steps_in(place) == [2]
+
+
+def test_a_mirror_that_was_away_at_a_rollback_is_rolled_back_before_the_next_copy(root: Path, place: Path) -> None:
+    away = place.with_name("away")
+    with opened(root, place) as engine:
+        mirrored(engine, 1, 2, 3)
+        place.rename(away)
+        engine.rollback(1)
+        until(lambda: not engine._mirror_queue._is_ahead)  # type: ignore[attr-defined]
+        away.rename(place)
+        assert mirrored(engine, 2) == [place / "step_000000002"]
+    assert steps_in(place) == [1, 2]
 
 
 def test_a_rollback_counts_for_the_mirror_although_what_it_set_aside_was_deleted(root: Path, place: Path) -> None:

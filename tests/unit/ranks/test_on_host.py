@@ -6,9 +6,19 @@ import pytest
 
 from aio_ckpt.ranks.on_host import ranks_on_host
 
-SLURM = {"SLURM_STEP_NUM_TASKS": "64", "SLURM_STEP_TASKS_PER_NODE": "8(x7),5,3", "SLURM_NODEID": "6"}
+SLURM = {
+    "SLURM_PROCID": "50",
+    "SLURM_STEP_NUM_TASKS": "64",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x7),5,3",
+    "SLURM_NODEID": "6",
+}
 TORCHRUN = {"LOCAL_WORLD_SIZE": "8"}
-ONE_TORCHRUN_A_HOST = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_NODEID": "3"}
+ONE_TORCHRUN_A_HOST = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x8)",
+    "SLURM_NODEID": "3",
+}
 
 
 @pytest.mark.parametrize(
@@ -16,9 +26,9 @@ ONE_TORCHRUN_A_HOST = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE":
     [
         (TORCHRUN, 8),
         ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "64"}, 8),
-        ({"LOCAL_SIZE": "8", "WORLD_SIZE": "64"}, 8),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "64"}, 4),
-        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "64"}, 2),
+        ({"LOCAL_SIZE": "8", "WORLD_SIZE": "64", "RANK": "50"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "64", "OMPI_COMM_WORLD_RANK": "50"}, 4),
+        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "64", "PMI_RANK": "50"}, 2),
         (SLURM, 8),
         ({**SLURM, "SLURM_NODEID": "7"}, 5),
         ({**SLURM, "SLURM_NODEID": "8"}, 3),
@@ -28,7 +38,7 @@ ONE_TORCHRUN_A_HOST = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE":
     ],
 )
 def test_each_launcher_tells_the_ranks_of_this_host(environment: dict[str, str], expected: int) -> None:
-    assert ranks_on_host(64, environment) == expected
+    assert ranks_on_host(64, 50, environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -40,9 +50,11 @@ def test_each_launcher_tells_the_ranks_of_this_host(environment: dict[str, str],
         {"LOCAL_SIZE": "8"},
         ONE_TORCHRUN_A_HOST,
         {**SLURM, "SLURM_NODEID": "9"},
+        {**SLURM, "SLURM_PROCID": "7"},
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "128"},
         {**SLURM, "SLURM_STEP_TASKS_PER_NODE": ""},
     ],
 )
 def test_all_ranks_count_where_no_launcher_has_started_them_and_tells_it(environment: dict[str, str]) -> None:
-    """A launcher that ``srun`` starts once a host may start eight ranks there."""
-    assert ranks_on_host(64, environment) == 64
+    """What ``srun`` starts may start ranks itself: of a job of its own, or eight of one job on each host."""
+    assert ranks_on_host(64, 50, environment) == 64
