@@ -190,7 +190,7 @@ async def describe(storage: Storage, executor: Executor, path: Path, names: Step
     once = [leaf for leaf in leaves if leaf.tied_to is None]
     return Contents(
         path=str(path),
-        step=checkpoint.step if root else names.step(path.name),
+        step=checkpoint.step or names.step(path.name),
         format=f"aio_ckpt {root.format[0]}.{root.format[1]}" if root else "plain DCP",
         written_by=root.written_by if root else {},
         created_unix=root.created_unix if root else None,

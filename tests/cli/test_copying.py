@@ -240,6 +240,7 @@ def test_what_was_saved_at_a_path_is_the_step_that_its_directory_is_named_for(tm
     with SyncCheckpointEngine(tmp_path / "root") as engine:
         engine.save({"w": torch.ones(3)}, path=tmp_path / "runs/checkpoint-500").result()
         engine.save({"w": torch.ones(3)}, path=tmp_path / "runs/last").result()
+    assert document(capsys, "inspect", tmp_path / "runs/checkpoint-500")[1]["step"] == 500
     assert called(capsys, "cp", tmp_path / "runs/checkpoint-500", tmp_path / "new")[0] == 0
     code, _, err = called(capsys, "cp", tmp_path / "runs/last", tmp_path / "new")
     assert (code, "nothing tells its step: give --step" in err) == (1, True), err
