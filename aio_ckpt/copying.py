@@ -275,23 +275,27 @@ async def _copy_to_store(
     last = [*filter(save_of_root_manifest, files), METADATA_FILE]
     small = {name: await storage.read_file(source / name, max_bytes=files.get(name, 0)) for name in last}
     others = [name for name in files if name not in small]
-    of_caller = [name for name in others if wanted.replacing is not None and save_of_file(name) is None]
+    # Files of the caller have one name in all saves: they must not replace those of a save that is still committed.
+    late = [name for name in others if save_of_file(name) is None] if wanted.replacing is not None else []
+
+    async def put(names: Iterable[str]) -> None:
+        await _copy_each(names, lambda name: store.put_file(source / name, final / name, advance))
+
     try:
-        await _copy_each(
-            [name for name in others if name not in of_caller],
-            lambda name: store.put_file(source / name, final / name, advance),
-        )
+        await put(name for name in others if name not in late)
         unpublished = Unpublished(store, {final / name: data for name, data in small.items()})
         await _check_copy(unpublished, executor, final, wanted, advance)
         await check()
-        for name, data in small.items():
-            if wanted.replacing is None or name != METADATA_FILE:
-                await _put_once(store, final / name, data)
-        if wanted.replacing is not None:
+        *manifests, (_, metadata) = small.items()
+        for name, data in manifests:
+            await _put_once(store, final / name, data)
+        if wanted.replacing is None:
+            await _put_once(store, final / METADATA_FILE, metadata)
+        else:
             assert pending is not None
-            await store.name_files(pending, of_caller)
-            await _copy_each(of_caller, lambda name: store.put_file(source / name, final / name, advance))
-            await store.write_file(pending / METADATA_FILE, small[METADATA_FILE])
+            await store.name_files(pending, late)
+            await put(late)
+            await store.write_file(pending / METADATA_FILE, metadata)
             await publish_over(storage, pending=pending, final=final, save_id=wanted.replacing, check=check)
     except CheckpointExistsError:
         raise  # that one may have files of this name
@@ -382,9 +386,9 @@ def _without_dots(path: Path) -> Path:
 
 async def _step_of(storage: Storage, source: Path, names: StepNames, step: int | None) -> int:
     root = await read_root(storage, source)
-    if not (root is None or step is None or root.is_of_step(step)):
+    if root is not None and not root.is_of_step(step):
         raise StepOrderError(f"step={step}: {source} is step {root.step} by its manifest, and so is a copy of it")
-    stored_step = root.step if root is not None and root.step else names.step(source.name)
+    stored_step = (root.step if root is not None else 0) or names.step(source.name)  # 0 tells none
     number = stored_step if step is None else step
     if number is None:
         raise StepOrderError(f"{source}: nothing tells its step: give --step, or step=")

@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from aio_ckpt.argument_checks import check_callback, check_flag, check_kind
 from aio_ckpt.checkpoint.load_progress import metered
 from aio_ckpt.checkpoint.read_context import ReadContext
@@ -23,6 +21,7 @@ from aio_ckpt.leaves.values import State
 from aio_ckpt.match.options import LoadOptions
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.message_texts import shown
+from aio_ckpt.ranks.store_coordinator import rank_in_default_group
 from aio_ckpt.remote_path import check_place
 from aio_ckpt.reports import LoadReport, OnProgress
 from aio_ckpt.restore.load import load_checkpoint
@@ -94,7 +93,7 @@ def load(
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return report
 
-    return _run(path, config, progress, use, *_own_rank())
+    return _run(path, config, progress, use, *rank_in_default_group())
 
 
 def read(
@@ -133,12 +132,8 @@ def read(
         log_load(report, time.perf_counter() - began, rank=ctx.rank, world_size=ctx.world_size)
         return (outcome.state, report) if with_report else outcome.state
 
-    return _run(path, config, progress, use, _own_rank()[0], 1)  # the whole state, whatever the number of ranks
-
-
-def _own_rank() -> tuple[int, int]:
-    """Return rank and world size of the default group, or those of a single process."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    rank, _ = rank_in_default_group()
+    return _run(path, config, progress, use, rank, 1)  # the whole state, whatever the number of ranks
 
 
 def _run(

@@ -307,7 +307,7 @@ async def open_checkpoint(
         raise MismatchError(fault)
     if isinstance(ranks, CorruptCheckpointError):
         raise ranks
-    if not (step is None or root.is_of_step(step)):
+    if not root.is_of_step(step):
         raise CorruptCheckpointError(
             f"{path}: holds step {root.step} by its manifest: the directory was renamed or swapped"
         )

@@ -212,7 +212,7 @@ class _Verification:
         checkpoint = await _open(storage, self.files.directory, self.executor, self.faults)
         if checkpoint is not None:
             root = checkpoint.root
-            if not (root is None or step is None or root.is_of_step(step)):
+            if root is not None and not root.is_of_step(step):
                 message = f"holds step {root.step}, its directory is named for step {step}: renamed or swapped"
                 self._note(root_manifest_name(root.save_id), None, message)
             await (self.check_plain if checkpoint.is_plain_dcp else check_own)(checkpoint)

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.argument_checks import MAX_SECS
 from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
@@ -22,6 +20,7 @@ from aio_ckpt.memory.staging_kind import StagingChoice
 from aio_ckpt.plan.chunks import chunk_bytes_for
 from aio_ckpt.plan.save_plan import PlannedImage
 from aio_ckpt.ranks.on_host import ranks_on_host
+from aio_ckpt.ranks.store_coordinator import rank_in_default_group
 from aio_ckpt.runtime.ctrl_c import Lock
 from aio_ckpt.runtime.portal import SMALL_IO_THREADS, STOP_SECS, Portal
 from aio_ckpt.runtime.thread_priority import lower_priority
@@ -107,9 +106,8 @@ class CallResources:
 
 def default_group_ranks_on_host() -> int:
     """Return the number of ranks on this host; 1 without a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return ranks_on_host(dist.get_world_size(), dist.get_rank(), os.environ)
+    rank, world_size = rank_in_default_group()
+    return ranks_on_host(world_size, rank, os.environ)
 
 
 class SharedResources:

@@ -81,8 +81,7 @@ class RankLoad:
         return cancellable_result_blocking(self.resources.portal.submit(run_cancellable, given_up, work), given_up)
 
     def _files(self) -> Files:
-        resources = self.resources
-        return Files(resources.storage, self.checkpoint.path, page_cache="take")
+        return Files(self.resources.storage, self.checkpoint.path, page_cache="take")
 
     async def _fetch(self, reads: ReadPlan) -> None:
         config, executor = self.resources.config, self.resources.portal.executor

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -36,6 +35,7 @@ from aio_ckpt.format.dcp_metadata_write import dump_metadata
 from aio_ckpt.format.rank_manifest import encode_rank, encode_static
 from aio_ckpt.format.root_manifest import FileEntry
 from aio_ckpt.plan.save_plan import tensor_entry
+from aio_ckpt.ranks.store_coordinator import rank_in_default_group
 from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.snapshot.captured_chunks import CapturedChunks
@@ -125,8 +125,7 @@ def rank_save_of(storage_data: Any, step: int) -> RankSave:
     """
     if isinstance(storage_data, RankSave):
         return storage_data
-    has_group = dist.is_available() and dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
+    rank, world_size = rank_in_default_group()
     return RankSave("", rank, world_size, step)
 
 

@@ -17,7 +17,7 @@ class EarlierRun:
     """
 
     def __init__(self, ctx: EngineContext) -> None:
-        self._root, self._list_root = ctx.root, command_line("ls", ctx.root, *ctx.names.option)
+        self._root, self._names = ctx.root, ctx.names
         self._goes_on = False
         self._has_saved = False
 
@@ -36,7 +36,7 @@ class EarlierRun:
                 "A run that begins anew here fails once it saves a step of that number; %s lists them",
                 self._root,
                 torn,
-                self._list_root,
+                command_line("ls", self._root, *self._names.option),
             )
         elif newest is None:
             _log.info("%s holds no committed step (saves by path do not count)", self._root)

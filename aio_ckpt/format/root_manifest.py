@@ -137,9 +137,9 @@ class RootManifest(FormatHead, frozen=True, kw_only=True, omit_defaults=True):
     files: tuple[_FileName, ...] = ()
     """Names of the files given to ``save(files=)``. Absent if empty."""
 
-    def is_of_step(self, step: int) -> bool:
-        """Return whether the checkpoint may stand in a directory that is named for ``step``."""
-        return self.step in (0, step)
+    def is_of_step(self, step: int | None) -> bool:
+        """Return whether the checkpoint may stand in a directory that is named for ``step``; None: for no step."""
+        return step is None or self.step in (0, step)
 
 
 _ROOTS = msgspec.json.Decoder(RootManifest).decode

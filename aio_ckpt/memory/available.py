@@ -27,8 +27,6 @@ _V2 = _Files(limits=("memory.max", "memory.high"), used="memory.current", reclai
 _V1 = _Files(limits=("memory.limit_in_bytes",), used="memory.usage_in_bytes", reclaimable="total_inactive_file")
 _V1_ANCESTORS = "hierarchical_memory_limit"
 """Entry of ``memory.stat`` in v1: the least limit of the group and of its ancestors, which a container may not see."""
-
-
 _MIN_BUDGET_BYTES = 16 << 20
 """Budget on a machine without free memory, because every save needs some."""
 

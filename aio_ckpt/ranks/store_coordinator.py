@@ -405,6 +405,11 @@ def has_default_group() -> bool:
     return default_store() is not None
 
 
+def rank_in_default_group() -> tuple[int, int]:
+    """Return rank and world size of the default process group, or those of a single process."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
 def default_coordinator(purpose: str = "engines") -> Coordinator:
     """Return a coordinator of the default process group if it has several ranks, else of this process alone.
 

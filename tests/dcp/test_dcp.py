@@ -227,12 +227,16 @@ def test_planners_that_transform_are_asked_as_by_stock(tmp_path: Path) -> None:
     assert_same_state(target, {"a": state["a"] / 2, "b": state["b"]})
 
 
-@needs_plan_cache
-def test_with_dcps_plan_cache_every_save_has_its_own_values_and_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def plan_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP's plan cache, empty."""
     for cache in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
         monkeypatch.setattr(dcp.SavePlanner, f"_cached_{cache}", {})
+
+
+@needs_plan_cache
+@pytest.mark.usefixtures("plan_cache")
+def test_with_dcps_plan_cache_every_save_has_its_own_values_and_files(tmp_path: Path) -> None:
     state = state_of(0, mebibytes=1)
     for seed in (1, 2, 3):
         state = state_of(seed, mebibytes=1)
@@ -247,12 +251,9 @@ def test_with_dcps_plan_cache_every_save_has_its_own_values_and_files(
 
 
 @needs_plan_cache
+@pytest.mark.usefixtures("plan_cache")
 @pytest.mark.parametrize("first", ["stock", "ours"])
-def test_with_dcps_plan_cache_stock_and_ours_save_by_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
-) -> None:
-    for cache in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
-        monkeypatch.setattr(dcp.SavePlanner, f"_cached_{cache}", {})
+def test_with_dcps_plan_cache_stock_and_ours_save_by_turns(tmp_path: Path, first: str) -> None:
     for seed in range(4):
         state, path, is_ours = state_of(seed, mebibytes=1), tmp_path / f"{seed}", (seed % 2 == 0) is (first == "ours")
         writer = Writer(path) if is_ours else dcp.FileSystemWriter(path)
@@ -268,11 +269,10 @@ def test_a_plan_of_stock_in_the_cache_that_is_not_of_all_ranks_commits_nothing()
 
 
 @needs_plan_cache
+@pytest.mark.usefixtures("plan_cache")
 def test_with_dcps_plan_cache_a_writer_works_again_behind_a_save_that_failed(
-    storage: GatedStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: GatedStorage, tmp_path: Path
 ) -> None:
-    for cache in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
-        monkeypatch.setattr(dcp.SavePlanner, f"_cached_{cache}", {})
     writer = Writer(tmp_path / "a", storage=storage)
     storage.fail("create_data_file", "*.distcp", WriteError(errno.ENOSPC, "full", "x"))
     for seed, path in ((0, "a"), (1, "a"), (2, "a"), (3, "b")):
