@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover_all
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, ReadError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
+from aio_ckpt.format.root_names import ENGINE_DIR
 from aio_ckpt.format.step_names import StepNames
-from aio_ckpt.message_texts import command_line
+from aio_ckpt.message_texts import command_line, first_of
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.object_store import AnyStorage
@@ -56,17 +57,30 @@ async def locate(storage: Storage, path: Path, names: StepNames) -> tuple[Sequen
 
 
 async def hint_below(storage: Storage, path: Path) -> str:
-    """Return what to give if directories below ``path`` are checkpoints of other names, as Lightning's; else ''."""
+    """Return what to give if directories below ``path`` are checkpoints of other names, as Lightning's, or roots.
+
+    Returns '' if none is.
+    """
+    checkpoints, roots = list[Path](), list[Path]()
+    for child in [path / name for name in await _readable_names_in(storage, path)]:
+        names = await _readable_names_in(storage, child)
+        checkpoints += [child] if METADATA_FILE in names else []
+        roots += [child] if ENGINE_DIR in names else []
+    if checkpoints:
+        count = f"{len(checkpoints)} of its directories are checkpoints"
+        count = count if len(checkpoints) > 1 else "a directory in it is a checkpoint"
+        return f"; {count} of another name: give {checkpoints[-1]}, or --step-dir if their engine had a step_dir"
+    if roots:
+        return f"; an engine saves into {first_of(roots)}: give {'one of them' if len(roots) > 1 else 'that'}"
+    return ""
+
+
+async def _readable_names_in(storage: Storage, path: Path) -> list[str]:
+    """Return the names in a directory; none of a file, and of a place that cannot be read."""
     try:
-        below = [name for name in await names_in(storage, path) if await storage.exists(path / name / METADATA_FILE)]
-    except AioCkptError:  # a file, or a place that cannot be read: the caller tells
-        return ""
-    if not below:
-        return ""
-    count = (
-        f"{len(below)} of its directories are checkpoints" if len(below) > 1 else "a directory in it is a checkpoint"
-    )
-    return f"; {count} of another name: give {path / below[-1]}, or --step-dir if their engine had a step_dir"
+        return await names_in(storage, path)
+    except AioCkptError:
+        return []
 
 
 async def all_steps(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:

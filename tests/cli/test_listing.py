@@ -354,3 +354,18 @@ def test_a_directory_of_checkpoints_at_paths_is_told_with_one_of_them(tmp_path, 
     assert "; a directory in it is a checkpoint of" in called(capsys, "ls", tmp_path)[1]
     shutil.rmtree(tmp_path / "epoch=0-step=15.ckpt")
     assert called(capsys, "ls", tmp_path)[1].splitlines()[0] == f"no committed checkpoint under {tmp_path}"
+
+
+def test_a_directory_of_roots_is_told_with_them(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    (runs / "logs").mkdir(parents=True)
+    (runs / "notes.txt").touch()
+    for name in ("a", "b"):
+        with SyncCheckpointEngine(runs / name) as engine:
+            engine.save({"w": torch.ones(3)}, step=1).result()
+        hint = "; an engine saves into {}: give {}".format(
+            *((runs / "a", "that") if name == "a" else (f"{runs}/a, {runs}/b", "one of them"))
+        )
+        for command in ("ls", "verify", "inspect"):
+            code, _, err = called(capsys, command, runs)
+            assert (code, hint in err) == (1, True), err
