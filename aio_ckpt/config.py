@@ -173,7 +173,7 @@ class EngineConfig:
     """Newest committed steps to keep; None deletes nothing."""
 
     keep_every: int | None = None
-    """Steps divisible by this are kept for ever, beside ``keep_last``."""
+    """Steps divisible by this are kept for ever, beside ``keep_last``, which it needs."""
 
     keep_best: KeepBest | None = None
     """The best steps by a metric are kept, beside ``keep_last``, which it needs."""
@@ -229,8 +229,9 @@ class EngineConfig:
             raise ConfigError(
                 f'shm_path= with staging={self.staging!r}: only shared memory has a name; give staging="shm"'
             )
-        if self.keep_best is not None and self.keep_last is None:
-            raise ConfigError("keep_best without keep_last: nothing would ever be deleted; give keep_last=1 or more")
+        for name in ("keep_best", "keep_every"):
+            if getattr(self, name) is not None and self.keep_last is None:
+                raise ConfigError(f"{name} without keep_last: nothing would ever be deleted; give keep_last=1 or more")
 
 
 _Check = Callable[[str, object], None]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import anyio
 from torch.distributed.checkpoint.metadata import Metadata
 
 from aio_ckpt.checkpoint.catalog import Catalog, catalog_of_manifests
@@ -27,7 +26,7 @@ from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.rank_manifest import RankManifest, decode_rank
 from aio_ckpt.format.root_manifest import RootManifest
 from aio_ckpt.leaves.containers import Notes
-from aio_ckpt.runtime.futures import first_cause
+from aio_ckpt.runtime.futures import run_all
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.waiting import disk_warning
 from aio_ckpt.state.names import compound_notes, skeleton_names
@@ -302,7 +301,7 @@ async def open_checkpoint(
 
     # Both run at once, because summing .metadata takes as long as reading and decoding the manifests.
     with lines.on_loop():
-        await _run_all(prove_manifests, prove_metadata)
+        await run_all((prove_manifests, prove_metadata), at_once=2)
     if fault is not None:
         raise MismatchError(fault)
     if isinstance(ranks, CorruptCheckpointError):
@@ -369,12 +368,10 @@ async def _read_ranks(
 ) -> dict[int, RankManifest]:
     """Return the manifests of ``part``, or of all ranks if that is not known, in the order of the ranks."""
     found: dict[int, RankManifest] = {}
-    limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
 
     async def read(rank: int) -> None:
-        async with limit:
-            entry = root.ranks[rank]
-            data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
+        entry = root.ranks[rank]
+        data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
         found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
     numbers: Iterable[int] = range(root.world_size)
@@ -388,15 +385,6 @@ async def _read_ranks(
                 needed.append(found[0].stored_by)
         if None not in needed:
             numbers = {rank for ranks in needed for rank in ranks or ()}
-    await _run_all(*(functools.partial(read, rank) for rank in numbers if rank not in found))
+    works = [functools.partial(read, rank) for rank in numbers if rank not in found]
+    await run_all(works, at_once=_MANIFESTS_IN_FLIGHT)
     return dict(sorted(found.items()))
-
-
-async def _run_all(*works: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run all ``works`` at once. Raises the first error itself, not a group."""
-    try:
-        async with anyio.create_task_group() as group:
-            for work in works:
-                group.start_soon(work)
-    except BaseExceptionGroup as errors:
-        raise first_cause(errors) from None

@@ -216,7 +216,7 @@ def prune_command(
     give it EngineConfig(keep_last=...) instead.
     """
     from aio_ckpt.cli.access import call, hint_below
-    from aio_ckpt.cli.root_rows import metric_fault, rows_of
+    from aio_ckpt.cli.root_rows import STEPS_AT_ONCE, metric_fault, rows_of
     from aio_ckpt.commit.protection import protected_steps
     from aio_ckpt.commit.retention import Policy
     from aio_ckpt.commit.root_writer import as_writer
@@ -235,7 +235,7 @@ def prune_command(
             raise click.ClickException(f"{fault}; nothing is deleted")
         return [row for row in rows if row.step in gone], [row for row in rows if row.step not in gone]
 
-    expired, kept = call(plan)
+    expired, kept = call(plan, readers=STEPS_AT_ONCE)
     if not expired:
         _print_deleted([], screen)
         return 0
@@ -259,7 +259,7 @@ def prune_command(
             return chosen
 
     with bytes_progress(screen, "verify") as on_progress:
-        deleted = call(delete)
+        deleted = call(delete, readers=STEPS_AT_ONCE)
     _print_deleted(deleted, screen)
     return 0
 

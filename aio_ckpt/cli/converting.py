@@ -232,6 +232,7 @@ def _check_source_stays(source: Path, target: Path) -> None:
 
 def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, trusted: bool, as_json: bool) -> None:
     """Save the state at ``source`` as a step of ``root``; ``step``: None for that of the source, or the next one."""
+    from aio_ckpt.cli.access import call
     from aio_ckpt.cli.sources import read_source
     from aio_ckpt.commit.discovery import discover
     from aio_ckpt.commit.step_numbers import step_after
@@ -245,6 +246,8 @@ def _to_step(source: Path, root: Path, names: StepNames, *, step: int | None, tr
                 "or a higher one, or another root"
             )
 
+    if step is not None:  # before a file, which has none of its own, is looked at
+        call(lambda storage, _: check(storage, step, {}))
     screen = Screen(as_json=as_json)
     with bytes_progress(screen, "read") as on_progress:
         found = read_source(source, root, names, on_progress, check=check, trusted=trusted)

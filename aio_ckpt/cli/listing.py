@@ -64,7 +64,7 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
     and lengths of files tell; verify reads every byte.
     """
     from aio_ckpt.cli.access import call, hint_below
-    from aio_ckpt.cli.root_rows import list_root, metric_fault
+    from aio_ckpt.cli.root_rows import STEPS_AT_ONCE, list_root, metric_fault
 
     check_root(root, names)
     screen = Screen(as_json=as_json)
@@ -79,7 +79,7 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
         good = [row.step for row in listing.checkpoints if row.fault is None]
         return listing, await advice(storage, root, names, damaged, good)
 
-    found, hint = call(work)
+    found, hint = call(work, readers=STEPS_AT_ONCE)
     if as_json:
         screen.json(found)
         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import time
@@ -31,12 +32,17 @@ from aio_ckpt.format.root_manifest import FileEntry, RootManifest, data_files_of
 from aio_ckpt.format.root_names import ABANDONED_DIR, CLAIM_FILE, CORRUPT_DIR, ENGINE_DIR, PENDING_DIR, TRASH_DIR
 from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.remote_path import RemotePath
+from aio_ckpt.runtime.futures import run_all
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in
 from aio_ckpt.storage.object_store import AnyStorage
 from aio_ckpt.storage.small_files import read_root
 
 _log = logging.getLogger("aio_ckpt")
+STEPS_AT_ONCE = 8
+"""Steps that are read at a time. A store or a server takes its time for each file."""
+_MANIFESTS_AT_ONCE = 8
+"""Manifests of one step that are read at a time."""
 
 
 class RootRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,8 +134,8 @@ async def rows_of(storage: Storage, executor: Executor, root: Path, names: StepN
     """Return a row for each committed checkpoint, and for each that has lost its ``.metadata``, ascending by step."""
     marked = await protected_steps(storage, root)
     found = await all_steps(storage, root, names)
-    rows = [await _row(storage, executor, each, is_protected=each.step in marked) for each in found]
-    return [row for row in rows if row is not None]
+    works = [functools.partial(_row, storage, executor, each, is_protected=each.step in marked) for each in found]
+    return [row for row in await run_all(works, at_once=STEPS_AT_ONCE) if row is not None]
 
 
 async def _below(storage: Storage, root: Path, directory: str) -> tuple[str, ...]:
@@ -379,9 +385,12 @@ async def check_files(storage: Storage, path: Path, root: RootManifest, step: in
             f"{root_manifest_name(root.save_id)}: holds step {root.step}: the directory was renamed or swapped"
         )
     await _read(storage, path, root.metadata, lengths)
-    for entry in root.ranks:
+
+    async def check_rank(entry: FileEntry) -> None:
         for file in data_files_of(await _read(storage, path, entry, lengths), name=entry.name):
             _check_length(file, lengths)
+
+    await run_all([functools.partial(check_rank, entry) for entry in root.ranks], at_once=_MANIFESTS_AT_ONCE)
 
 
 def _check_length(entry: FileEntry, lengths: Mapping[str, int]) -> None:

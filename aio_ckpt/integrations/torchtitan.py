@@ -23,13 +23,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from aio_ckpt.argument_checks import check_kind, local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import ConfigError
 from aio_ckpt.integrations.patch_points import Expected, moved_names
+from aio_ckpt.ranks.store_coordinator import rank_in_default_group
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.ctrl_c import new_future
 from aio_ckpt.sync import SyncCheckpointEngine
@@ -159,7 +159,8 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
             self._asked_step = None
         self._clear_way(Path(checkpoint_id), step)
         state = _plain(state_dict)
-        if _rank() != 0:
+        rank, _ = rank_in_default_group()
+        if rank != 0:
             state.pop(_TRAIN_STATE, None)  # each rank counts its own tokens; of all, rank 0's count is kept
         ticket = self._ticket = self.engine.save(state, step=step, overwrite=True)
         if async_mode == "disabled":
@@ -177,7 +178,8 @@ class AioCheckpointManager(CheckpointManager):  # type: ignore[misc]
     @staticmethod
     def _clear_way(path: Path, step: int) -> None:
         """Move what stock's killed save left in the place of a checkpoint, which the engine never replaces."""
-        if _rank() == 0 and path.is_dir() and not (path / ".metadata").exists():
+        rank, _ = rank_in_default_group()
+        if rank == 0 and path.is_dir() and not (path / ".metadata").exists():
             aside = path.with_name(f"aside-{step}-{time.time_ns()}")  # no name in which stock finds its pattern
             path.rename(aside)
             _log.warning("%s held no checkpoint, and stood where step %d is saved: it is %s now", path, step, aside)
@@ -264,34 +266,29 @@ class _Rng:
 
     def template(self) -> dict[str, Any]:
         """Return a template that takes what this rank saved; nothing if there is nothing."""
-        return {f"rank{_rank()}": {}}
+        rank, _ = rank_in_default_group()
+        return {f"rank{rank}": {}}
 
     def state_dict(self) -> dict[str, Any]:
+        rank, world_size = rank_in_default_group()
         state = {
-            "world_size": _world_size(),
+            "world_size": world_size,
             "cpu": torch.get_rng_state(),
             "python": random.getstate(),
             "numpy": np.random.get_state(),
         }
         if torch.accelerator.is_available():
             state["device"] = torch.get_device_module().get_rng_state()
-        return {f"rank{_rank()}": state}
+        return {f"rank{rank}": state}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        state = states[f"rank{_rank()}"]
-        if state.get("world_size") != _world_size():
-            _log.info("the random numbers of rank %d stay as they are: as many ranks have saved none", _rank())
+        rank, world_size = rank_in_default_group()
+        state = states[f"rank{rank}"]
+        if state.get("world_size") != world_size:
+            _log.info("the random numbers of rank %d stay as they are: as many ranks have saved none", rank)
             return
         torch.set_rng_state(state["cpu"])
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         if "device" in state and torch.accelerator.is_available():
             torch.get_device_module().set_rng_state(state["device"])
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

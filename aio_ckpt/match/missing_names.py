@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
 
+import torch
+
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.message_texts import first_of
 from aio_ckpt.state.names import branches_of, is_below, joined, listed
@@ -78,11 +80,43 @@ def missing_remedies(
     remedies = [
         _renamed_remedy(checkpoint, taken, missing),
         _list_remedy(missing[0], state, checkpoint.catalog.names())
+        or _branch_remedy(checkpoint, state, missing, taken)
         or _kind_remedy(missing[0], unmoved)
         or (_close_remedy(missing, lacked) if are_alike else ""),
         "allow_missing=True leaves them as they are",
     ]
     return [*filter(None, remedies)]
+
+
+def _branch_remedy(checkpoint: Checkpoint, state: object, missing: Sequence[str], taken: Set[str]) -> str:
+    """Return the ``rename=`` if the template is one branch of the stored state, or has that as its own branch; else ''.
+
+    As where a trainer saves ``{"model": model, ...}`` and an evaluation loads ``model``, or the other way round.
+    """
+    stored = {*checkpoint.catalog.names()}
+    if checkpoint.names:  # the caller has renamed already
+        return ""
+    ends = [name.removesuffix(f".{missing[0]}") for name in stored if name.endswith(f".{missing[0]}")]
+    found = sorted(branch for branch in ends if all(f"{branch}.{name}" in stored for name in missing))
+    # A Stateful value that is the template takes all that is stored, whatever its own names are.
+    if found and (taken <= {*missing} or hasattr(state, "load_state_dict")):
+        branch = found[0]
+        above = {*branches_of(branch)}
+        others = (
+            [at for at in branches_of(name) if at not in above][-1] for name in stored if not is_below(name, branch)
+        )
+        rename = {branch: ""} | dict.fromkeys(sorted({*others}))
+        return (
+            f"all of them are stored below {first_of([*map(repr, found)])}: rename={rename} loads those of {branch!r}"
+        )
+    for name in missing:
+        value = state.get(name) if isinstance(state, dict) else None
+        if isinstance(value, torch.nn.Module) and stored.issuperset(value.state_dict()):
+            return f"what {name!r} lacks is stored without that prefix: rename={{'': {name!r}}} adds it"
+    for branch in branches_of(missing[0].rpartition(".")[0]):
+        if branch and all(is_below(name, branch) and name.removeprefix(f"{branch}.") in stored for name in missing):
+            return f"all of them are stored without that prefix: rename={{'': {branch!r}}} adds it"
+    return ""
 
 
 def _list_remedy(name: str, state: Any, stored: Collection[str]) -> str:
@@ -133,6 +167,8 @@ def _close_remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
         old, new = other.split("."), name.split(".")
         while old[-1] == new[-1] and min(len(old), len(new)) > 1:
             old, new = old[:-1], new[:-1]
+        if old == new:  # the caller's own rename= has moved it, which another remedy tells
+            return ""
         return f"rename={{{'.'.join(old)!r}: {'.'.join(new)!r}}} loads {other!r} as {name!r}"
     if not unexpected:
         return ""

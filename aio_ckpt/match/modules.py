@@ -92,7 +92,7 @@ def _is_refused(taker: StatefulTaker, name: str) -> bool:
     """
     place = next((branch for branch in branches_of(name) if is_extra_state(branch)), None)
     if place is None:
-        return name in taker.checkpoint.catalog.shards
+        return True
     try:
         owner = taker.value.get_submodule(place[len(prefix_of(taker.name or None)) :].rpartition(".")[0])
     except AttributeError:

@@ -1,10 +1,10 @@
-"""Futures that follow others, waits that can be cancelled, and the threads that work for one save."""
+"""Futures that follow others, calls at once, waits that can be cancelled, and the threads that work for one save."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol, TypeVar
 
@@ -44,6 +44,26 @@ def first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
     return error
+
+
+async def run_all(works: Iterable[Callable[[], Awaitable[T]]], *, at_once: int) -> list[T]:
+    """Return what ``works`` return, in their order, with ``at_once`` of them at a time.
+
+    Raises the first error itself, not a group. The other works are cancelled then.
+    """
+    limit, results = anyio.CapacityLimiter(at_once), dict[int, T]()
+
+    async def run(number: int, work: Callable[[], Awaitable[T]]) -> None:
+        async with limit:
+            results[number] = await work()
+
+    try:
+        async with anyio.create_task_group() as group:
+            for number, work in enumerate(works):
+                group.start_soon(run, number, work)
+    except BaseExceptionGroup as errors:
+        raise first_cause(errors) from None
+    return [results[number] for number in sorted(results)]
 
 
 async def run_cancellable(given_up: Future[None], work: Callable[[], Awaitable[T]]) -> T:

@@ -149,6 +149,13 @@ def test_what_cannot_be_made_is_refused_before_tensors_are_read(root, tmp_path, 
     assert not [name for name in read if name.startswith("model")]
 
 
+@pytest.mark.parametrize("command", ["import", "convert"])
+def test_a_file_becomes_no_step_below_the_newest(root, tmp_path, capsys, command):
+    (tmp_path / "m.pt").write_bytes(b"not looked at before the step is checked")
+    code, _, err = called(capsys, command, tmp_path / "m.pt", root, "--step", 3)
+    assert (code, f"the newest in {root}: give --step 21 or a higher one" in err) == (1, True), err
+
+
 def test_export_of_a_file_names_convert(tmp_path, capsys):
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     code, _, err = called(capsys, "export", tmp_path / "a.pt", tmp_path / "b.safetensors")

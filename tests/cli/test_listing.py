@@ -7,11 +7,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from checkpoint_maker import content_of, write_checkpoint
 from command_line import called, document, save_by_dcp
 from saved_files import data_file, rank_manifest, root_manifest
 
@@ -21,6 +23,7 @@ from aio_ckpt.commit.owner import Owner, encoded_owner, pending_path
 from aio_ckpt.config import EngineConfig, KeepBest
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.root_names import CLAIM_FILE
+from aio_ckpt.storage import local
 from aio_ckpt.sync import SyncCheckpointEngine
 
 STEP = "step_000000010"
@@ -369,3 +372,21 @@ def test_a_directory_of_roots_is_told_with_them(tmp_path, capsys):
         for command in ("ls", "verify", "inspect"):
             code, _, err = called(capsys, command, runs)
             assert (code, hint in err) == (1, True), err
+
+
+def test_steps_and_the_manifests_of_each_are_read_at_once(tmp_path, capsys, monkeypatch):
+    """In a store, each of them takes a round trip: a bucket of 20 steps of 64 ranks would take a minute."""
+    steps, ranks = 2, 3
+    for step in range(steps):
+        contents = [content_of({"w": torch.full((3,), float(rank))}, rank) for rank in range(ranks)]
+        write_checkpoint(tmp_path / f"step_{step:09d}", contents, step=step)
+    all_at_once, real = threading.Barrier(steps * ranks, timeout=20), local._read_file
+
+    def read(path: Path, max_bytes: int) -> bytes:
+        if path.suffix == ".bin":
+            all_at_once.wait()
+        return real(path, max_bytes)
+
+    monkeypatch.setattr(local, "_read_file", read)
+    code, out, err = called(capsys, "ls", tmp_path)
+    assert (code, out.splitlines()[-1].split(",")[0]) == (0, "2 checkpoints"), err

@@ -331,6 +331,20 @@ def test_a_refused_load_says_whether_the_target_changed_or_may_have(
     assert caught.value.target_modified  # type: ignore[attr-defined]
 
 
+def test_a_value_that_is_no_tensor_is_refused_for_a_module_before_anything_is_touched(
+    engine: SyncCheckpointEngine,
+) -> None:
+    engine.save({"m": {**layers(2).state_dict(), "step": 3}}).result(SECS)
+    template = layers(2)
+    before = {name: tensor.clone() for name, tensor in template.state_dict().items()}
+    words = "lacks 1 name: 'm.step', stored for it: rename={'m.step': None} leaves them out"
+    with pytest.raises(TemplateMismatchError, match=re.escape(words)) as caught:
+        engine.load({"m": template})
+    assert not caught.value.target_modified
+    assert all(torch.equal(before[name], tensor) for name, tensor in template.state_dict().items())
+    engine.load({"m": template}, rename={"m.step": None})
+
+
 def layers(*widths: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width) for width in widths))
 

@@ -105,6 +105,61 @@ def test_the_remedy_of_a_refused_prefix_loads(engine: SyncCheckpointEngine, kind
         assert same(other, model)
 
 
+@pytest.mark.parametrize("saved", [
+    lambda model: {"model": model, "optimizer": optimizer_of(model, 1), "step": 3},
+    lambda model: {"state": {"model": model, "step": 3}, "rng": {"a": 1, "b": torch.ones(2)}},
+])  # fmt: skip
+@pytest.mark.parametrize("template", [lambda model: model, lambda model: model.state_dict()])
+def test_the_remedy_for_a_template_that_is_a_branch_of_what_is_stored_loads_that(
+    engine: SyncCheckpointEngine, saved: Any, template: Any
+) -> None:
+    """A trainer saves ``{"model": model, ...}``, and an evaluation loads the model."""
+    model, other = model_of(1), model_of(2)
+    engine.save(saved(model)).result(TIMEOUT)
+    loads_by_remedy(engine, template(other))
+    assert same(other, model)
+
+
+@pytest.mark.parametrize("saved", [lambda model: model, lambda model: model.state_dict()])
+@pytest.mark.parametrize("template", [
+    lambda model: {"model": model},
+    lambda model: {"model": model.state_dict()},
+    lambda model: {"model": {"net": model.state_dict()}},
+])  # fmt: skip
+def test_the_remedy_for_a_template_with_one_branch_more_than_what_is_stored_loads_into_that(
+    engine: SyncCheckpointEngine, saved: Any, template: Any
+) -> None:
+    model, other = model_of(1), model_of(2)
+    engine.save(saved(model)).result(TIMEOUT)
+    loads_by_remedy(engine, template(other))
+    assert same(other, model)
+
+
+def loads_by_remedy(engine: SyncCheckpointEngine, template: Any) -> None:
+    with pytest.raises(MissingNameError) as caught:
+        engine.load(template)
+    found = re.search(r"rename=(\{.*?\})", str(caught.value))
+    assert found is not None, caught.value
+    engine.load(template, rename=ast.literal_eval(found[1]))
+
+
+def test_branches_that_all_hold_the_template_are_named(engine: SyncCheckpointEngine) -> None:
+    model = model_of(1)
+    engine.save({"model": model, "ema": model.state_dict(), "other": {"0": {"weight": torch.ones(1)}}}).result(TIMEOUT)
+    with pytest.raises(
+        MissingNameError, match=r"all of them are stored below 'ema', 'model': rename=.* loads those of"
+    ):
+        engine.load(model_of(2))
+
+
+def test_a_rename_of_the_caller_is_not_offered_again(engine: SyncCheckpointEngine) -> None:
+    engine.save({"model": model_of(1)}).result(TIMEOUT)
+    with pytest.raises(MissingNameError, match=r"rename= gives it 'model\.0\.bias' as 'model\.model\.0") as caught:
+        engine.load({"model": model_of(2).state_dict()}, rename={"": "model"})
+    assert "rename={" not in str(caught.value)
+    assert "which the template lacks" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("stored", "template", "rename"), [
     ({"model": {"a": {"w": 0}}}, {"modle": {"a": {"w": 0}}}, {"model": "modle"}),
     ({"step": 0, "w": 1}, {"stpe": 0}, {"step": "stpe"}),

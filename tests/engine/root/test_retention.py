@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,9 +162,15 @@ def test_old_steps_are_deleted_once_a_new_one_is_committed(root: Path) -> None:
 
 
 def test_nothing_is_deleted_unasked(root: Path) -> None:
-    with SyncCheckpointEngine(root, EngineConfig(keep_every=10)) as engine:
+    with SyncCheckpointEngine(root) as engine:
         save(engine, *range(1, 12))
         assert engine.steps() == list(range(1, 12))
+
+
+@pytest.mark.parametrize("setting", [{"keep_every": 10}, {"keep_best": KeepBest(metric="loss")}])
+def test_a_setting_that_would_delete_nothing_is_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} without keep_last: nothing would ever be deleted"):
+        EngineConfig(**setting)
 
 
 def test_a_pass_that_deletes_logs_one_line_with_its_steps(root: Path, caplog: pytest.LogCaptureFixture) -> None:
