@@ -41,9 +41,8 @@ for logger in logging.Logger.manager.loggerDict.values():
         logger.propagate = True
 
 
-WORKERS = 3
-"""One more than the cores of the smallest machine: many tests wait for a deadline. With four, the imports of a further
-process cost more than the idle time that it fills."""
+WORKERS = 4
+"""More than the two cores of the smallest machine: many tests wait for a deadline."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

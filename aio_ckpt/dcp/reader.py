@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from aio_ckpt._torch import StorageInfo, reader_transforms
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
-from aio_ckpt.commit.discovery import IS_FILE
+from aio_ckpt.commit.discovery import checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.call_resources import CallResources
 from aio_ckpt.dcp.rank_load import RankLoad
@@ -26,9 +26,9 @@ from aio_ckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
-    ReadError,
 )
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
+from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import shown
 from aio_ckpt.runtime.error_notes import naming_checkpoint
 from aio_ckpt.storage.local import Storage
@@ -151,11 +151,7 @@ async def _open(resources: CallResources, path: Path, rank: int | None) -> Check
         try:
             return await open_checkpoint(storage, path, executor=executor)
         except CheckpointNotFoundError:
-            try:
-                await storage.list_dir(path)
-            except ReadError as error:
-                if error.errno == errno.ENOTDIR:
-                    raise CheckpointNotFoundError(errno.ENOTDIR, IS_FILE, str(path)) from None
+            await checkpoint_at(storage, path, StepNames(resources.config.step_dir))  # raises what is there instead
             raise
     data = await read_small_file(storage, path / f"__{rank}{METADATA_FILE}")
     if data is None:

@@ -595,8 +595,11 @@ def test_errors_name_what_a_writer_or_reader_does_not_support_or_find(tmp_path: 
         Writer(tmp_path / "a").set_up_storage_writer(True, rank=0, use_collectives=False)
     (tmp_path / "file").touch()
     assert isinstance(failure_of(lambda: save({"a": torch.ones(1)}, tmp_path / "file")), WriteError)
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(CheckpointNotFoundError, match="the directory does not exist"):
         Reader(tmp_path / "nowhere").read_metadata()
+    save({"a": torch.ones(1)}, tmp_path / "root" / "step_000000007")
+    with pytest.raises(CheckpointNotFoundError, match=r"it is a root; give one of its steps, such as .*000000007"):
+        Reader(tmp_path / "root").read_metadata()
 
 
 @needs_stagers  # the same torch has both
