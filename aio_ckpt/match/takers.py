@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.leaves.objects import type_name
 from aio_ckpt.leaves.values import LeafKind, OwnedShard, Target, UntrustedObject
 from aio_ckpt.match.options import LoadOptions
+from aio_ckpt.message_texts import first_of
 from aio_ckpt.runtime.error_notes import mark_modified
 from aio_ckpt.state.build import build_part
 from aio_ckpt.state.dcp_paths import unflatten_dcp
@@ -33,6 +35,7 @@ from aio_ckpt.state.flatten import leaves_of
 from aio_ckpt.state.names import NamedNode, find_named, prefix_of
 from aio_ckpt.state.put_back import put_back
 
+_log = logging.getLogger("aio_ckpt")
 Put: TypeAlias = Callable[[bool], bool]
 """Gives a value to the template. Gets whether this load has written to the template before; returns whether it has."""
 
@@ -149,16 +152,22 @@ class LeavesTaker:
         Plain DCP stores every key as a str. The keys of an optimizer's ``state`` are made numbers again.
         """
         left, ctx, trusted = dict(self.any_leaves), self.ctx, self.ctx.config.trusted_objects
-        built: dict[str, object] = {}
+        built, plain = dict[str, object](), list[str]()
         for skeleton in self.checkpoint.skeletons(ctx.rank) if self.checkpoint.has_skeleton else ():
             parts = find_named(skeleton, {leaf.branch for leaf in left.values()}, rank=ctx.rank)
             for name, leaf in left.items():
                 if leaf.branch in parts:
                     part = parts[leaf.branch]
-                    built[name] = build_part(part, leaf.branch, values, rank=ctx.rank, trusted=trusted)
+                    built[name] = build_part(part, leaf.branch, values, rank=ctx.rank, trusted=trusted, plain=plain)
             left = {name: leaf for name, leaf in left.items() if name not in built}
             if not left:
                 break
+        if plain:
+            text = (
+                "%s: types that are not trusted came back as plain ones: %s; torch.serialization.add_safe_globals() of "
+                "a type, or trusted_objects=True of the engine, brings it back"
+            )
+            _log.warning(text, self.checkpoint.path, first_of(plain))
         for name, leaf in left.items():
             stored = {found: values[found] for found in map(self.checkpoint.stored_name, leaf.names)}
             if list(stored) == [leaf.branch]:

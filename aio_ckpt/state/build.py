@@ -74,13 +74,14 @@ def build_part(
     rank: int,
     trusted: bool = False,
     own: Mapping[str, CompoundTensor] | None = None,
+    plain: list[str] | None = None,
     untrusted: dict[str, str] | None = None,
 ) -> object:
     """Return the value called ``name``, such as a ``state_dict()``, from leaves given by full name.
 
     ``part``: its part of the skeleton, by :func:`aio_ckpt.state.names.find_named`.
     ``own``: compound tensors of the value that takes the result, by full name. Their types are made without trust.
-    ``untrusted``: as in :func:`build`.
+    ``plain``, ``untrusted``: as in :func:`build`.
 
     Raises:
         MissingNameError: ``leaves`` lacks one of its leaves.
@@ -91,6 +92,7 @@ def build_part(
         only=None,
         trusted=trusted,
         own=own or {},
+        plain=[] if plain is None else plain,
         untrusted=untrusted,
         number=part.number,
     )
@@ -237,8 +239,8 @@ class _Builder:
             thawed = thaw_key(key, trusted=self.trusted)
             check_key(thawed)
             hash(thawed)
-        except UnsafeObjectError as error:
-            self.plain.append(f"the key {key_text(key)} ({error})")
+        except UnsafeObjectError:
+            self.plain.append(f"the key {key_text(key)} (its text)")
             return key_text(key)
         except (TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"the key {key_text(key)}: {error}") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import warnings
 from collections import OrderedDict, defaultdict, deque
@@ -164,6 +166,25 @@ def test_what_is_stored_nowhere_is_missing_or_stays_empty(engine: SyncCheckpoint
 
 class Odd:
     """Whose objects need trust."""
+
+
+@dataclasses.dataclass
+class Progress:
+    step: int
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_a_type_that_is_not_trusted_becomes_a_plain_one_and_a_warning_names_it(
+    engine: SyncCheckpointEngine, caplog: pytest.LogCaptureFixture, given: Any
+) -> None:
+    found = loaded(engine, {"run": Progress(3), "by": {Progress: torch.ones(1)}}, copy.copy(given))
+    assert found["run"] == {"step": 3}
+    (warning,) = [record.getMessage() for record in caplog.records if "not trusted" in record.getMessage()]
+    assert "plain ones: v.run (" in warning
+    assert f"the key {Progress} (its text); torch.serialization.add_safe_globals() of a type" in warning
+    caplog.clear()
+    loaded(engine, {"a": {"b": 1}}, copy.copy(given))
+    assert "not trusted" not in caplog.text
 
 
 def test_an_object_below_that_needs_trust_is_refused_or_told(engine: SyncCheckpointEngine) -> None:
