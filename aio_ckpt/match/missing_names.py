@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aio_ckpt.checkpoint.open import Checkpoint
-from aio_ckpt.message_texts import first_of
+from aio_ckpt.message_texts import SHOWN, first_of
 from aio_ckpt.state.names import branches_of, is_below, joined, listed
 
 
@@ -98,8 +98,10 @@ def _branch_remedy(checkpoint: Checkpoint, state: object, missing: Sequence[str]
         return ""
     ends = [name.removesuffix(f".{missing[0]}") for name in stored if name.endswith(f".{missing[0]}")]
     found = sorted(branch for branch in ends if all(f"{branch}.{name}" in stored for name in missing))
-    # A Stateful value that is the template takes all that is stored, whatever its own names are.
-    if found and (taken <= {*missing} or hasattr(state, "load_state_dict")):
+    # A Stateful value that is the template takes all that is stored, whatever its own names are. Of dicts, the branch
+    # has all names; one name alone may be anywhere, as "step" in each parameter's state of an optimizer.
+    is_branch = hasattr(state, "load_state_dict") or (len(missing) > 1 and taken <= {*missing})
+    if is_branch and 0 < len(found) <= SHOWN:
         branch = found[0]
         above = {*branches_of(branch)}
         others = (

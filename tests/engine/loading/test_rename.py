@@ -152,6 +152,16 @@ def test_branches_that_all_hold_the_template_are_named(engine: SyncCheckpointEng
         engine.load(model_of(2))
 
 
+@pytest.mark.parametrize("names", [["step"], ["step", "exp_avg"]])
+def test_names_that_are_stored_below_many_branches_are_no_branch(
+    engine: SyncCheckpointEngine, names: list[str]
+) -> None:
+    engine.save({"optimizer": {str(i): {name: torch.ones(1) for name in names} for i in range(9)}}).result(TIMEOUT)
+    with pytest.raises(MissingNameError, match=r"it holds .* names") as caught:
+        engine.load({name: torch.zeros(1) for name in names})
+    assert "rename={" not in str(caught.value)
+
+
 def test_a_rename_of_the_caller_is_not_offered_again(engine: SyncCheckpointEngine) -> None:
     engine.save({"model": model_of(1)}).result(TIMEOUT)
     with pytest.raises(MissingNameError, match=r"rename= gives it 'model\.0\.bias' as 'model\.model\.0") as caught:
