@@ -33,7 +33,7 @@ SILENCE_SECS = 3 * HEARTBEAT_SECS
 """Time without a heartbeat of an engine that seems dead, after which it is."""
 _STORE_SILENCE_SECS = 12 * HEARTBEAT_SECS
 """The same in an object store, where a heartbeat alone tells. A request that hangs must have ended by then, see
-:data:`~aio_ckpt.storage.object_client.RETRY_SECS`."""
+:data:`~aio_ckpt.storage.object_client.COMMITS`."""
 _BEATS_A_LOOK = 6
 """Heartbeats after which the claim is read: a writer that was taken over must not renew the claim of another one."""
 _POLL_SECS = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,8 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage import object_client
+from aio_ckpt.storage.object_client import Limits
 from aio_ckpt.storage.object_store import ObjectStorage
 from bench.common.seaweedfs import SECRET
 from tests.remote.fault_proxy import Fault
@@ -362,6 +365,23 @@ def test_a_store_that_is_busy_is_asked_again(root: Path, bucket: str, capsys, fa
     assert called(capsys, "cp", root, f"{bucket}/run")[0] == 0
     assert called(capsys, "verify", f"{bucket}/run")[0] == 0
     assert aio_ckpt.read(f"{bucket}/run/step_000000020")["lr"] == 0.2
+
+
+def test_data_on_a_slow_network_may_take_longer_than_a_commit(
+    root: Path, bucket: str, tmp_path: Path, faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_client, "COMMITS", Limits(try_secs=1, retry_secs=1))
+
+    def delay(method: str, path: str, number: int) -> Fault:
+        if path.endswith(".distcp") and method in ("PUT", "GET"):
+            threading.Event().wait(2.1)  # two tries of a commit
+        return ""
+
+    faulty(delay)
+    aio_ckpt.copy(root / "step_000000010", f"{bucket}/run")
+    aio_ckpt.copy(f"{bucket}/run/step_000000010", tmp_path / "back")
+    for root_of_copy in (f"{bucket}/run", tmp_path / "back"):
+        assert torch.equal(aio_ckpt.read(f"{root_of_copy}/step_000000010")["w"], state(10)["w"])
 
 
 @pytest.mark.sampled

@@ -200,9 +200,11 @@ async def test_of_two_engines_that_set_a_dead_claim_aside_one_gets_it(bucket: Me
 def test_a_request_that_hangs_ends_before_its_writer_counts_as_dead() -> None:
     place = RemotePath.of("s3://bucket/run")
     assert place is not None
-    retry, silence = object_client.open_store(place).retry_config, claims.longest_silence(OBJECT_STORE)
-    assert retry["retry_timeout"].total_seconds() == object_client.RETRY_SECS
-    assert silence > object_client.RETRY_SECS + object_client.REQUEST_SECS + 2 * claims.HEARTBEAT_SECS
+    store, limits = object_client.open_store(place), object_client.COMMITS
+    assert store.retry_config["retry_timeout"].total_seconds() == limits.retry_secs
+    assert store.client_options["timeout"] == f"{limits.try_secs}s"
+    longest = limits.retry_secs + limits.try_secs
+    assert claims.longest_silence(OBJECT_STORE) > longest + 2 * claims.HEARTBEAT_SECS
 
 
 @pytest.mark.parametrize("is_overwrite", [False, True])

@@ -21,7 +21,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, Mirror, SyncCheckpointEngin
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, ReadError, RootError
 from aio_ckpt.remote_path import RemotePath, place_of
 from aio_ckpt.snapshot.captured_chunks import CapturedChunks
-from aio_ckpt.storage.object_client import REQUEST_SECS, RETRY_SECS
+from aio_ckpt.storage.object_client import COMMITS, DOWNLOADS, UPLOADS
 from aio_ckpt.storage.object_store import AnyStorage
 from aio_ckpt.storage.object_upload import ObjectUpload
 from bench.common.seaweedfs import KEY, SECRET
@@ -199,12 +199,13 @@ def test_a_store_object_gets_the_limits_of_time_that_a_commit_needs(s3_store: S3
     with SyncCheckpointEngine(s3_store) as engine:
         storage = engine._ctx.storage
         assert isinstance(storage, AnyStorage)
-        used = storage.store_of(RemotePath.of("s3://bucket/any"))._store
-    assert used.retry_config["retry_timeout"] == timedelta(seconds=RETRY_SECS)
-    assert used.retry_config["max_retries"] > 1000  # so that the time alone counts
-    assert used.client_options["timeout"] == f"{REQUEST_SECS}s"
-    assert used.client_options["allow_http"]
-    assert used.prefix is None
+        used = storage.store_of(RemotePath.of("s3://bucket/any"))
+    for client, limits in ((used._store, COMMITS), (used._uploads, UPLOADS), (used._downloads, DOWNLOADS)):
+        assert client.retry_config["retry_timeout"] == timedelta(seconds=limits.retry_secs)
+        assert client.retry_config["max_retries"] > 1000  # so that the time alone counts
+        assert client.client_options["timeout"] in (f"{limits.try_secs}s", f"{limits.try_secs // 60}m")
+        assert client.client_options["allow_http"]
+        assert client.prefix is None
     assert s3_store.retry_config is None
 
 
