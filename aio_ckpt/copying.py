@@ -291,6 +291,7 @@ async def _copy_to_store(
             await _put_once(store, final / name, data)
         if wanted.replacing is None:
             await _put_once(store, final / METADATA_FILE, metadata)
+            await _check_still_whole(store, final, files)
         else:
             assert pending is not None
             await store.name_files(pending, late)
@@ -301,11 +302,24 @@ async def _copy_to_store(
         raise  # that one may have files of this name
     except BaseException:
         with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
-            if not await store.exists(final / METADATA_FILE):  # the answer to the last call may be lost
-                for name in (*others, *small):
-                    await store.remove_file(final / name)
+            for name in (*others, *small):
+                if await store.exists(final / METADATA_FILE):  # of another copy; or the answer to the put was lost
+                    break
+                await store.remove_file(final / name)
         raise
     return final
+
+
+async def _check_still_whole(store: ObjectStorage, final: RemotePath, files: Mapping[str, int]) -> None:
+    """Raise WriteError if files of a copy are gone. It is no checkpoint any more then.
+
+    Another copy of the same save, whose files have the same names, has failed meanwhile and removed its own.
+    """
+    left = await store.all_lengths(final)
+    if gone := sorted(files.keys() - left.keys()):
+        await store.remove_file(final / METADATA_FILE)
+        text = f"another copy of this step has failed and removed {gone[0]} meanwhile: copy it again"
+        raise WriteError(errno.ENOENT, text, str(final))
 
 
 async def _copy_each(names: Iterable[str], copy_one: Callable[[str], Awaitable[None]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from obstore.store import from_url
 from slow import slow
 
 import aio_ckpt
-from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt import SyncCheckpointEngine, copying
 from aio_ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -26,6 +27,7 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     ReadError,
     StepOrderError,
+    WriteError,
 )
 from aio_ckpt.remote_path import RemotePath, check_place
 from aio_ckpt.runtime.portal import Executor
@@ -139,6 +141,44 @@ def test_of_two_copies_at_once_none_takes_the_other_one_away(
         (root / "step_000000020/.metadata").read_bytes() if is_same else b"of another save"
     )
     assert called(capsys, "verify", f"{bucket}/run")[0] == (0 if is_same else 1)
+
+
+def test_a_copy_whose_files_another_failed_copy_removes_is_no_success(
+    root: Path, bucket: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, write = f"{bucket}/run/step_000000020", ObjectStorage.write_file
+
+    async def overtaken(self: ObjectStorage, path: Path, *parts: bytes) -> None:
+        if path.name == ".metadata":
+            await self.remove_file(path.parent / "card.md")
+        await write(self, path, *parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStorage, "write_file", overtaken)
+        code, _, err = called(capsys, "cp", root, f"{bucket}/run")
+    assert (code, "failed and removed card.md meanwhile: copy it again" in err) == (1, True)
+    assert keys(place) == set()
+    assert called(capsys, "cp", root, f"{bucket}/run")[0] == 0
+
+
+def test_a_failed_copy_removes_nothing_once_another_copy_is_there(
+    root: Path, bucket: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, remove = f"{bucket}/run/step_000000020", ObjectStorage.remove_file
+    removed: list[str] = []
+
+    async def overtaken(self: ObjectStorage, path: Path) -> None:
+        await remove(self, path)
+        removed.append(path.name)
+        put(f"{place}/.metadata", b"of another copy")
+
+    async def fail(*_: object) -> None:
+        raise WriteError(errno.EIO, "lost", place)
+
+    monkeypatch.setattr(ObjectStorage, "remove_file", overtaken)
+    monkeypatch.setattr(copying, "_check_copy", fail)
+    assert called(capsys, "cp", root, f"{bucket}/run")[0] == 1
+    assert len(removed) == 1
 
 
 def test_a_copy_that_arrives_damaged_never_becomes_visible_and_is_removed(
