@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -81,17 +80,18 @@ def open_store(place: RemotePath) -> Any:
     For S3, profiles of ``~/.aws`` count, too, which boto3 reads.
 
     Raises:
-        ConfigError: obstore is missing, or refuses the URL.
+        ConfigError: obstore is missing, or refuses the URL; or boto3 cannot get the credentials that it is to find.
     """
     try:
         from obstore.exceptions import BaseError
         from obstore.store import MemoryStore, from_url
     except ImportError as error:
         raise ConfigError(f"{place}: object stores need obstore: pip install 'aio-ckpt[remote]'") from error
+    if place.is_in_memory:
+        return MemoryStore()
+    options = _s3_options(place)
     try:
-        if place.is_in_memory:
-            return MemoryStore()
-        return with_limits(from_url(place.bucket_url, **_s3_options(place)), COMMITS)
+        return with_limits(from_url(place.bucket_url, **options), COMMITS)
     except (BaseError, OSError, ValueError) as error:
         raise ConfigError(f"{place}: {text_of(error)}") from error
 
@@ -118,13 +118,34 @@ def _s3_options(place: RemotePath) -> dict[str, Any]:
     """Return the options of a store that speaks S3: the server checks the sum of each part, by a header that most know.
 
     boto3 finds the credentials, if it is installed: obstore looks for them in fewer places.
+
+    Raises:
+        ConfigError: boto3 cannot get them, as of a profile that does not exist.
     """
     if not place.bucket_url.startswith("s3:"):
         return {}
     options: dict[str, Any] = {} if "AWS_CHECKSUM_ALGORITHM" in os.environ else {"checksum_algorithm": "SHA256"}
-    if "AWS_ACCESS_KEY_ID" not in os.environ:
-        with contextlib.suppress(ImportError, ValueError):  # no boto3; no credentials
-            from obstore.auth.boto3 import Boto3CredentialProvider
-
-            options["credential_provider"] = Boto3CredentialProvider(ttl=_CREDENTIAL_LIFE)
+    if "AWS_ACCESS_KEY_ID" not in os.environ and (provider := _credential_provider(place)) is not None:
+        options["credential_provider"] = provider
     return options
+
+
+def _credential_provider(place: RemotePath) -> Any:
+    """Return what gets credentials by boto3; None if boto3 is not installed, or finds none."""
+    try:
+        from botocore.exceptions import BotoCoreError
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return None
+    try:
+        provider = Boto3CredentialProvider(ttl=_CREDENTIAL_LIFE)
+        provider()  # those of a login (SSO) are got at the first use
+    except ValueError:  # there are none
+        return None
+    except BotoCoreError as error:
+        text = "boto3 cannot get the credentials of the store"
+        remedy = "look at AWS_PROFILE and ~/.aws; for SSO, log in by aws sso login"
+        raise ConfigError(f"{place}: {text}: {str(error).rstrip(': ')}: {remedy}") from error
+    if "AWS_REGION" in os.environ:  # it counts before that of a profile
+        provider.config.pop("region", None)
+    return provider

@@ -20,6 +20,8 @@ _ANSWER = re.compile(
     r"status code: (?P<status>\d+ [^:]*):.*<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>",
     re.DOTALL,
 )
+_NO_CREDENTIALS = re.compile(r"credential provider: (?P<why>.+)")
+"""Part of the first line of the error of a client whose Python function for credentials failed."""
 _UNANSWERED = re.compile(
     r"performing \w+ (?P<server>https?://[^/\s]+)\S* in (?P<secs>\d+)\S*( - |, after \d+ retries).*HTTP error"
 )
@@ -43,6 +45,7 @@ _REFUSED_TOKENS = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequir
 _REMEDIES = {
     "RequestTimeTooSkewed": "set the clock of this host",
     "QuotaExceeded": "delete old steps, or raise the quota",
+    "NotImplemented": "use a store that has conditional puts (If-None-Match, If-Match), or a root on a disk",
 }
 """By code of S3, the remedy of a refusal that has nothing to do with credentials."""
 
@@ -76,7 +79,8 @@ def as_os_error(error: Exception, path: Path) -> OSError:
         text = "another process has changed this object meanwhile"
     if code == errno.EACCES:
         answer = _ANSWER.search(str(error))  # a HEAD has none
-        detail = f" ({answer['message']}, {answer['code']})" if answer else ""
+        missing = _NO_CREDENTIALS.search(str(error))
+        detail = f" ({answer['message']}, {answer['code']})" if answer else f" ({missing['why']})" if missing else ""
         remedy = "look at the credentials; they must be valid, and allowed to get, put, list and delete"
         text += f"{detail}: {_REMEDIES.get(answer['code'], remedy) if answer else remedy}"
     return OSError(code or errno.EIO, text, str(path))
@@ -104,7 +108,9 @@ def text_of(error: Exception) -> str:
             "AWS_SECRET_ACCESS_KEY; profiles of ~/.aws count if boto3 is installed"
         )
     if answer := _ANSWER.search(text):
-        return f"the server answered {answer['status']}: {answer['message']} ({answer['code']})"
+        remedy = _REMEDIES.get(answer["code"])
+        text = f"the server answered {answer['status']}: {answer['message']} ({answer['code']})"
+        return f"{text}: {remedy}" if remedy else text
     first_line = text.splitlines()[0] if text else type(error).__name__
     if unanswered := _UNANSWERED.search(first_line):
         why = next((cause for cause in _CAUSES if cause in text), "no answer")

@@ -359,17 +359,19 @@ class ObjectStorage(Storage):
         """Return a lock that excludes other engines of this process. Its file shows the time of the store.
 
         Raises:
-            RootError: another engine of this process holds it; or the store ignores conditions, and so could not
-                exclude a second writer.
+            RootError: another engine of this process holds it; the store failed, or refuses the put; or it ignores
+                conditions, and so could not exclude a second writer.
         """
-        return ProcessLock(path, lambda: raising_os_errors(path, self._prove_conditions, path))
+        return ProcessLock(path, functools.partial(self._prove_conditions, path))
 
     def _prove_conditions(self, path: Path) -> None:
-        self._bucket.put(_key(path), b"")
         try:
-            self._bucket.create(_key(path), b"on the condition that there is no such object")
+            raising_os_errors(path, self._bucket.put, _key(path), b"")
+            raising_os_errors(path, self._bucket.create, _key(path), b"on the condition that there is no such object")
         except FileExistsError:
             return
+        except OSError as error:
+            raise RootError(error.errno, error.strerror, str(path)) from error
         text = "the store ignores the condition of a put (If-None-Match), and so cannot exclude a second writer: use a "
         raise RootError(errno.EOPNOTSUPP, text + "store that has conditional puts, or a root on a disk", str(path))
 

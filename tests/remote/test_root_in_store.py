@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import obstore
 import pytest
@@ -29,7 +29,15 @@ from warm_python import run_warm
 
 import aio_ckpt
 from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, RootError, StepOrderError, WriteError
+from aio_ckpt.errors import (
+    AioCkptError,
+    CheckpointNotFoundError,
+    ConfigError,
+    ReadError,
+    RootError,
+    StepOrderError,
+    WriteError,
+)
 from aio_ckpt.format.root_names import CLAIM_FILE
 from aio_ckpt.remote_path import RemotePath, find_remote
 from aio_ckpt.storage.local import Storage, names_in
@@ -38,6 +46,9 @@ from aio_ckpt.storage.object_errors import as_os_error, text_of
 from bench.common.seaweedfs import KEY, SECRET
 from tests.remote.fault_proxy import Fault
 from tests.remote.test_object_store import data_of, get, keys, put
+
+if TYPE_CHECKING:
+    from obstore.store import S3Credential
 
 TIMEOUT = 60.0
 
@@ -363,6 +374,49 @@ def test_credentials_of_a_profile_are_found(bucket: str, tmp_path: Path, monkeyp
     assert given["expires_at"] - datetime.now(UTC) <= timedelta(minutes=10), "boto3 promises no longer life"
 
 
+@pytest.mark.parametrize(
+    ("profile", "told"),
+    [
+        (
+            "unknown",
+            r"cannot get the credentials .*: The config profile \(unknown\) could not be found: look at AWS_PRO",
+        ),
+        (
+            "failing",
+            r"cannot get the credentials .*: Error when retrieving credentials from custom-process: look at AWS_",
+        ),
+        ("expired", r"cannot get the credentials .*: Error loading SSO Token: .* by aws sso login"),
+    ],
+)
+def test_a_profile_whose_credentials_cannot_be_had_is_refused(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str, told: str
+) -> None:
+    (tmp_path / "config").write_text(
+        "[profile failing]\ncredential_process = false\n[profile expired]\nsso_session = s\nsso_account_id = 1\n"
+        "sso_role_name = r\n[sso-session s]\nsso_start_url = https://sso.invalid\nsso_region = us-east-1\n"
+    )
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", profile)
+    with pytest.raises(ConfigError, match=told), opened(f"{bucket}/run"):
+        pass
+
+
+def test_the_region_of_the_environment_counts_before_that_of_a_profile(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "credentials").write_text(
+        f"[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\nregion = eu-west-1\n"
+    )
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    place = find_remote("root", bucket)
+    assert place is not None
+    assert "region" not in _s3_options(place)["credential_provider"].config
+    monkeypatch.delenv("AWS_REGION")
+    assert _s3_options(place)["credential_provider"].config["region"] == "eu-west-1"
+
+
 def s3_error(status: str, code: str) -> GenericError:
     """What obstore raises for an answer of S3."""
     body = f"<Error><Code>{code}</Code><Message>so it is</Message></Error>"
@@ -398,6 +452,20 @@ def test_an_answer_without_a_reason_is_told_with_what_helps(text: str, remedy: s
 def test_missing_credentials_are_named_with_the_remedy() -> None:
     asked = GenericError("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 1s")
     assert text_of(asked).startswith("no credentials were found: set those of the store in the environment")
+
+
+def test_why_a_caller_s_own_function_gives_no_credentials_is_told(s3_server: str) -> None:
+    def refuse() -> S3Credential:
+        raise PermissionError("log in first")
+
+    store = S3Store(
+        "bucket", prefix="run", endpoint=s3_server, credential_provider=refuse, client_options={"allow_http": True}
+    )
+    with (
+        opened(store) as engine,
+        pytest.raises(ReadError, match=r"\(PermissionError: log in first\): look at"),
+    ):
+        engine.steps()
 
 
 def test_a_server_that_does_not_answer_is_named_with_the_cause_and_the_remedy() -> None:

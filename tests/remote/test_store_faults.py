@@ -260,6 +260,15 @@ def test_a_store_that_ignores_conditions_is_refused_before_the_first_save(
     assert bucket.keys() == {"run/.aio_ckpt/lock"}
 
 
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_store_that_fails_at_the_first_save_is_an_error_of_the_root(bucket: MemoryBucket, fails: int) -> None:
+    with opened() as engine:
+        bucket.choose = lambda name, key, number: "failed" if number == fails else ""
+        with pytest.raises(RootError, match=r"connection refused.*s3://bucket/run/\.aio_ckpt/lock"):
+            engine.save(state(1.0), step=1)
+        engine.save(state(1.0), step=1).result(TIMEOUT)
+
+
 def test_the_requests_of_a_save_and_of_a_load_are_those_of_the_documentation(bucket: MemoryBucket) -> None:
     with opened() as engine:
         for step in range(1, 4):
