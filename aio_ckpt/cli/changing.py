@@ -20,7 +20,7 @@ from aio_ckpt.cli.listing import best_rule
 from aio_ckpt.cli.texts import plural, printable
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ProtectedStepError, StepOrderError
-from aio_ckpt.format.root_names import ABANDONED_DIR
+from aio_ckpt.format.root_names import ABANDONED_DIR, CORRUPT_DIR, TRASH_DIR
 from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import command_line, steps_shown
 from aio_ckpt.reports import amount
@@ -91,11 +91,14 @@ def _print_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
 
 @click.command("rm", epilog="Example: aio-ckpt rm runs/ckpt 100 200")
 @root_argument
-@click.argument("steps", metavar="STEP...", type=_STEP, nargs=-1, required=True)
+@click.argument("steps", metavar="STEP...", type=_STEP, nargs=-1)
 @click.option("--allow-newest", is_flag=True, help="Delete the newest step, too.")
+@click.option("--aside", is_flag=True, help="Delete what rollback or a load has set aside, in the place of a STEP.")
 @step_dir_option
 @json_option
-def rm_command(root: Path, steps: tuple[int, ...], names: StepNames, *, allow_newest: bool, as_json: bool) -> None:
+def rm_command(
+    root: Path, steps: tuple[int, ...], names: StepNames, *, allow_newest: bool, aside: bool, as_json: bool
+) -> None:
     """Delete each STEP under ROOT, durably. Refuses protected steps, and all if it refuses one.
 
     No trainer may save there meanwhile: inside of it, call engine.delete(step).
@@ -103,7 +106,12 @@ def rm_command(root: Path, steps: tuple[int, ...], names: StepNames, *, allow_ne
     from aio_ckpt.cli.access import call
     from aio_ckpt.commit.root_writer import as_writer
 
+    if bool(steps) == aside:
+        raise click.UsageError("Give either each STEP, or --aside.", click.get_current_context())
     check_root(root, names)
+    if aside:
+        _print_deleted(call(lambda storage, _: _delete_aside(storage, root, names)), Screen(as_json=as_json))
+        return
 
     async def work(storage: Storage, _: Executor) -> None:
         await _check_removable(storage, root, names, steps, allow_newest=allow_newest)
@@ -177,11 +185,28 @@ async def _delete_steps(
     await retention.delete_discarded(*steps)
 
 
-def _print_deleted(steps: list[int], screen: Screen) -> None:
+async def _delete_aside(storage: Storage, root: Path, names: StepNames) -> list[str]:
+    """Delete what was set aside, durably. Return the directories, as paths below the root."""
+    from aio_ckpt.commit.root_writer import as_writer
+    from aio_ckpt.commit.trash import delete_trash
+    from aio_ckpt.storage.local import names_in
+
+    deleted = list[str]()
+    async with as_writer(storage, root, names, instead=None) as claim:
+        for directory in (ABANDONED_DIR, CORRUPT_DIR):
+            for name in await names_in(storage, root / directory):
+                await claim.check()
+                await storage.rename(root / directory / name, root / TRASH_DIR / name)
+                await delete_trash(storage, root / TRASH_DIR / name)
+                deleted.append(f"{directory}/{name}")
+    return deleted
+
+
+def _print_deleted(deleted: list[int] | list[str], screen: Screen) -> None:
     if screen.as_json:
-        screen.json({"deleted": steps})
-    elif steps:
-        screen.line(f"deleted: {', '.join(map(str, steps))}")
+        screen.json({"deleted": deleted})
+    elif deleted:
+        screen.line(f"deleted: {', '.join(map(str, deleted))}")
     else:
         screen.line("nothing to delete")
 

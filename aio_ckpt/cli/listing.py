@@ -96,13 +96,12 @@ def ls_command(root: Path, rule: KeepBest | None, names: StepNames, *, as_json: 
             screen.line(f"step {row.step}: {printable(row.fault)}", style="bold red")
     for pending, owner in zip(found.pending, found.pending_owners, strict=True):
         screen.line(f"pending (not a checkpoint): {printable(pending)} ({printable(owner)})")
-    remedy = "" if isinstance(root, RemotePath) else " (rm -r deletes it)"
     for kind, others in (
         ("abandoned by rollback", found.abandoned),
         ("damaged, set aside", found.quarantined),
     ):
         for other in others:
-            screen.line(f"{kind}{remedy}: {printable(other)}")
+            screen.line(f"{kind} ('aio-ckpt rm ROOT --aside' deletes it): {printable(other)}")
     if rule is not None and (fault := metric_fault(rule.metric, found.checkpoints)):
         screen.line(fault)
     if found.checkpoints and hint:
@@ -213,12 +212,14 @@ def du_command(root: Path, names: StepNames, *, as_json: bool) -> None:
     if as_json:
         screen.json(found)
         return
+    is_listed = isinstance(root, RemotePath)  # the set-aside directory is a list of files, which stay where they were
+    remedy = f"'aio-ckpt rm ROOT --aside' deletes it{', and its data, which counts as other' if is_listed else ''}"
     parts = (
         ("checkpoints", found.checkpoints, "'aio-ckpt ls' lists them"),
         ("protected", found.protected, "part of the checkpoints"),
         ("pending", found.pending, f"{PENDING_DIR}: 'aio-ckpt ls' tells whether a writer lives"),
-        ("abandoned", found.abandoned, f"{ABANDONED_DIR}: delete it by hand"),
-        ("damaged", found.quarantined, f"{CORRUPT_DIR}: delete it by hand"),
+        ("abandoned", found.abandoned, f"{ABANDONED_DIR}: {remedy}"),
+        ("damaged", found.quarantined, f"{CORRUPT_DIR}: {remedy}"),
         ("trash", found.trash, f"{TRASH_DIR}: the next writer deletes it"),
         ("other", found.other, "not a checkpoint"),
         ("total", found.nbytes, printable(str(root))),

@@ -52,10 +52,10 @@ async def writing(
 
 
 @contextlib.asynccontextmanager
-async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: str) -> AsyncIterator[Claim]:
+async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: str | None) -> AsyncIterator[Claim]:
     """Do :func:`writing` for a command, with the default limits.
 
-    ``instead``: call of the engine that does the same inside of the trainer, for the message.
+    ``instead``: call of the engine that does the same inside of the trainer, for the message; None if there is none.
 
     Raises:
         RootError: a living writer holds the root; names its process and host.
@@ -68,6 +68,10 @@ async def as_writer(storage: Storage, root: Path, names: StepNames, *, instead: 
         except RootError as error:
             if error.errno not in (errno.EAGAIN, errno.EBUSY):
                 raise
-            message = f"{error.strerror}. Inside of that process, {instead} does the same"
+            message = (
+                error.strerror
+                if instead is None
+                else f"{error.strerror}. Inside of that process, {instead} does the same"
+            )
             raise RootError(error.errno, message, error.filename or str(root)) from error
         yield claim

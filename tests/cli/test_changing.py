@@ -204,6 +204,24 @@ def test_rollback_sets_later_steps_aside(many, capsys):
         engine.save({"w": torch.ones(3)}, step=3).result()
 
 
+def test_rm_deletes_what_was_set_aside_and_nothing_else(many, capsys):
+    called(capsys, "rollback", many, 4)
+    (many / ".aio_ckpt/corrupt").mkdir(exist_ok=True)
+    (many / "step_000000001").rename(many / ".aio_ckpt/corrupt/step_000000001-17")
+    code, out, _ = called(capsys, "rm", many, "--aside")
+    assert (code, out.count(".aio_ckpt/abandoned/"), out.count(".aio_ckpt/corrupt/")) == (0, 2, 1)
+    assert steps(capsys, many) == [2, 3, 4]
+    assert not [*many.glob(".aio_ckpt/*/*step_*")]
+    assert called(capsys, "rm", many, "--aside")[1] == "nothing to delete\n"
+
+
+@pytest.mark.parametrize("arguments", [("--aside", "2"), ()])
+def test_rm_takes_either_steps_or_what_was_set_aside(many, capsys, arguments):
+    code, _, err = called(capsys, "rm", many, *arguments)
+    assert (code, "Give either each STEP, or --aside. Example: aio-ckpt rm" in err) == (2, True)
+    assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     ("arguments", "call"),
     [

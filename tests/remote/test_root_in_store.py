@@ -179,6 +179,25 @@ def test_a_checkpoint_is_saved_by_its_path_replaced_and_removed(bucket: str) -> 
     assert keys(best) == set()
 
 
+def test_rm_deletes_the_files_of_what_was_set_aside_and_no_other(bucket: str, capsys) -> None:
+    with opened(f"{bucket}/run") as engine:
+        for step in (1, 2, 3):
+            engine.save(state(step), step=step).result(TIMEOUT)
+        engine.rollback(1)
+        kept = keys(f"{bucket}/run/step_000000001")
+        engine.save(state(20.0), step=2).result(TIMEOUT)
+    before = {each for each in keys(f"{bucket}/run/step_000000002") if each.endswith(".distcp")}
+    assert (len(before), bool(keys(f"{bucket}/run/step_000000003"))) == (2, True)
+    code, out, _ = called(capsys, "rm", f"{bucket}/run", "--aside")
+    assert (code, out.count("abandoned")) == (0, 2)
+    assert not keys(f"{bucket}/run/step_000000003")
+    assert len(before & keys(f"{bucket}/run/step_000000002")) == 1
+    assert keys(f"{bucket}/run/step_000000001") == kept
+    assert not [each for each in keys(f"{bucket}/run/.aio_ckpt") if "step_" in each]
+    assert called(capsys, "verify", f"{bucket}/run")[0] == 0
+    assert value_of(aio_ckpt.read(f"{bucket}/run/step_000000002")) == 20.0
+
+
 def test_retention_protection_rollback_and_deletion(bucket: str) -> None:
     root = f"{bucket}/run"
     with opened(root, keep_last=2, keep_best=KeepBest(metric="loss")) as engine:

@@ -567,7 +567,7 @@ def test_the_command_line_lists_what_was_set_aside_and_no_step(root: Path, capsy
     assert [row["step"] for row in shown["checkpoints"]] == [1, 3]
     assert shown["quarantined"] == [f".aio_ckpt/corrupt/{aside(root)[0].name}"]
     assert run(["ls", str(root)]) == 0
-    assert "damaged, set aside (rm -r deletes it): .aio_ckpt/corrupt/step_000000002-" in " ".join(
+    assert "damaged, set aside ('aio-ckpt rm ROOT --aside' deletes it): .aio_ckpt/corrupt/step_000000002-" in " ".join(
         capsys.readouterr().out.split()
     )
     assert run(["verify", str(root)]) == 0
