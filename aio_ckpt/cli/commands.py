@@ -38,7 +38,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except click.UsageError as error:
         example = error.ctx.command.epilog if error.ctx else None
-        return _complain(f"{error.format_message().removesuffix('.')}. {example or ''}", error.exit_code)
+        message = error.format_message()
+        return _complain(f"{message}{'' if message.endswith(('.', '?')) else '.'} {example or ''}", error.exit_code)
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
     except click.Abort:

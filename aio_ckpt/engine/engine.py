@@ -920,10 +920,12 @@ def _forsake(
     """Close an engine that nobody refers to any more, unless it is closed.
 
     The garbage collector calls this on any thread, which may hold any lock. So this logs nothing and starts no thread.
+    An engine that has not written to its root closes without a word.
     """
     if portal.is_of_this_process and not portal.is_closed:
         root_session.forsake()
-        portal.post(_log_forsaken, root)
+        if root_session.is_writer:
+            portal.post(_log_forsaken, root)
         portal.post(_close_forsaken, root_session, throttle, shutdown)
 
 

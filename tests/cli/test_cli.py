@@ -312,6 +312,10 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(arguments, capsys):
     assert err.count("\n") == 1
 
 
+def test_a_command_that_does_not_exist_names_one_that_does(capsys):
+    assert called(capsys, "list")[2].startswith("aio-ckpt: No such command 'list'. Did you mean 'ls'? Example: ")
+
+
 def test_too_little_memory_is_one_line_and_exit_code_1(root, capsys, monkeypatch):
     def fail(*_, **__):
         raise MemoryError

@@ -67,6 +67,15 @@ def test_a_ticket_whose_failure_was_raised_keeps_no_engine(root: Path) -> None:
     assert executor.close(TIMEOUT)
 
 
+def test_an_engine_that_has_only_read_is_dropped_without_a_word(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(weights(1)).result(TIMEOUT)
+    before = names_of_threads()
+    assert SyncCheckpointEngine(root).steps() == [1]
+    until(lambda: names_of_threads() <= before)
+    assert DROPPED not in caplog.text
+
+
 def test_a_cell_that_is_run_again_saves_and_leaves_no_thread(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = names_of_threads()
     for number in range(1, 5):
