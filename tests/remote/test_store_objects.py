@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import threading
+import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,13 @@ def test_a_root_in_a_store_object_is_mirrored_to_a_disk(tmp_path: Path) -> None:
     assert value_of(aio_ckpt.read(path)) == 1.0
 
 
+def test_the_environment_lets_a_store_object_use_http(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    store = S3Store("bucket", prefix=uuid.uuid4().hex, endpoint=s3_server, access_key_id=KEY, secret_access_key=SECRET)
+    with SyncCheckpointEngine(store) as engine:
+        assert engine.latest_step() is None
+
+
 def test_a_store_object_gets_the_limits_of_time_that_a_commit_needs(s3_store: S3Store) -> None:
     with SyncCheckpointEngine(s3_store) as engine:
         storage = engine._ctx.storage
@@ -234,7 +242,10 @@ def test_a_store_of_another_kind_is_refused_by_name(store: Any, tmp_path: Path) 
     ("endpoint", "words"),
     [("minio:9000", "give http://HOST:PORT or https://HOST"), ("http://127.0.0.1:1", "set AWS_ALLOW_HTTP=true")],
 )
-def test_an_endpoint_that_cannot_be_asked_is_told_with_the_remedy(endpoint: str, words: str) -> None:
+def test_an_endpoint_that_cannot_be_asked_is_told_with_the_remedy(
+    endpoint: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
     store = S3Store("b", prefix="run", endpoint=endpoint, access_key_id="k", secret_access_key="s", region="r")
     with SyncCheckpointEngine(store) as engine, pytest.raises(ReadError, match=words):
         engine.latest_step()
