@@ -386,11 +386,13 @@ async def check_files(storage: Storage, path: Path, root: RootManifest, step: in
         )
     await _read(storage, path, root.metadata, lengths)
 
-    async def check_rank(entry: FileEntry) -> None:
-        for file in data_files_of(await _read(storage, path, entry, lengths), name=entry.name):
-            _check_length(file, lengths)
+    async def data_files(entry: FileEntry) -> Sequence[FileEntry]:
+        return data_files_of(await _read(storage, path, entry, lengths), name=entry.name)
 
-    await run_all([functools.partial(check_rank, entry) for entry in root.ranks], at_once=_MANIFESTS_AT_ONCE)
+    manifests = [functools.partial(data_files, entry) for entry in root.ranks]
+    for files in await run_all(manifests, at_once=_MANIFESTS_AT_ONCE):
+        for file in files:
+            _check_length(file, lengths)
 
 
 def _check_length(entry: FileEntry, lengths: Mapping[str, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import uuid
@@ -148,11 +149,10 @@ class Reader(DirectoryReplacement, StorageReader):
 async def _open(resources: CallResources, path: Path, rank: int | None) -> Checkpoint:
     storage, executor = resources.storage, resources.portal.executor
     if rank is None:
-        try:
+        with contextlib.suppress(CheckpointNotFoundError):
             return await open_checkpoint(storage, path, executor=executor)
-        except CheckpointNotFoundError:
-            await checkpoint_at(storage, path, StepNames(resources.config.step_dir))  # raises what is there instead
-            raise
+        await checkpoint_at(storage, path, StepNames(resources.config.step_dir))  # raises what is there instead
+        return await open_checkpoint(storage, path, executor=executor)  # it has just been committed
     data = await read_small_file(storage, path / f"__{rank}{METADATA_FILE}")
     if data is None:
         raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: no .metadata, none of rank {rank}", str(path))

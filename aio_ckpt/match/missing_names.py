@@ -103,22 +103,47 @@ def _branch_remedy(checkpoint: Checkpoint, state: object, missing: Sequence[str]
     is_branch = hasattr(state, "load_state_dict") or (len(missing) > 1 and taken <= {*missing})
     if is_branch and 0 < len(found) <= SHOWN:
         branch = found[0]
-        above = {*branches_of(branch)}
-        others = (
-            [at for at in branches_of(name) if at not in above][-1] for name in stored if not is_below(name, branch)
-        )
-        rename = {branch: ""} | dict.fromkeys(sorted({*others}))
-        return (
-            f"all of them are stored below {first_of([*map(repr, found)])}: rename={rename} loads those of {branch!r}"
-        )
+        above, outside = {*branches_of(branch)}, [name for name in stored if not is_below(name, branch)]
+        others = sorted({top for name in outside for top in [at for at in branches_of(name) if at not in above][-1:]})
+        rename, more = {branch: ""} | dict.fromkeys(others), ""
+        if len(others) > SHOWN:
+            rename, more = {branch: ""}, f", with None for each of the {len(others)} branches beside it,"
+        where = first_of([*map(repr, found)])
+        return f"all of them are stored below {where}: rename={rename}{more} loads those of {branch!r}"
+    return _wrapped_remedy(state, missing, stored, taken)
+
+
+def _wrapped_remedy(state: object, missing: Sequence[str], stored: Set[str], taken: Set[str]) -> str:
+    """Return the ``rename=`` if a branch of the template is stored without the prefix of that branch; else ''."""
+    free, tried = {*stored}.difference(taken), set[str]()
     for name in missing:
-        value = state.get(name) if isinstance(state, dict) else None
-        if isinstance(value, torch.nn.Module) and stored.issuperset(value.state_dict()):
-            return f"what {name!r} lacks is stored without that prefix: rename={{'': {name!r}}} adds it"
-    for branch in branches_of(missing[0].rpartition(".")[0]):
-        if branch and all(is_below(name, branch) and name.removeprefix(f"{branch}.") in stored for name in missing):
-            return f"all of them are stored without that prefix: rename={{'': {branch!r}}} adds it"
+        module = _value_at(state, name)
+        if isinstance(module, torch.nn.Module):  # its state_dict() may wait for other ranks
+            own = [key for key, _ in module.named_parameters()]
+            if own and free.issuperset(own):
+                return _adding_prefix(name, f"{_expression(name)}.state_dict()")
+        for branch in branches_of(name.rpartition(".")[0]):
+            if branch and branch not in tried and name.removeprefix(f"{branch}.") in free:
+                tried.add(branch)
+                if all(each.removeprefix(f"{branch}.") in free for each in missing if is_below(each, branch)):
+                    return _adding_prefix(branch, _expression(branch))
     return ""
+
+
+def _adding_prefix(branch: str, keys: str) -> str:
+    rename = f"{{key: f'{branch}.{{key}}' for key in {keys}}}"
+    return f"what {branch!r} lacks is stored without that prefix: rename={rename} adds it (state: the template)"
+
+
+def _expression(name: str) -> str:
+    return "state" + "".join(f"[{part!r}]" for part in name.split("."))
+
+
+def _value_at(state: Any, name: str) -> object:
+    """Return the value called ``name`` in nested dicts; None if there is none."""
+    for part in name.split("."):
+        state = state.get(part) if isinstance(state, dict) else None
+    return state
 
 
 def _list_remedy(name: str, state: Any, stored: Collection[str]) -> str:

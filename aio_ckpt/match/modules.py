@@ -61,8 +61,9 @@ class ModuleDifferences:
                 self.remedies.append(remedy)
             self.unexpected += unexpected
         elif unexpected:
-            tops = _tops(unexpected, taker.names, below=prefix)
-            out = first_of([f"{taker.checkpoint.stored_name(name)!r}: None" for name in tops])
+            stored_name = taker.checkpoint.stored_name  # rename= takes the names of the checkpoint
+            tops = _tops([*map(stored_name, unexpected)], map(stored_name, taker.names), below=taker.branch or "")
+            out = first_of([f"{name!r}: None" for name in tops])
             self.faults.append(
                 f"{prefix or 'the template'!r}, a {type_name(taker.value)}, lacks {listed(unexpected)}, stored for it: "
                 f"rename={{{out}}} leaves them out"

@@ -36,6 +36,10 @@ from aio_ckpt.state.names import NamedNode, find_named, prefix_of
 from aio_ckpt.state.put_back import put_back
 
 _log = logging.getLogger("aio_ckpt")
+_NOT_TRUSTED = (
+    "torch.serialization.add_safe_globals() of a type that still has its name, or trusted_objects=True of the engine, "
+    "brings it back"
+)
 Put: TypeAlias = Callable[[bool], bool]
 """Gives a value to the template. Gets whether this load has written to the template before; returns whether it has."""
 
@@ -163,11 +167,8 @@ class LeavesTaker:
             if not left:
                 break
         if plain:
-            text = (
-                "%s: types that are not trusted came back as plain ones: %s; torch.serialization.add_safe_globals() of "
-                "a type, or trusted_objects=True of the engine, brings it back"
-            )
-            _log.warning(text, self.checkpoint.path, first_of(plain))
+            reason = "their classes have moved or changed" if trusted else _NOT_TRUSTED
+            _log.warning("%s: types came back as plain ones: %s: %s", self.checkpoint.path, first_of(plain), reason)
         for name, leaf in left.items():
             stored = {found: values[found] for found in map(self.checkpoint.stored_name, leaf.names)}
             if list(stored) == [leaf.branch]:

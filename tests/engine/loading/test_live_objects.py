@@ -345,6 +345,20 @@ def test_a_value_that_is_no_tensor_is_refused_for_a_module_before_anything_is_to
     engine.load({"m": template}, rename={"m.step": None})
 
 
+@pytest.mark.parametrize(("own", "rename"), [("", {"m": ""}), ("net", {"m": "net"})])
+def test_the_remedy_for_a_renamed_module_names_what_is_stored(
+    engine: SyncCheckpointEngine, own: str, rename: dict[str, str]
+) -> None:
+    saved, template = layers(2), layers(2)
+    engine.save({"m": {**saved.state_dict(), "step": 3, "cfg": {"a": 1}}}).result(SECS)
+    given = {own: template} if own else template
+    words = r"rename=\{'m.step': None, 'm.cfg': None\} leaves them out"
+    with pytest.raises(TemplateMismatchError, match=words):
+        engine.load(given, rename=rename)
+    engine.load(given, rename={**rename, "m.step": None, "m.cfg": None})
+    assert all(map(torch.equal, template.state_dict().values(), saved.state_dict().values()))
+
+
 def layers(*widths: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width) for width in widths))
 

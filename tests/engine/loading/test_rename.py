@@ -135,12 +135,82 @@ def test_the_remedy_for_a_template_with_one_branch_more_than_what_is_stored_load
     assert same(other, model)
 
 
+@pytest.mark.parametrize("of", [lambda model: model, lambda model: model.state_dict()])
+def test_a_name_beside_the_branch_keeps_its_place(engine: SyncCheckpointEngine, of: Any) -> None:
+    model, other = model_of(1), model_of(2)
+    template = {"step": torch.zeros(1), "model": of(other)}
+    engine.save({**model.state_dict(), "step": torch.ones(1)}).result(TIMEOUT)
+    loads_by_remedy(engine, template)
+    assert same(other, model)
+    assert template["step"].item() == 1
+
+
+def test_a_remedy_for_one_of_two_wrapped_modules_names_that_one(engine: SyncCheckpointEngine) -> None:
+    engine.save(model_of(1)).result(TIMEOUT)
+    with pytest.raises(
+        MissingNameError, match=r"what 'model' lacks .* for key in state\['model'\]\.state_dict\(\)\} adds"
+    ):
+        engine.load({"model": model_of(2), "ema": model_of(3)})
+
+
+@pytest.mark.parametrize("missing", [nn.ReLU(), nn.Linear(3, 3)])
+def test_a_module_that_is_not_stored_is_no_branch(engine: SyncCheckpointEngine, missing: nn.Module) -> None:
+    engine.save({"w": torch.ones(1)}).result(TIMEOUT)
+    with pytest.raises(MissingNameError) as caught:
+        engine.load({"act": missing, "lin": nn.Linear(2, 2)})
+    assert "without that prefix" not in str(caught.value)
+
+
+def test_the_message_calls_no_state_dict_which_may_wait_for_other_ranks(engine: SyncCheckpointEngine) -> None:
+    class Sharded(nn.Linear):
+        calls = 0
+
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            self.calls += 1
+            return super().state_dict(*args, **options)
+
+    engine.save(nn.Linear(2, 2)).result(TIMEOUT)
+    model = Sharded(2, 2)
+    with pytest.raises(MissingNameError, match="without that prefix"):
+        engine.load({"model": model})
+    assert model.calls == 0
+
+
+def test_a_leaf_above_the_branch_is_passed_by(engine: SyncCheckpointEngine) -> None:
+    engine.save({"a": torch.ones(1), "a.b": {"w": torch.ones(1), "x": torch.ones(1)}, "c": torch.ones(1)}).result(
+        TIMEOUT
+    )
+    template = {"w": torch.zeros(1), "x": torch.zeros(1)}
+    loads_by_remedy(engine, template)
+    assert template["w"].item() == 1
+
+
+def test_many_branches_beside_the_one_are_counted(engine: SyncCheckpointEngine) -> None:
+    one = {"weight": torch.ones(2), "bias": torch.ones(2)}
+    engine.save({"head": one, **{f"l{i}": {"weight": torch.ones(2)} for i in range(50)}}).result(TIMEOUT)
+    template = {name: torch.zeros(2) for name in one}
+    with pytest.raises(
+        MissingNameError, match=r"rename=\{'head': ''\}, with None for each of the 50 branches beside it"
+    ):
+        engine.load(template)
+    loads_by_remedy(engine, template)
+    assert template["bias"].tolist() == [1, 1]
+
+
+def test_one_name_or_a_branch_that_lacks_a_name_of_the_template_is_no_branch(engine: SyncCheckpointEngine) -> None:
+    engine.save({"a": {"step": torch.ones(1)}, "w": torch.ones(1), "b": torch.ones(1)}).result(TIMEOUT)
+    for template in ({"step": torch.zeros(1)}, {"step": torch.zeros(1), "w": torch.zeros(1)}):
+        with pytest.raises(MissingNameError) as caught:
+            engine.load(template)
+        assert "all of them are stored below" not in str(caught.value)
+
+
 def loads_by_remedy(engine: SyncCheckpointEngine, template: Any) -> None:
     with pytest.raises(MissingNameError) as caught:
         engine.load(template)
-    found = re.search(r"rename=(\{.*?\})", str(caught.value))
+    found = re.search(r"rename=(\{.*?\})(, with| loads| adds)", str(caught.value))
     assert found is not None, caught.value
-    engine.load(template, rename=ast.literal_eval(found[1]))
+    engine.load(template, rename=eval(found[1], {"state": template}))
 
 
 def test_branches_that_all_hold_the_template_are_named(engine: SyncCheckpointEngine) -> None:

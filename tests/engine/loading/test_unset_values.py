@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import sys
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from gated_storage import TIMEOUT
 from tree_states import same
 
-from aio_ckpt import PerRank, SyncCheckpointEngine
+from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError, UnsafeObjectError
 
 
@@ -179,12 +180,25 @@ def test_a_type_that_is_not_trusted_becomes_a_plain_one_and_a_warning_names_it(
 ) -> None:
     found = loaded(engine, {"run": Progress(3), "by": {Progress: torch.ones(1)}}, copy.copy(given))
     assert found["run"] == {"step": 3}
-    (warning,) = [record.getMessage() for record in caplog.records if "not trusted" in record.getMessage()]
+    (warning,) = [record.getMessage() for record in caplog.records if "plain ones" in record.getMessage()]
     assert "plain ones: v.run (" in warning
-    assert f"the key {Progress} (its text); torch.serialization.add_safe_globals() of a type" in warning
+    assert f"the key {Progress} (its text): torch.serialization.add_safe_globals() of a type" in warning
     caplog.clear()
     loaded(engine, {"a": {"b": 1}}, copy.copy(given))
-    assert "not trusted" not in caplog.text
+    assert "plain ones" not in caplog.text
+
+
+def test_a_trusted_type_that_is_gone_becomes_a_plain_one_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SyncCheckpointEngine(tmp_path, EngineConfig(trusted_objects=True)) as engine:
+        engine.save({"v": {"run": Progress(3)}}, step=1).result(TIMEOUT)
+        monkeypatch.delattr(sys.modules[__name__], "Progress")
+        state: dict[str, Any] = {"v": None}
+        engine.load(state)
+    assert state["v"] == {"run": {"step": 3}}
+    assert "plain ones: v.run (" in caplog.text
+    assert "their classes have moved or changed" in caplog.text
 
 
 def test_an_object_below_that_needs_trust_is_refused_or_told(engine: SyncCheckpointEngine) -> None:
