@@ -321,7 +321,10 @@ def _noting_refusal(target: StatefulTaker, state_dict: Any, *, is_modified: bool
 def _remedy(target: StatefulTaker, state_dict: Any) -> str:
     """Return the rest of a note: what to give to ``load`` instead; '' if nothing helps."""
     if isinstance(target.value, torch.optim.Optimizer):
-        return f"; leave {target.name!r} out of the template if it has other parameters than the saved one"
+        if target.name:
+            return f"; leave {target.name!r} out of the template if it has other parameters than the saved one"
+        is_other = isinstance(state_dict, dict) and "param_groups" not in state_dict
+        return f"; it holds {first_of([*map(repr, state_dict)])}: give a dict with such names" if is_other else ""
     if not isinstance(target.value, torch.nn.Module):
         return f"; leave {target.name!r} out of the template to keep its own state" if target.name else ""
     if not isinstance(state_dict, Mapping):

@@ -299,6 +299,14 @@ def test_what_a_load_state_dict_raises_says_whether_tensors_changed(engine: Sync
     assert "leave 'optimizer' out of the template if it has other parameters" in caught.value.__notes__[-1]
 
 
+def test_an_optimizer_as_the_whole_template_is_told_what_is_stored(engine: SyncCheckpointEngine) -> None:
+    model, optimizer = trained(1)
+    engine.save({"model": model, "optimizer": optimizer}).result(SECS)
+    with pytest.raises(KeyError) as caught:
+        engine.load(optimizer)
+    assert "it holds 'model', 'optimizer': give a dict with such names" in caught.value.__notes__[-1]
+
+
 class Refusing(Box):
     """Stateful that takes a part and raises."""
 
