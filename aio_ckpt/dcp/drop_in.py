@@ -11,10 +11,13 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import staging
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from aio_ckpt._torch import DcpGlobal, DcpRole, dcp_globals, writer_transforms
@@ -148,9 +151,13 @@ class Installation(Installed):
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:
-    """Return whether a checkpoint is on a local file system, or in an object store that can be reached from here."""
+    """Return whether a checkpoint is on a local file system, or in an object store that can be reached from here.
+
+    So is a path that begins with ``~``: ours refuses it, and a warning tells that stock makes a directory of that name.
+    """
     try:
-        return local_path(path) is not None or (find_bucket("checkpoint_id", path) is not None and has_obstore())
+        is_local = local_path(path) is not None or os.fspath(path).startswith("~")
+        return is_local or (find_bucket("checkpoint_id", path) is not None and has_obstore())
     except ConfigError:
         return False
 
@@ -274,8 +281,21 @@ class _Executor:
         self._make_writer = make_writer
 
     def execute_save(self, *args: Any, **given: Any) -> Any:
-        """Do stock's ``execute_save``, with a writer if the caller gave none but a path."""
+        """Do stock's ``execute_save``, with a writer if the caller gave none but a path. A failure is logged."""
         path, make = given.get("checkpoint_id"), self._make_writer
-        if make is not None and given.get("storage_writer", self) is None and path and _is_ours(path):
-            given["storage_writer"] = make(path)
-        return self._stock.execute_save(*args, **given)
+        if make is None or given.get("storage_writer", self) is not None or not path or not _is_ours(path):
+            return self._stock.execute_save(*args, **given)
+        given["storage_writer"] = writer = make(path)
+        given["checkpoint_id"] = writer.path  # the working directory may change before the save begins
+        save = self._stock.execute_save(*args, **given)
+        save.add_done_callback(functools.partial(_log_failure, writer.path))
+        return save
+
+
+def _log_failure(path: Path, save: Future[Any]) -> None:
+    """Log why a save of ``dcp.async_save`` failed: nobody may ask its future."""
+    error = None if save.cancelled() else save.exception()
+    if isinstance(error, CheckpointException) and error.failures:
+        error = error.failures[min(error.failures)][0]
+    if error is not None:
+        _log.error("the save into %s failed: %s: %s", path, type(error).__name__, error)

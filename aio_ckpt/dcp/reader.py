@@ -92,7 +92,7 @@ class Reader(DirectoryReplacement, StorageReader):
         try:
             with naming_checkpoint(self.path), self._running() as resources:
                 checkpoint = resources.portal.call(
-                    _open, resources, self.path.absolute(), rank, timeout=resources.config.stall_timeout_secs
+                    _open, resources, self.path, rank, timeout=resources.config.stall_timeout_secs
                 )
             metadata = checkpoint.metadata
         except AioCkptError as error:

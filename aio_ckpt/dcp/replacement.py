@@ -71,7 +71,7 @@ class DirectoryReplacement(Replacement):
 
     @property
     def checkpoint_id(self) -> str:
-        """Path of the checkpoint, as the caller gave it and ``.metadata`` stores it."""
+        """Path of the checkpoint, as ``.metadata`` stores it: absolute, as the working directory may change."""
         return str(self.path)
 
     @classmethod
@@ -85,10 +85,10 @@ class DirectoryReplacement(Replacement):
 
 
 def checkpoint_path_of(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a checkpoint, as the caller gave it, or its place in an object store.
+    """Return the absolute path of a checkpoint, or its place in an object store.
 
     Raises:
         RootError: it is no path.
         ConfigError: it is a URL that names no place in a bucket.
     """
-    return find_bucket("checkpoint_id", path) or checked_path(path)
+    return find_bucket("checkpoint_id", path) or checked_path(path).absolute()

@@ -39,6 +39,7 @@ from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.dcp.uncopied_state import UncopiedState
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
+from aio_ckpt.format.root_names import ENGINE_DIR
 from aio_ckpt.format.step_names import StepNames
 from aio_ckpt.message_texts import shown
 from aio_ckpt.remote_path import RemotePath
@@ -142,12 +143,12 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
 
         Raises:
             CheckpointExistsError: with ``overwrite=False``, the directory holds a checkpoint.
-            WriteError: the directory cannot be made, or a file has its name.
+            WriteError: the directory cannot be made, a file has its name, or it is the root of an engine.
         """
         if not isinstance(self.path, RemotePath):
             _make_directory(self.path)
         if not self.overwrite:
-            metadata, timeout_secs = self.path.absolute() / METADATA_FILE, self._config.stall_timeout_secs
+            metadata, timeout_secs = self.path / METADATA_FILE, self._config.stall_timeout_secs
             with self._running() as resources:
                 is_there = resources.portal.call(resources.storage.exists, metadata, timeout=timeout_secs)
             if is_there:
@@ -158,7 +159,7 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the save on the leader: remove what dead saves left, mark the save, give each rank its part."""
         # Saves of one writer may overlap, so no two may take the id of one reset().
-        save_id, path = uuid.uuid4().hex, self.path.absolute()
+        save_id, path = uuid.uuid4().hex, self.path
         self.save_id = save_id
         self._begun[save_id] = self.path
         self._unwritten.add(save_id)
@@ -178,10 +179,10 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
             WriteError, StallError, SourceChangedError, PlanChangedError, RootError, BusyError: the save failed, and
                 nothing becomes visible.
         """
-        path = self.path.absolute()
+        path = self.path
         part = rank_save_of(plan.storage_data, self._step(path))
         save_id = part.save_id
-        is_begun, begun = save_id in self._unwritten, self._begun.get(save_id, path).absolute()
+        is_begun, begun = save_id in self._unwritten, self._begun.get(save_id, path)
         self._unwritten.discard(save_id)
         if is_begun and begun != path:
             del self._begun[save_id]
@@ -219,10 +220,9 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
         }
         check_parts([found.save for found in manifests])
         save_id = manifests[0].save.save_id
-        given = self._begun.pop(save_id, self.path)
-        path = given.absolute()
+        path = self._begun.pop(save_id, self.path)
         self._unwritten.discard(save_id)
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(given), save_id=save_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(path), save_id=save_id)
         with self._running() as resources:
             timeout_secs = resources.config.stall_timeout_secs
             commit = functools.partial(
@@ -288,15 +288,22 @@ class Writer(DirectoryReplacement, StorageWriter, AsyncStager):
 
 
 def _make_directory(path: Path) -> None:
-    """Make the directory of a checkpoint. Raises WriteError if that fails, or a file has its name."""
+    """Make the directory of a checkpoint.
+
+    Raises:
+        WriteError: that fails, a file has its name, or it is the root of an engine.
+    """
     if path.is_file():
         raise WriteError(
             errno.EEXIST,
             "is a file, and a checkpoint is a directory: move it away, or save to another checkpoint_id",
             str(path),
         )
+    if (path / ENGINE_DIR).is_dir():
+        text = "is the root of an engine, which cannot be a checkpoint itself: give a directory of its own"
+        raise WriteError(errno.EEXIST, text, str(path))
     with translate_errors(WriteError, path):
-        make_dirs(path.absolute())
+        make_dirs(path)
 
 
 def _with_workers(config: EngineConfig, thread_count: int) -> EngineConfig:

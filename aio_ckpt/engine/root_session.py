@@ -31,6 +31,7 @@ from aio_ckpt.engine.known_steps import KnownSteps
 from aio_ckpt.engine.newest_good import copies_or_none
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, EngineClosedError, RootError, StallError, WriteError
 from aio_ckpt.format.checkpoint_files import METADATA_FILE
+from aio_ckpt.format.root_names import ENGINE_DIR
 from aio_ckpt.remote_path import Place, RemotePath, check_place, find_remote, place_of
 from aio_ckpt.rescue.hooks import Rescue
 from aio_ckpt.runtime.ctrl_c import Lock, new_future
@@ -133,6 +134,8 @@ def _check_root(path: Path) -> Mount:
         ) from error
     if os.path.isfile(path / METADATA_FILE):
         remedy = f"give its parent {path.parent} as the root, or load it by path="
+        if (path / ENGINE_DIR).is_dir():
+            remedy = "a save of another program has put .metadata and data files beside the steps: move those out of it"
         raise RootError(errno.EEXIST, f"the root is itself a checkpoint: {remedy}", str(path))
     return mount_of(device)
 

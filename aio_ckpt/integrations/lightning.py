@@ -31,6 +31,7 @@ from aio_ckpt.argument_checks import local_path
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp import default
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from aio_ckpt.format.checkpoint_files import save_of_root_manifest
 from aio_ckpt.integrations.lightning_layout import META, OPTIMIZER, as_bytes, join, moved, split
 from aio_ckpt.integrations.patch_points import Expected, moved_names
 from aio_ckpt.integrations.path_saves import PathSaves, has_pending_save, wait_for_saves
@@ -373,10 +374,11 @@ class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
         if path is None or not self._saves_shards:
             super().remove_checkpoint(filepath)
             return
-        is_file = path.is_symlink() or path.is_file()
+        by_lightning = path.is_symlink() or path.is_file() or _is_of_stock(path)
         is_there = path.exists() or self._saves.is_pending(path)
-        path, is_file, is_there = self.broadcast((path, is_file, is_there))  # a save may be finished on one rank only
-        if is_file:
+        # A save may be finished on one rank only.
+        path, by_lightning, is_there = self.broadcast((path, by_lightning, is_there))
+        if by_lightning:
             self._saves.remove_file(path, functools.partial(super().remove_checkpoint, path))
         elif is_there:
             self._saves.remove(path)
@@ -388,6 +390,11 @@ class AioModelParallelStrategy(_ModelParallelStrategy):  # type: ignore[misc]
             self._saves.close()
         finally:
             super().teardown()
+
+
+def _is_of_stock(path: Path) -> bool:
+    """Return whether a checkpoint with shards is of Lightning alone, whose own call removes it."""
+    return (path / META_FILE).is_file() and not any(map(save_of_root_manifest, os.listdir(path)))
 
 
 def _fault_of_meta(path: Path) -> str:

@@ -646,6 +646,16 @@ def test_a_changed_small_file_is_named(tmp_path: Path, victim: str) -> None:
     assert file.name in str(error)
 
 
+def test_the_root_of_an_engine_is_no_place_for_a_checkpoint(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save(state_of(1), step=1).result(TIMEOUT)
+    error = failure_of(lambda: save(state_of(1), tmp_path))
+    assert isinstance(error, WriteError)
+    assert "is the root of an engine" in str(error)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        assert engine.steps() == [1]
+
+
 def test_a_file_in_place_of_a_checkpoint_is_named_with_the_remedy_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_text("mine")

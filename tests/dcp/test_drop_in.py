@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from saved_files import ROOT_MANIFEST, without_save_id
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from warm_python import run_warm
@@ -126,6 +128,34 @@ def test_what_changes_after_async_save_returned_is_not_saved(tmp_path: Path) -> 
         assert_same_state(loaded(state, tmp_path), {"w": torch.ones(1 << 18), "turned": state["turned"]})
 
 
+def test_a_save_whose_future_nobody_asks_logs_its_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with default():
+        futures.wait([dcp.async_save(state_of(1), checkpoint_id=tmp_path / "file")])
+    (line,) = [line for line in warned(caplog) if "failed" in line]
+    assert line.startswith(f"the save into {tmp_path / 'file'} failed: WriteError: ")
+
+
+def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go, prepare = threading.Event(), threading.Event(), Writer.prepare_local_plan
+
+    def held(self: Writer, plan: SavePlan) -> SavePlan:
+        begun.set()
+        assert go.wait(TIMEOUT)
+        return prepare(self, plan)
+
+    monkeypatch.setattr(Writer, "prepare_local_plan", held)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with default():
+        saving = dcp.async_save(state_of(1), checkpoint_id="a")
+        assert begun.wait(TIMEOUT)
+        monkeypatch.chdir(tmp_path / "other")
+        go.set()
+        saving.result(TIMEOUT)
+    assert_same_state(loaded(state_of(1), tmp_path / "a"), state_of(1))
+
+
 def test_all_calls_of_a_process_share_threads_and_one_arena(tmp_path: Path) -> None:
     of_tests_before = {thread.name for thread in threading.enumerate()}  # on a loaded machine some still end
     with default() as handle:
@@ -217,6 +247,18 @@ def test_saves_and_loads_of_urls_are_stocks(caplog: pytest.LogCaptureFixture) ->
         assert type(dcp.FileSystemReader("hf://org/step-1")) is FileSystemReader
     assert target["w"].tolist() == [1, 1, 1]
     assert warned(caplog) == []
+
+
+def test_a_path_with_a_tilde_is_stocks_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with default():
+        dcp.save({"w": torch.ones(3)}, checkpoint_id="~/a")
+        saved_async({"w": torch.ones(3)}, "~/b")  # type: ignore[arg-type]
+    assert len(warned(caplog)) >= 2
+    assert all("stock's FileSystemWriter serves this call" in line and "expanduser" in line for line in warned(caplog))
+    assert (tmp_path / "~/b/.metadata").exists()
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

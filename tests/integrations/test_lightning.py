@@ -768,7 +768,7 @@ def sharded_replaces(rank: int, count: int, folder: Path) -> list[list[str]]:
         done.save_checkpoint(folder / "last.ckpt")
         seen = [visible(folder)]
         done.strategy.barrier()
-        for name in ("last.ckpt", "file.ckpt", "missing.ckpt"):
+        for name in ("last.ckpt", "file.ckpt", "sharded.ckpt", "missing.ckpt"):
             done.strategy.remove_checkpoint(folder / name)
         done.strategy.teardown()
         done.strategy.barrier()
@@ -781,8 +781,11 @@ def sharded_replaces(rank: int, count: int, folder: Path) -> list[list[str]]:
 def test_the_strategy_replaces_and_removes_files_of_lightning(two: Ranks, tmp_path: Path) -> None:
     for name in ("last.ckpt", "file.ckpt"):
         torch.save({}, tmp_path / name)
+    (tmp_path / "sharded.ckpt").mkdir()  # by stock's ModelParallelStrategy
+    for name in ("meta.pt", ".metadata", "__0_0.distcp"):
+        (tmp_path / "sharded.ckpt" / name).touch()
     found = two.run(sharded_replaces, tmp_path, timeout=LONG_SECS)
-    assert found[0] == [["file.ckpt", "last.ckpt"], []]
+    assert found[0] == [["file.ckpt", "last.ckpt", "sharded.ckpt"], []]
     assert found[1][1] == []
 
 

@@ -152,6 +152,14 @@ def test_a_checkpoint_in_the_place_of_a_root_is_refused_with_the_root_to_give(tm
         SyncCheckpointEngine(tmp_path / "root" / "step_000000001")
 
 
+def test_a_root_in_which_another_program_saved_a_checkpoint_is_refused_with_what_to_move(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        save(engine, 1)
+    shutil.copytree(tmp_path / "root/step_000000001", tmp_path / "root", dirs_exist_ok=True)
+    with pytest.raises(RootError, match=r"has put \.metadata and data files beside the steps: move those out of it"):
+        SyncCheckpointEngine(tmp_path / "root")
+
+
 def test_damage_of_a_checkpoint_that_was_named_is_told_with_its_directory(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path / "root") as engine:
         save(engine, 1, 2)
