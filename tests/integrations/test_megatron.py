@@ -621,6 +621,13 @@ def test_torch_dcp_is_saved_by_ours_after_install(two: Ranks, tmp_path: Path) ->
     two.run(saves_torch_dcp, tmp_path / "run", timeout=LONG_SECS)
 
 
+def installs_without_training(rank: int, count: int) -> list[str]:
+    from aio_ckpt.integrations import megatron
+
+    with kept_lines() as lines, megatron.install():
+        return list(lines.messages)
+
+
 def installs_without(rank: int, count: int) -> tuple[list[str], list[str]]:
     from megatron.training import async_utils
 
@@ -659,6 +666,12 @@ def test_if_the_names_for_torch_dcp_have_moved_megatron_saves_that_alone(two: Ra
     lines, _ = two.run(installs_without_torch_dcp, timeout=LONG_SECS)
     assert len(lines) == 1
     assert "has no megatron.training.checkpointing.get_async_strategy: Megatron itself saves torch_dcp" in lines[0]
+
+
+@pytest.mark.skipif(has_training(), reason="this megatron-core comes with megatron.training")
+def test_without_the_training_package_install_names_the_strategies(two: Ranks) -> None:
+    for lines in two.run(installs_without_training, timeout=LONG_SECS):
+        assert ["give dist_checkpointing.save() and load() a SaveStrategy" in line for line in lines] == [True]
 
 
 @needs_training

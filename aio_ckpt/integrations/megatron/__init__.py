@@ -77,16 +77,20 @@ class Installation(QueueInstalled):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.missing = [*missing(core), *missing(training)]
+        of_core = missing(core)
+        self.missing = [*of_core, *missing(training)]
         """Names that this Megatron lacks. If there is one, nothing is installed."""
         self._queue = AsyncCallsQueue(shared=self._shared)
         if self.missing:
             _log.warning(
                 "Megatron saves by itself: megatron.core %s has no %s; install() was tried with %s, and a newer "
-                "aio_ckpt may know this version",
+                "aio_ckpt may know this version%s",
                 _version,
                 ", ".join(map(str, self.missing)),
                 ", ".join(TRIED_TRAINING),
+                ""
+                if of_core
+                else "; without it, give dist_checkpointing.save() and load() a SaveStrategy and a LoadStrategy",
             )
             return
         put = self._put
