@@ -61,6 +61,8 @@ class RemotePath(PosixPath):
             raise ValueError("a URL with credentials: give them by the environment, as the store's own tools take them")
         if {".", ".."} & {*match["key"].split("/")}:
             raise ValueError("a URL with . or .. in it: give the place itself")
+        if "\\" in match["key"]:
+            raise ValueError("a URL with a backslash, which some stores take for a slash: give another place")
         return cls(f"{scheme}:/{match['bucket']}", *[part for part in match["key"].split("/") if part])
 
     @property

@@ -82,6 +82,8 @@ def as_os_error(error: Exception, path: Path) -> OSError:
         missing = _NO_CREDENTIALS.search(str(error))
         detail = f" ({answer['message']}, {answer['code']})" if answer else f" ({missing['why']})" if missing else ""
         remedy = "look at the credentials; they must be valid, and allowed to get, put, list and delete"
+        if missing and "no running event loop" in missing["why"]:
+            remedy = "give the store a credential_provider that is not asynchronous"
         text += f"{detail}: {_REMEDIES.get(answer['code'], remedy) if answer else remedy}"
     return OSError(code or errno.EIO, text, str(path))
 

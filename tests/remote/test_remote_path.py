@@ -59,6 +59,7 @@ def test_the_urls_of_object_stores_are_places(given: str | Path, url: str) -> No
         ("s3://", "no place in a bucket: give s3://BUCKET/PATH"),
         ("s3:///a", "no place in a bucket"),
         ("s3://bucket/a?X-Amz-Signature=abc", "without a query"),
+        ("s3://bucket/a\\b", "a backslash, which some stores take for a slash: give another place"),
         ("s3a://bucket/a", "give s3://BUCKET/PATH"),
         ("gcs://bucket/a", "give gs://BUCKET/PATH"),
         ("s3://key:hidden@bucket/a", "give them by the environment"),

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from command_line import called, document
-from obstore.exceptions import BaseError, GenericError
+from obstore.exceptions import BaseError, GenericError, UnauthenticatedError
 from obstore.store import S3Store, from_url
 from other_owner import claim_of_another_host
 from rank_processes import Ranks
@@ -485,6 +485,11 @@ def test_why_a_caller_s_own_function_gives_no_credentials_is_told(s3_server: str
         pytest.raises(ReadError, match=r"\(PermissionError: log in first\): look at"),
     ):
         engine.steps()
+
+
+def test_an_asynchronous_function_for_credentials_is_refused_by_name() -> None:
+    asked = UnauthenticatedError("for path External AWS credential provider: RuntimeError: no running event loop")
+    assert "give the store a credential_provider that is not asynchronous" in str(as_os_error(asked, Path("/a")))
 
 
 def test_a_server_that_does_not_answer_is_named_with_the_cause_and_the_remedy() -> None:
