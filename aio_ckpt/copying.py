@@ -279,7 +279,8 @@ async def _copy_to_store(
     late = [name for name in others if save_of_file(name) is None] if wanted.replacing is not None else []
 
     async def put(names: Iterable[str]) -> None:
-        await _copy_each(names, lambda name: store.put_file(source / name, final / name, advance))
+        # One at a time: the parts of a file are sent at once, and share the network.
+        await _copy_each(names, lambda name: store.put_file(source / name, final / name, advance), at_once=1)
 
     try:
         await put(name for name in others if name not in late)
@@ -322,7 +323,9 @@ async def _check_still_whole(store: ObjectStorage, final: RemotePath, files: Map
         raise WriteError(errno.ENOENT, text, str(final))
 
 
-async def _copy_each(names: Iterable[str], copy_one: Callable[[str], Awaitable[None]]) -> None:
+async def _copy_each(
+    names: Iterable[str], copy_one: Callable[[str], Awaitable[None]], *, at_once: int = _FILES_AT_ONCE
+) -> None:
     """Copy files, some at once. If one fails, those under way end before its error is raised: all are removed then."""
     left, failed = iter(names), list[Exception]()
 
@@ -336,7 +339,7 @@ async def _copy_each(names: Iterable[str], copy_one: Callable[[str], Awaitable[N
                 return
 
     async with anyio.create_task_group() as group:
-        for _ in range(_FILES_AT_ONCE):
+        for _ in range(at_once):
             group.start_soon(copy_some)
     if failed:
         raise failed[0]

@@ -43,8 +43,8 @@ class Limits:
 COMMITS = Limits(try_secs=30, retry_secs=45)
 """Limits of all small requests. Both together are less than the silence after which a writer is dead: a commit that
 hangs must not come after the next writer has cleared the save."""
-UPLOADS = Limits(try_secs=300, retry_secs=360)
-"""Limits for parts of data files. Dozens of them share the network, and each is on the way for as long as all are."""
+UPLOADS = Limits(try_secs=120, retry_secs=180)
+"""Limits for parts of data files. Many of them share the network, and each is on the way for as long as all are."""
 DOWNLOADS = Limits(try_secs=300, retry_secs=360, silence_secs=30)
 """Limits for ranges of data files. A silence tells nothing of an upload, whose answer comes after its last byte."""
 _VARIABLES = {"S3Store": "AWS", "GCSStore": "GOOGLE", "AzureStore": "AZURE"}
