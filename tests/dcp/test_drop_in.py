@@ -26,7 +26,6 @@ from saved_files import ROOT_MANIFEST, without_save_id
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from warm_python import run_warm
@@ -137,14 +136,14 @@ def test_a_save_whose_future_nobody_asks_logs_its_failure(tmp_path: Path, caplog
 
 
 def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go, prepare = threading.Event(), threading.Event(), Writer.prepare_local_plan
+    begun, go, reset = threading.Event(), threading.Event(), Writer.reset
 
-    def held(self: Writer, plan: SavePlan) -> SavePlan:
+    def held(self: Writer, checkpoint_id: Any = None) -> None:
         begun.set()
         assert go.wait(TIMEOUT)
-        return prepare(self, plan)
+        reset(self, checkpoint_id)
 
-    monkeypatch.setattr(Writer, "prepare_local_plan", held)
+    monkeypatch.setattr(Writer, "reset", held)
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     with default():

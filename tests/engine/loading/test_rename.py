@@ -198,11 +198,19 @@ def test_many_branches_beside_the_one_are_counted(engine: SyncCheckpointEngine) 
 
 
 def test_one_name_or_a_branch_that_lacks_a_name_of_the_template_is_no_branch(engine: SyncCheckpointEngine) -> None:
-    engine.save({"a": {"step": torch.ones(1)}, "w": torch.ones(1), "b": torch.ones(1)}).result(TIMEOUT)
-    for template in ({"step": torch.zeros(1)}, {"step": torch.zeros(1), "w": torch.zeros(1)}):
+    one = torch.ones(1)
+    engine.save({"a": {"step": one, "lr": one}, "w": one, "b": one}).result(TIMEOUT)
+    for names in (["step"], ["step", "lr", "w"]):
         with pytest.raises(MissingNameError) as caught:
-            engine.load(template)
+            engine.load({name: torch.zeros(1) for name in names})
         assert "all of them are stored below" not in str(caught.value)
+
+
+def test_a_name_that_the_template_has_itself_is_not_offered_for_a_branch(engine: SyncCheckpointEngine) -> None:
+    engine.save({"step": torch.ones(1)}).result(TIMEOUT)
+    with pytest.raises(MissingNameError) as caught:
+        engine.load({"step": torch.zeros(1), "optimizer": {"step": torch.zeros(1)}})
+    assert "without that prefix" not in str(caught.value)
 
 
 def loads_by_remedy(engine: SyncCheckpointEngine, template: Any) -> None:
