@@ -107,7 +107,7 @@ def rm_command(
     from aio_ckpt.commit.root_writer import as_writer
 
     if bool(steps) == aside:
-        raise click.UsageError("Give either each STEP, or --aside.", click.get_current_context())
+        raise click.UsageError("Give one STEP or more, or --aside.", click.get_current_context())
     check_root(root, names)
     if aside:
         _print_deleted(call(lambda storage, _: _delete_aside(storage, root, names)), Screen(as_json=as_json))
@@ -191,15 +191,16 @@ async def _delete_aside(storage: Storage, root: Path, names: StepNames) -> list[
     from aio_ckpt.commit.trash import delete_trash
     from aio_ckpt.storage.local import names_in
 
-    deleted = list[str]()
+    aside = [f"{at}/{name}" for at in (ABANDONED_DIR, CORRUPT_DIR) for name in await names_in(storage, root / at)]
+    if not aside:  # perhaps no root: a writer would make one of it
+        return []
     async with as_writer(storage, root, names, instead=None) as claim:
-        for directory in (ABANDONED_DIR, CORRUPT_DIR):
-            for name in await names_in(storage, root / directory):
-                await claim.check()
-                await storage.rename(root / directory / name, root / TRASH_DIR / name)
-                await delete_trash(storage, root / TRASH_DIR / name)
-                deleted.append(f"{directory}/{name}")
-    return deleted
+        for directory in aside:
+            trash = root / TRASH_DIR / directory.rpartition("/")[2]
+            await claim.check()
+            await storage.rename(root / directory, trash)
+            await delete_trash(storage, trash)
+    return aside
 
 
 def _print_deleted(deleted: list[int] | list[str], screen: Screen) -> None:

@@ -215,10 +215,15 @@ def test_rm_deletes_what_was_set_aside_and_nothing_else(many, capsys):
     assert called(capsys, "rm", many, "--aside")[1] == "nothing to delete\n"
 
 
+def test_rm_of_what_was_set_aside_makes_no_root_of_a_directory(tmp_path, capsys):
+    assert called(capsys, "rm", tmp_path, "--aside")[1] == "nothing to delete\n"
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("arguments", [("--aside", "2"), ()])
 def test_rm_takes_either_steps_or_what_was_set_aside(many, capsys, arguments):
     code, _, err = called(capsys, "rm", many, *arguments)
-    assert (code, "Give either each STEP, or --aside. Example: aio-ckpt rm" in err) == (2, True)
+    assert (code, "Give one STEP or more, or --aside. Example: aio-ckpt rm" in err) == (2, True)
     assert steps(capsys, many) == [1, 2, 3, 4, 5, 6]
 
 
