@@ -192,7 +192,7 @@ async def _delete_aside(storage: Storage, root: Path, names: StepNames) -> list[
     from aio_ckpt.storage.local import names_in
 
     aside = [f"{at}/{name}" for at in (ABANDONED_DIR, CORRUPT_DIR) for name in await names_in(storage, root / at)]
-    if not aside:  # perhaps no root: a writer would make one of it
+    if not aside:
         return []
     async with as_writer(storage, root, names, instead=None) as claim:
         for directory in aside:

@@ -215,10 +215,15 @@ def test_rm_deletes_what_was_set_aside_and_nothing_else(many, capsys):
     assert called(capsys, "rm", many, "--aside")[1] == "nothing to delete\n"
 
 
-def test_rm_of_what_was_set_aside_makes_no_root_of_a_directory(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert called(capsys, "rm", tmp_path, "--aside")[1] == "nothing to delete\n"
-    assert os.listdir(tmp_path) == ["file"]
+def test_rm_of_what_was_set_aside_is_refused_beside_a_trainer_unless_nothing_is(root, capsys):
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(state(), step=30).result()
+        assert called(capsys, "rm", root, "--aside")[1] == "nothing to delete\n"
+        engine.rollback(20)
+        code, _, err = called(capsys, "rm", root, "--aside")
+    assert (code, "another engine of this process writes here" in err) == (1, True)
+    assert "does the same" not in err
+    assert len(list((root / ".aio_ckpt/abandoned").iterdir())) == 1
 
 
 @pytest.mark.parametrize("arguments", [("--aside", "2"), ()])
